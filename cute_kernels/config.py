@@ -1,0 +1,137 @@
+"""The knobs of a decode kernel, what is compiled for them, and the one predicate that says whether they fit.
+
+`DecodeConfig` is what heuristics and tuned plans choose. `KernelSpec` is everything that changes generated code: equal
+specs give the same kernel, and it is the key of the compile cache. `supports` is the only place that knows the limits.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+Arch = Literal["sm90", "sm80"]
+Target = Literal["sm_90a", "sm_80"]
+Source = Literal["paged", "contiguous"]
+TableFormat = Literal["dense", "csr", "none"]
+ElementType = Literal["f16", "bf16"]
+LseBase = Literal["e", "2"]
+
+MMA_K = 16  # depth of one m16n8k16 step: head_dim is padded to it
+TILE_M = 16  # packed query rows of one tensor-core tile
+MIN_BOX_ROWS = 8  # rows of one 128-byte swizzle atom: the smallest page part that one TMA box may bring
+SMEM_BYTES = {"sm_90a": 232_448, "sm_80": 101_376}  # what one CTA may use (227 KiB; 99 KiB serves 8.0, 8.6 and 8.9)
+ELEMENT_BYTES = 2
+
+
+@dataclass(frozen=True)
+class DecodeConfig:
+    """Knobs of one launch: KV tokens a tile, tiles in shared memory, consumer warps, and pieces a row is cut into."""
+
+    tile_n: int
+    num_stages: int
+    num_warps: int
+    num_splits: int
+
+
+@dataclass(frozen=True)
+class KernelSpec:
+    """Everything that changes the generated code of a decode kernel. Hashable; the compile cache's key.
+
+    arch: the mainloop ("sm90": one TMA producer warp and a ring of mbarriers; "sm80": a cp.async ring per warp).
+    target: what it is compiled for. vector_bytes: bytes one cp.async moves (16 for TMA). page_size: 0 when contiguous.
+    split: whether a row is cut, so partial states go to the workspace and a combine kernel follows.
+    """
+
+    arch: Arch
+    target: Target
+    source: Source
+    table_format: TableFormat
+    element_type: ElementType
+    head_dim: int
+    group_size: int
+    page_size: int
+    vector_bytes: int
+    tile_n: int
+    num_stages: int
+    num_warps: int
+    split: bool
+    lse_base: LseBase
+
+    @property
+    def padded_head_dim(self) -> int:
+        """head_dim rounded up to the depth of one MMA step."""
+        return padded_head_dim(self.head_dim)
+
+    @property
+    def column_block(self) -> int:
+        """Elements of one swizzled column block of a tile: at most 64 (128 bytes)."""
+        return column_block(self.head_dim)
+
+    @property
+    def box_rows(self) -> int:
+        """KV tokens of one slab of a tile: what one TMA box brings; the whole tile for cp.async."""
+        if self.arch == "sm80" or self.source == "contiguous":
+            return self.tile_n
+        return math.gcd(self.page_size, self.tile_n)
+
+    @property
+    def smem_bytes(self) -> int:
+        """Shared memory of one CTA in bytes: the ring of K and V tiles and, for TMA, its mbarriers."""
+        return smem_bytes(self.head_dim, self.tile_n, self.num_stages)
+
+
+def padded_head_dim(head_dim: int) -> int:
+    """head_dim rounded up to a multiple of the MMA depth, 16."""
+    return -(-head_dim // MMA_K) * MMA_K
+
+
+def column_block(head_dim: int) -> int:
+    """Elements of one swizzled column block: the largest of 16, 32, 64 that divides the padded head_dim."""
+    return math.gcd(padded_head_dim(head_dim), 64)
+
+
+def smem_bytes(head_dim: int, tile_n: int, num_stages: int) -> int:
+    """Bytes of the ring of `num_stages` K and V tiles, plus 1 KiB for mbarriers and alignment."""
+    return 2 * num_stages * tile_n * padded_head_dim(head_dim) * ELEMENT_BYTES + 1024
+
+
+def supports(spec: KernelSpec) -> list[str]:
+    """Every reason why `spec` cannot be built; an empty list means that it can."""
+    reasons = []
+    if not 1 <= spec.head_dim <= 256:
+        reasons.append(f"head_dim={spec.head_dim} is outside 1..256")
+    if spec.tile_n < 16 or spec.tile_n % 16:
+        reasons.append(f"tile_n={spec.tile_n} is not a positive multiple of 16")
+    if spec.num_warps not in (1, 2, 4, 8):
+        reasons.append(f"num_warps={spec.num_warps} is not 1, 2, 4 or 8")
+    if spec.num_stages % spec.num_warps:
+        reasons.append(f"num_stages={spec.num_stages} is not a multiple of num_warps={spec.num_warps}: a stage has one reader")
+    needed = max(spec.smem_bytes, merge_bytes(spec.head_dim, spec.num_warps))
+    if needed > SMEM_BYTES[spec.target]:
+        reasons.append(f"shared memory {needed} bytes exceeds {SMEM_BYTES[spec.target]} on {spec.target}")
+    if spec.arch == "sm90":
+        reasons += _tma_reasons(spec)
+    elif spec.num_stages < 2 * spec.num_warps:
+        reasons.append(f"num_stages={spec.num_stages} gives a warp's cp.async ring fewer than 2 stages")
+    return reasons
+
+
+def merge_bytes(head_dim: int, num_warps: int) -> int:
+    """Bytes of the warps' states while they are merged; they alias the ring."""
+    return num_warps * TILE_M * (padded_head_dim(head_dim) + 2) * 4
+
+
+def _tma_reasons(spec: KernelSpec) -> list[str]:
+    reasons = []
+    if spec.target != "sm_90a":
+        reasons.append(f"TMA needs sm_90a, target is {spec.target}")
+    if spec.vector_bytes != 16:
+        reasons.append(f"TMA needs 16-byte aligned strides, got {spec.vector_bytes}")
+    if spec.head_dim % MMA_K:
+        reasons.append(f"TMA needs head_dim to be a multiple of {MMA_K}, got {spec.head_dim}")
+    if spec.source == "paged" and spec.page_size % MIN_BOX_ROWS:
+        reasons.append(f"TMA needs page_size to be a multiple of {MIN_BOX_ROWS}, got {spec.page_size}")
+    if spec.box_rows > 256:
+        reasons.append(f"a TMA box has at most 256 rows, got {spec.box_rows}")
+    return reasons
