@@ -1,0 +1,54 @@
+"""Compiles decode kernels and keeps them in memory, one per kernel spec.
+
+`cute.compile` is not thread-safe: one lock serves the process. A compile takes two to four seconds; one that takes over a
+second is announced on stderr when that is a terminal, and always in the log.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from .config import KernelSpec, supports
+from .errors import CompileFailed, Unsupported
+
+logger = logging.getLogger("cute_kernels")
+_lock = threading.Lock()
+_kernels: dict[KernelSpec, Callable[..., None]] = {}
+
+
+def compiled_specs() -> list[KernelSpec]:
+    """The specs compiled so far, in order."""
+    return list(_kernels)
+
+
+def compile_decode(spec: KernelSpec) -> Callable[..., None]:
+    """Returns fn(q, k, v, table0, table1, table2, out, lse, workspace, softmax_scale, num_splits), compiled at most once.
+
+    Needs no GPU. Raises Unsupported when `supports` rejects the spec, CompileFailed when the compiler fails.
+    """
+    kernel = _kernels.get(spec)
+    if kernel is not None:
+        return kernel
+    reasons = supports(spec)
+    if reasons:
+        raise Unsupported(reasons)
+    with _lock:
+        if spec not in _kernels:
+            _kernels[spec] = _compile(spec)
+        return _kernels[spec]
+
+
+def _compile(spec: KernelSpec, options: str = "") -> Any:
+    from .device.build import build
+
+    started = time.perf_counter()
+    try:
+        kernel = build(spec, options)
+    except Exception as error:
+        raise CompileFailed(f"spec={spec}: {error}") from error
+    logger.info("compiled %s in %.1f s", spec, time.perf_counter() - started)
+    return kernel

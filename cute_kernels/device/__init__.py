@@ -1,0 +1,1 @@
+"""Traced device code: one concern a file. Importing it imports the CuTe DSL."""

@@ -1,0 +1,109 @@
+"""SM80 mainloop: each warp fills a cp.async ring of its own, token by token, and attends to it; no block-wide barrier.
+
+It takes any page size and any alignment of 2 bytes or more, so it also serves pages under 8 tokens on SM90. Rows past
+the end and columns past head_dim are filled with zeros by cp.async's source size.
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Int32, Int64, Int16
+
+from ..config import ELEMENT_BYTES, KernelSpec
+from . import tile
+from .attend import TileReader, WarpState, attend_tile
+from .kv_source import RowSource, find_page
+
+
+class CpAsyncMainloop:
+    """Device loop of one CTA's range of tiles; the caches are read through plain pointers."""
+
+    def __init__(self, spec: KernelSpec):
+        self.spec = spec
+        self.threads = spec.num_warps * 32
+        self.depth = spec.num_stages // spec.num_warps
+        self.vector = spec.vector_bytes // ELEMENT_BYTES
+
+    def operands(self, k: cute.Tensor, v: cute.Tensor) -> tuple:
+        """(K, V) caches [pages, heads, slots, head_dim] in any strides."""
+        return (k, v)
+
+    def init_barriers(self, barriers: cute.Pointer):
+        """A ring per warp needs none."""
+
+    @cute.jit
+    def run(self, operands, rings, barriers, source, kv_head, first, end, tiled_mma, query, state, scale_log2):
+        """Warp w takes tiles w, w + num_warps, ... of [first, end), `depth` - 1 of them in flight."""
+        spec, depth = self.spec, self.depth
+        lane = cute.arch.lane_idx()
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        readers = (TileReader(tiled_mma, lane, rings[0], False), TileReader(tiled_mma, lane, tile.transposed(rings[1]), True))
+        pages = self.lookup(source, first + warp)
+        for ahead in cutlass.range_constexpr(depth - 1):
+            upcoming = self.lookup(source, first + warp + (ahead + 1) * spec.num_warps)
+            self.fetch(operands, rings, source, kv_head, first + warp + ahead * spec.num_warps, end, warp * depth + ahead, pages)
+            pages = upcoming
+        turns = (end - first - warp + spec.num_warps - 1) // spec.num_warps
+        for i in cutlass.range(turns, unroll=1):
+            token_tile = first + warp + i * spec.num_warps
+            cute.arch.cp_async_wait_group(depth - 2)
+            cute.arch.sync_warp()
+            later = token_tile + (depth - 1) * spec.num_warps
+            upcoming = self.lookup(source, later + spec.num_warps)
+            self.fetch(operands, rings, source, kv_head, later, end, warp * depth + (i + depth - 1) % depth, pages)
+            pages = upcoming
+            valid = source.length - token_tile * spec.tile_n
+            attend_tile(spec, tiled_mma, readers, rings[1], query, state, warp * depth + i % depth, valid, scale_log2)
+            cute.arch.sync_warp()
+        cute.arch.cp_async_wait_group(0)
+
+    @cute.jit
+    def lookup(self, source: RowSource, token_tile: Int32) -> Int32:
+        """Lane l holds the page of the tile's token l."""
+        return find_page(source, token_tile * self.spec.tile_n + cute.arch.lane_idx(), self.spec.page_size)
+
+    @cute.jit
+    def fetch(self, operands, rings, source: RowSource, kv_head: Int32, token_tile: Int32, end: Int32, stage: Int32, pages: Int32):
+        """Starts the loads of one tile and commits them as a group; the group is empty past the range's end."""
+        spec = self.spec
+        per_token = cutlass.const_expr(spec.padded_head_dim // self.vector)
+        if token_tile < end:
+            for i in cutlass.range_constexpr(-(-spec.tile_n * per_token // 32)):
+                index = i * 32 + cute.arch.lane_idx()
+                token, column = index // per_token, index % per_token * self.vector
+                page = cute.arch.shuffle_sync(pages, token)
+                if token < spec.tile_n:
+                    position = token_tile * spec.tile_n + token
+                    inside = position < source.length and column < spec.head_dim and page >= 0 and page < source.num_pages
+                    slot = position % spec.page_size if cutlass.const_expr(spec.page_size) else position
+                    offset = self.swizzled(stage, token, column)
+                    for cache, ring in zip(operands, rings):
+                        self.fetch_vector(cache, ring, (page, kv_head, slot, column), offset, inside)
+        cute.arch.cp_async_commit_group()
+
+    def swizzled(self, stage: Int32, token: Int32, column: Int32) -> Int32:
+        """Byte offset of an element in the ring: tile.ring_layout with tile.swizzle applied."""
+        block = self.spec.column_block
+        row_bytes, bits = block * ELEMENT_BYTES, tile.SWIZZLE_BITS[block]
+        offset = (column // block * self.spec.tile_n + token) * row_bytes + column % block * ELEMENT_BYTES
+        offset = offset ^ ((offset >> 3) & ((2**bits - 1) << 4))
+        return stage * (self.spec.tile_n * self.spec.padded_head_dim * ELEMENT_BYTES) + offset
+
+    @cute.jit
+    def fetch_vector(self, cache: cute.Tensor, ring: cute.Tensor, coord: tuple, offset: Int32, inside: Boolean):
+        """One vector of a token: cp.async of 16, 8 or 4 bytes with zero fill, or a plain 2-byte load and store."""
+        size = cutlass.const_expr(self.spec.vector_bytes)
+        target = ring.iterator.toint() + offset
+        source = cache.iterator.toint()
+        if inside:
+            source = (cache.iterator + cute.crd2idx(coord, cache.layout)).toint()
+        if cutlass.const_expr(size >= 4):
+            mode = "cg" if cutlass.const_expr(size == 16) else "ca"
+            cute.arch.inline_ptx(
+                f"cp.async.{mode}.shared.global [{{$r0}}], [{{$r1}}], {size}, {{$r2}};",
+                read_only_args=[Int32(target), Int64(source), Int32(size) if inside else Int32(0)],
+            )
+        else:
+            value = Int16(0)
+            if inside:
+                value = cute.make_tensor(cute.make_ptr(Int16, source, cute.AddressSpace.gmem), 1)[0]
+            cute.arch.inline_ptx("st.shared.u16 [{$r0}], {$r1};", read_only_args=[Int32(target), value])

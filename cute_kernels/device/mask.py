@@ -1,0 +1,30 @@
+"""What lies past a row's end: scores become -inf, and V rows become zero, whatever the bytes hold (NaN included)."""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+
+from ..config import KernelSpec
+
+VECTOR = 8  # 16-bit elements of one 16-byte store
+
+
+@cute.jit
+def mask_scores(acc_s: cute.Tensor, coords: cute.Tensor, valid: Int32):
+    """Scores of tokens at or past `valid` become -inf. coords: (row, token) of each accumulator element."""
+    for i in cutlass.range_constexpr(cute.size(acc_s)):
+        if coords[i][1] >= valid:
+            acc_s[i] = -Float32.inf
+
+
+@cute.jit
+def zero_rows(spec: cutlass.Constexpr, tile: cute.Tensor, valid: Int32, lane: Int32):
+    """One warp zeroes rows valid.. of a tile [tile_n tokens, padded head_dim]: 0 * NaN must not reach the output."""
+    vectors = cute.zipped_divide(tile, (1, VECTOR))
+    per_row = cutlass.const_expr(spec.padded_head_dim // VECTOR)
+    zero = cute.make_rmem_tensor(VECTOR, tile.element_type)
+    zero.fill(0)
+    for i in cutlass.range(valid * per_row + lane, spec.tile_n * per_row, cute.arch.WARP_SIZE):
+        target = vectors[(0, None), (i // per_row, i % per_row)]
+        cute.autovec_copy(zero, target)
+    cute.arch.sync_warp()

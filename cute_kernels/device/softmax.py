@@ -1,0 +1,63 @@
+"""Online softmax over the KV tiles of one warp (Milakov and Gimelshein 2018, as in FlashAttention), in base 2.
+
+Each thread owns two rows of the m16n8 accumulators: their maxima and its own part of their sums. Scores stay unscaled;
+(score - max) is taken before scaling, so that logits of any size keep f32's relative precision.
+"""
+
+import operator
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32
+
+
+def rows_of(acc: cute.Tensor) -> cute.Tensor:
+    """Views an accumulator ((column pair, row pair), 1, n) as (2 rows, columns) of this thread."""
+    layout = acc.layout
+    return cute.make_tensor(
+        acc.iterator,
+        cute.make_layout(
+            (layout.shape[0][1], (layout.shape[0][0], layout.shape[2])),
+            stride=(layout.stride[0][1], (layout.stride[0][0], layout.stride[2])),
+        ),
+    )
+
+
+@cute.jit
+def quad_max(value: Float32) -> Float32:
+    """Maximum over the four lanes that share a row."""
+    value = cute.arch.fmax(value, cute.arch.shuffle_sync_bfly(value, offset=1))
+    return cute.arch.fmax(value, cute.arch.shuffle_sync_bfly(value, offset=2))
+
+
+@cute.jit
+def quad_sum(value: Float32) -> Float32:
+    """Sum over the four lanes that share a row."""
+    value = value + cute.arch.shuffle_sync_bfly(value, offset=1)
+    return value + cute.arch.shuffle_sync_bfly(value, offset=2)
+
+
+@cute.jit
+def finite_or_zero(value: Float32) -> Float32:
+    """-inf (nothing seen yet) becomes 0, so that differences of maxima are never NaN."""
+    return 0.0 if value == -Float32.inf else value
+
+
+@cute.jit
+def online_softmax(acc_s: cute.Tensor, acc_o: cute.Tensor, row_max: cute.Tensor, row_sum: cute.Tensor, scale_log2: Float32):
+    """acc_s becomes exp2((acc_s - row_max) * scale_log2); row_max, row_sum and acc_o move to the new maximum.
+
+    acc_s, acc_o: f32 accumulators of one warp; row_max, row_sum: f32 [2]; row_sum holds this thread's columns only.
+    """
+    scores, outputs = rows_of(acc_s), rows_of(acc_o)
+    for r in cutlass.range_constexpr(2):
+        row = scores[r, None].load()
+        peak = row.reduce(cute.ReductionOp.MAX, row_max[r], 0)
+        peak = quad_max(peak)
+        shift = finite_or_zero(peak)
+        decay = cute.math.exp2((row_max[r] - shift) * scale_log2, fastmath=True)
+        weights = cute.math.exp2((row - shift) * scale_log2, fastmath=True)
+        scores[r, None].store(weights)
+        row_sum[r] = weights.reduce(cute.ReductionOp.ADD, row_sum[r] * decay, 0)
+        row_max[r] = peak
+        outputs[r, None].store(outputs[r, None].load() * decay)
