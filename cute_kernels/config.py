@@ -19,9 +19,12 @@ LseBase = Literal["e", "2"]
 
 MMA_K = 16  # depth of one m16n8k16 step: head_dim is padded to it
 TILE_M = 16  # packed query rows of one tensor-core tile
+MAX_TILE_ELEMENTS = 8192  # tile_n x padded head_dim of a 16-row tile: above, registers spill (read from SASS)
 MIN_BOX_ROWS = 8  # rows of one 128-byte swizzle atom: the smallest page part that one TMA box may bring
 SMEM_BYTES = {"sm_90a": 232_448, "sm_80": 101_376}  # what one CTA may use (227 KiB; 99 KiB serves 8.0, 8.6 and 8.9)
 ELEMENT_BYTES = 2
+MAX_SPLITS = 256  # pieces of one row: the combine keeps a weight for each in shared memory
+MAX_CP_ASYNC_TILE_N = 32  # each lane of a warp looks up the page of one token of the tile
 
 
 @dataclass(frozen=True)
@@ -107,13 +110,28 @@ def supports(spec: KernelSpec) -> list[str]:
         reasons.append(f"num_warps={spec.num_warps} is not 1, 2, 4 or 8")
     if spec.num_stages % spec.num_warps:
         reasons.append(f"num_stages={spec.num_stages} is not a multiple of num_warps={spec.num_warps}: a stage has one reader")
+    if (spec.padded_head_dim > 192 and spec.tile_n > 16) or spec.tile_n * spec.padded_head_dim > MAX_TILE_ELEMENTS:
+        reasons.append(f"tile_n={spec.tile_n} x head_dim={spec.padded_head_dim} needs more registers than a thread has")
     needed = max(spec.smem_bytes, merge_bytes(spec.head_dim, spec.num_warps))
     if needed > SMEM_BYTES[spec.target]:
         reasons.append(f"shared memory {needed} bytes exceeds {SMEM_BYTES[spec.target]} on {spec.target}")
     if spec.arch == "sm90":
         reasons += _tma_reasons(spec)
-    elif spec.num_stages < 2 * spec.num_warps:
+    else:
+        reasons += _cp_async_reasons(spec)
+    return reasons
+
+
+def _cp_async_reasons(spec: KernelSpec) -> list[str]:
+    reasons = []
+    if spec.num_stages < 2 * spec.num_warps:
         reasons.append(f"num_stages={spec.num_stages} gives a warp's cp.async ring fewer than 2 stages")
+    if spec.tile_n > MAX_CP_ASYNC_TILE_N:
+        reasons.append(f"tile_n={spec.tile_n} exceeds {MAX_CP_ASYNC_TILE_N}, the tokens whose pages one warp looks up")
+    if spec.vector_bytes not in (2, 4, 8, 16) or spec.head_dim * ELEMENT_BYTES % spec.vector_bytes:
+        reasons.append(
+            f"vector_bytes={spec.vector_bytes} is not 2, 4, 8 or 16 bytes that divide a head of {spec.head_dim} elements"
+        )
     return reasons
 
 

@@ -7,13 +7,12 @@ from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32
+from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import warp
 
 from ..config import TILE_M, KernelSpec
 from .mask import mask_scores, zero_rows
 from .softmax import online_softmax
-from .tile import transposed
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,11 @@
 """Traces and compiles a decode kernel from fake tensors: shapes and strides are dynamic, so one kernel serves any cache."""
 
+import warnings
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
+from cutlass.base_dsl.ast_helpers import DSLOptimizationWarning
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
 from ..config import ELEMENT_BYTES, KernelSpec
@@ -51,4 +54,6 @@ def arguments(spec: KernelSpec) -> tuple:
 def build(spec: KernelSpec, options: str = ""):
     """Compiles `spec` for its target; needs no GPU. `options` are further compiler options, such as --keep-ptx."""
     flags = f"--gpu-arch {spec.target} --enable-tvm-ffi {options}"
-    return cute.compile(DecodeKernel(spec), *arguments(spec), options=flags)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DSLOptimizationWarning)  # fragments are unrolled on purpose
+        return cute.compile(DecodeKernel(spec), *arguments(spec), options=flags)

@@ -7,7 +7,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
-from ..config import KernelSpec
+from ..config import MAX_SPLITS, KernelSpec
 from .epilogue import LN_2
 from .softmax import finite_or_zero
 
@@ -27,55 +27,58 @@ def open_partials(spec: KernelSpec, workspace: cute.Tensor, batch: Int32, heads:
     return lse, cute.make_tensor(base + offset, cute.make_layout((*shape, columns), stride=strides))
 
 
-@cute.jit
-def combine_row(spec: cutlass.Constexpr, partials: tuple, out: cute.Tensor, lse: cute.Tensor, num_splits: Int32, sums):
-    """Combines this CTA's row and query head into out [batch, num_heads, head_dim] and lse f32 [batch, num_heads].
+def shared_layout(spec: KernelSpec) -> cute.Layout:
+    """f32 in shared memory: a sum per warp and column, then a weight per split."""
+    return cute.make_layout(WARPS * spec.padded_head_dim + MAX_SPLITS)
 
-    sums: shared f32 [WARPS, padded head_dim].
-    """
-    lse_partial, out_partial = partials
+
+@cute.jit
+def split_weights(lse_partial: cute.Tensor, num_splits: Int32, weights: cute.Tensor):
+    """Writes 2^(lse_s - lse) of every split s of one row to shared memory; returns the row's lse (base 2, -inf if empty)."""
+    peak = -Float32.inf
+    for split in cutlass.range(cute.arch.lane_idx(), num_splits, 32):
+        peak = cute.arch.fmax(peak, lse_partial[split])
+    shift = finite_or_zero(cute.arch.warp_reduction_max(peak))
+    total = Float32(0.0)
+    for split in cutlass.range(cute.arch.lane_idx(), num_splits, 32):
+        total += cute.math.exp2(lse_partial[split] - shift, fastmath=True)
+    lse = cute.math.log2(cute.arch.warp_reduction_sum(total)) + shift  # log2(0) = -inf
+    for split in cutlass.range(cute.arch.thread_idx()[0], num_splits, WARPS * 32):
+        weights[split] = cute.math.exp2(lse_partial[split] - finite_or_zero(lse), fastmath=True)
+    cute.arch.sync_threads()
+    return lse
+
+
+@cute.jit
+def combine_row(spec: cutlass.Constexpr, partials: tuple, out: cute.Tensor, lse: cute.Tensor, num_splits: Int32, shared):
+    """Combines this CTA's row and query head into out [batch, num_heads, head_dim] and lse f32 [batch, num_heads]."""
     block = cute.arch.block_idx()[0]
     heads = Int32(out.shape[1])
     row, head = block // heads, block % heads
+    columns = spec.padded_head_dim
+    sums = cute.make_tensor(shared.iterator, cute.make_layout((WARPS, columns), stride=(columns, 1)))
+    weights = cute.make_tensor(shared.iterator + WARPS * columns, cute.make_layout(MAX_SPLITS))
     thread, lane, warp = cute.arch.thread_idx()[0], cute.arch.lane_idx(), cute.arch.warp_idx()
-    peak = -Float32.inf
-    for split in cutlass.range(lane, num_splits, 32):
-        peak = cute.arch.fmax(peak, lse_partial[split, row, head])
-    peak = cute.arch.warp_reduction_max(peak)
-    shift = finite_or_zero(peak)
-    total = Float32(0.0)
-    for split in cutlass.range(lane, num_splits, 32):
-        total += cute.math.exp2(lse_partial[split, row, head] - shift, fastmath=True)
-    total = cute.arch.warp_reduction_sum(total)
-    vectors = cute.zipped_divide(out_partial[None, row, head, None], (1, VECTOR))
-    chunks = cutlass.const_expr(-(-spec.padded_head_dim // (32 * VECTOR)))
-    acc = cute.make_rmem_tensor((VECTOR, chunks), Float32)
-    acc.fill(0.0)
-    for split in cutlass.range(warp, num_splits, WARPS, unroll=4):
-        lse_split = lse_partial[split, row, head]
-        if lse_split != -Float32.inf:  # an empty split wrote no output
-            weight = cute.math.exp2(lse_split - shift, fastmath=True)
-            for c in cutlass.range_constexpr(chunks):
-                column = c * 32 + lane
-                if column * VECTOR < spec.padded_head_dim:
-                    values = cute.make_rmem_tensor(VECTOR, Float32)
-                    cute.autovec_copy(vectors[(0, None), (split, column)], values)
-                    acc[None, c].store(acc[None, c].load() + values.load() * weight)
-    for c in cutlass.range_constexpr(chunks):
+    total = split_weights(partials[0][None, row, head], num_splits, weights)
+    vectors = cute.zipped_divide(partials[1][None, row, head, None], (1, VECTOR))
+    for c in cutlass.range_constexpr(-(-columns // (32 * VECTOR))):
         column = c * 32 + lane
-        if column * VECTOR < spec.padded_head_dim:
+        if column * VECTOR < columns:
+            acc = cute.make_rmem_tensor(VECTOR, Float32)
+            acc.fill(0.0)
+            for split in cutlass.range(warp, num_splits, WARPS, unroll=4):
+                values = cute.make_rmem_tensor(VECTOR, Float32)
+                cute.autovec_copy(vectors[(0, None), (split, column)], values)
+                weight = weights[split]
+                for i in cutlass.range_constexpr(VECTOR):
+                    acc[i] += 0.0 if weight == 0.0 else weight * values[i]  # an empty split wrote no output
             for i in cutlass.range_constexpr(VECTOR):
-                sums[warp, column * VECTOR + i] = acc[i, c]
+                sums[warp, column * VECTOR + i] = acc[i]
     cute.arch.sync_threads()
-    inverse = 1.0 / total
-    value_lse = cute.math.log2(total) + shift
-    if peak == -Float32.inf:
-        inverse = Float32(0.0)
-        value_lse = -Float32.inf
     for column in cutlass.range(thread, spec.head_dim, WARPS * 32):
         value = Float32(0.0)
         for w in cutlass.range_constexpr(WARPS):
             value += sums[w, column]
-        out[row, head, column] = (value * inverse).to(out.element_type)
+        out[row, head, column] = value.to(out.element_type)
     if thread == 0:
-        lse[row, head] = value_lse if cutlass.const_expr(spec.lse_base == "2") else value_lse * LN_2
+        lse[row, head] = total if cutlass.const_expr(spec.lse_base == "2") else total * LN_2

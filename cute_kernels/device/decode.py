@@ -10,10 +10,10 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
-from ..config import TILE_M, KernelSpec
+from ..config import KernelSpec
 from . import tile
 from .attend import make_mma, make_state
-from .combine import WARPS, combine_row, open_partials
+from .combine import WARPS, combine_row, open_partials, shared_layout
 from .epilogue import share_state, store_state
 from .kv_source import open_row
 from .mainloop_sm80 import CpAsyncMainloop
@@ -71,7 +71,7 @@ class DecodeKernel:
     def allocate(self, element_type: type) -> tuple:
         """The K and V rings, swizzled, then the mbarriers."""
         spec = self.spec
-        smem = cutlass.utils.SmemAllocator()
+        smem = cutlass.memory.SmemAllocator()
         rings = []
         for _ in range(2):
             layout = tile.ring_layout(spec)
@@ -101,9 +101,9 @@ class DecodeKernel:
     def combine(self, out, lse, workspace, num_splits: Int32):
         """Combines the splits of one (row, query head); waits for the decode grid when it was launched early."""
         spec = self.spec
-        smem = cutlass.utils.SmemAllocator()
-        sums = smem.allocate_tensor(Float32, cute.make_layout((WARPS, spec.padded_head_dim), stride=(spec.padded_head_dim, 1)), 16)
+        smem = cutlass.memory.SmemAllocator()
+        shared = smem.allocate_tensor(Float32, shared_layout(spec), byte_alignment=16)
         if cutlass.const_expr(self.overlap):
             cute.arch.griddepcontrol_wait()
         partials = open_partials(spec, workspace, Int32(out.shape[0]), Int32(out.shape[1]), num_splits)
-        combine_row(spec, partials, out, lse, num_splits, sums)
+        combine_row(spec, partials, out, lse, num_splits, shared)

@@ -58,11 +58,8 @@ def merge_row(spec: cutlass.Constexpr, acc, row_max, row_sum, row: Int32, scale_
     for w in cutlass.range_constexpr(spec.num_warps):
         weights[w] = cute.math.exp2((row_max[row, w] - shift) * scale_log2, fastmath=True)
         total += weights[w] * row_sum[row, w]
-    lse = cute.math.log2(total) + shift * scale_log2
-    inverse = 1.0 / total
-    if peak == -Float32.inf:  # an empty state; a NaN total is not one
-        inverse = Float32(0.0)
-        lse = -Float32.inf
+    lse = cute.math.log2(total) + shift * scale_log2  # log2(0) = -inf
+    inverse = Float32(0.0) if total == 0.0 else 1.0 / total  # 0: an empty state; NaN is not one
     for w in cutlass.range_constexpr(spec.num_warps):
         weights[w] = weights[w] * inverse
     return weights, lse

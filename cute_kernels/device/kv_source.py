@@ -11,7 +11,6 @@ import cutlass.cute as cute
 from cutlass import Int32
 
 
-
 @dataclass(frozen=True)
 class RowSource:
     """One row of the batch: its pages and length (tokens). `entries` is None when the cache is contiguous."""
@@ -27,10 +26,7 @@ def find_page(source: RowSource, token: Int32, page_size: cutlass.Constexpr) -> 
     """The page that holds `token`, or num_pages past the row's end; the table is not read there."""
     page = source.num_pages
     if token < source.length:
-        if cutlass.const_expr(source.entries is None):
-            page = source.row
-        else:
-            page = source.entries[token // page_size]
+        page = source.row if cutlass.const_expr(source.entries is None) else source.entries[token // page_size]
     return page
 
 

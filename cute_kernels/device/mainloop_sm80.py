@@ -6,11 +6,11 @@ the end and columns past head_dim are filled with zeros by cp.async's source siz
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Int32, Int64, Int16
+from cutlass import Boolean, Int16, Int32, Int64
 
 from ..config import ELEMENT_BYTES, KernelSpec
 from . import tile
-from .attend import TileReader, WarpState, attend_tile
+from .attend import TileReader, attend_tile
 from .kv_source import RowSource, find_page
 
 
@@ -62,12 +62,14 @@ class CpAsyncMainloop:
         return find_page(source, token_tile * self.spec.tile_n + cute.arch.lane_idx(), self.spec.page_size)
 
     @cute.jit
-    def fetch(self, operands, rings, source: RowSource, kv_head: Int32, token_tile: Int32, end: Int32, stage: Int32, pages: Int32):
+    def fetch(
+        self, operands, rings, source: RowSource, kv_head: Int32, token_tile: Int32, end: Int32, stage: Int32, pages: Int32
+    ):
         """Starts the loads of one tile and commits them as a group; the group is empty past the range's end."""
         spec = self.spec
         per_token = cutlass.const_expr(spec.padded_head_dim // self.vector)
         if token_tile < end:
-            for i in cutlass.range_constexpr(-(-spec.tile_n * per_token // 32)):
+            for i in cutlass.range(-(-spec.tile_n * per_token // 32), unroll=4):
                 index = i * 32 + cute.arch.lane_idx()
                 token, column = index // per_token, index % per_token * self.vector
                 page = cute.arch.shuffle_sync(pages, token)
@@ -76,7 +78,7 @@ class CpAsyncMainloop:
                     inside = position < source.length and column < spec.head_dim and page >= 0 and page < source.num_pages
                     slot = position % spec.page_size if cutlass.const_expr(spec.page_size) else position
                     offset = self.swizzled(stage, token, column)
-                    for cache, ring in zip(operands, rings):
+                    for cache, ring in zip(operands, rings, strict=True):
                         self.fetch_vector(cache, ring, (page, kv_head, slot, column), offset, inside)
         cute.arch.cp_async_commit_group()
 

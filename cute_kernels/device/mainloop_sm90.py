@@ -4,8 +4,6 @@ Tile i lies in stage i % num_stages and belongs to warp i % num_warps. num_stage
 has the same reader: with several, a fast one passes a parity that an older phase satisfied and reads garbage.
 """
 
-import math
-
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64
@@ -96,9 +94,9 @@ class TmaMainloop:
                 slot = (first + i) * self.boxes + box
                 if cutlass.const_expr(spec.page_size):
                     slot = slot % (spec.page_size // spec.box_rows)
-                source_box = ((None, None), (slot, 0, kv_head, page))
-                cute.copy(atom_k, gmem_k[None, (slot, 0, kv_head, page)], smem_k[None, box, stage], tma_bar_ptr=full, cache_policy=policy)
-                cute.copy(atom_v, gmem_v[None, (slot, 0, kv_head, page)], smem_v[None, box, stage], tma_bar_ptr=full, cache_policy=policy)
+                where = (slot, 0, kv_head, page)
+                cute.copy(atom_k, gmem_k[None, where], smem_k[None, box, stage], tma_bar_ptr=full, cache_policy=policy)
+                cute.copy(atom_v, gmem_v[None, where], smem_v[None, box, stage], tma_bar_ptr=full, cache_policy=policy)
 
     @cute.jit
     def consume(self, rings, barriers, source: RowSource, first, tiles, warp, tiled_mma, query, state: WarpState, scale_log2):

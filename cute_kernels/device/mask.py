@@ -4,8 +4,6 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from ..config import KernelSpec
-
 VECTOR = 8  # 16-bit elements of one 16-byte store
 
 

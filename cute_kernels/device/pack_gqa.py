@@ -8,7 +8,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Uint32
 
-from ..config import TILE_M, KernelSpec
+from ..config import TILE_M
 
 
 @cute.jit

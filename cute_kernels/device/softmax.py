@@ -4,8 +4,6 @@ Each thread owns two rows of the m16n8 accumulators: their maxima and its own pa
 (score - max) is taken before scaling, so that logits of any size keep f32's relative precision.
 """
 
-import operator
-
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32

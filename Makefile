@@ -1,0 +1,40 @@
+# PYTHON=python3 uses an installed environment instead of .venv; then nothing is set up.
+VENV := .venv/bin/python
+PYTHON ?= $(VENV)
+SETUP := $(if $(filter $(VENV),$(PYTHON)),.venv/.installed)
+
+.DEFAULT_GOAL := help
+.PHONY: setup demo test gpu-test lint format clean help
+
+setup: .venv/.installed ## make .venv with everything installed (once)
+
+.venv/.installed: pyproject.toml constraints.txt
+	python3 -m venv .venv
+	$(VENV) -m pip install -q -c constraints.txt -e '.[dev]'
+	@touch $@
+
+demo: $(SETUP) ## a small language model decodes through a paged cache
+	$(PYTHON) -m cute_kernels demo
+
+test: lint ## lint, types and every test that needs no GPU
+	$(PYTHON) -m pytest -m "not gpu" -n 2 -q
+	@echo "make test: passed"
+
+gpu-test: $(SETUP) ## the tests that need a GPU
+	$(PYTHON) -m pytest -m gpu tests -q
+
+lint: $(SETUP) ## ruff and mypy
+	$(PYTHON) -m ruff check .
+	$(PYTHON) -m ruff format --check .
+	$(PYTHON) -m mypy
+
+format: $(SETUP) ## rewrite sources in the house style
+	$(PYTHON) -m ruff check --fix .
+	$(PYTHON) -m ruff format .
+
+clean: ## remove .venv, caches and build output
+	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+help: ## this list
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/\1: \2/' | column -t -s: -l 2

@@ -1,0 +1,84 @@
+"""Decode attention for Hopper in the CuTe Python DSL, behind one descriptor/plan interface.
+
+Names load on first use: importing the package needs neither a GPU nor the compiler.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .attention import decode_attention
+    from .config import DecodeConfig, KernelSpec
+    from .descriptors import FlashDecodingDescriptor, KVDtype, KVLayout, PagedDecodeDescriptor
+    from .dispatch import DeviceFacts, Explanation, PlanPreference
+    from .errors import (
+        CompileFailed,
+        CuteKernelsError,
+        InvalidArgument,
+        InvalidPlanTable,
+        InvalidProblem,
+        LaunchFailed,
+        MisalignedOperand,
+        Unsupported,
+        WorkspaceTooSmall,
+    )
+    from .page_table import PageTable
+    from .plan import FlashDecodingPlan, PagedDecodePlan, PrecisionGuarantee, Sku
+    from .workspace import WorkspaceRegion
+
+__version__ = "0.1.0"
+__all__ = [
+    "CompileFailed",
+    "CuteKernelsError",
+    "DecodeConfig",
+    "DeviceFacts",
+    "Explanation",
+    "FlashDecodingDescriptor",
+    "FlashDecodingPlan",
+    "InvalidArgument",
+    "InvalidPlanTable",
+    "InvalidProblem",
+    "KVDtype",
+    "KVLayout",
+    "KernelSpec",
+    "LaunchFailed",
+    "MisalignedOperand",
+    "PageTable",
+    "PagedDecodeDescriptor",
+    "PagedDecodePlan",
+    "PlanPreference",
+    "PrecisionGuarantee",
+    "Sku",
+    "Unsupported",
+    "WorkspaceRegion",
+    "WorkspaceTooSmall",
+    "decode_attention",
+]
+
+_HOMES = {
+    "attention": ("decode_attention",),
+    "config": ("DecodeConfig", "KernelSpec"),
+    "descriptors": ("FlashDecodingDescriptor", "KVDtype", "KVLayout", "PagedDecodeDescriptor"),
+    "dispatch": ("DeviceFacts", "Explanation", "PlanPreference"),
+    "page_table": ("PageTable",),
+    "plan": ("FlashDecodingPlan", "PagedDecodePlan", "PrecisionGuarantee", "Sku"),
+    "workspace": ("WorkspaceRegion",),
+}
+_HOME = {name: module for module, names in _HOMES.items() for name in names}
+
+logging.getLogger(__name__).addHandler(logging.NullHandler())
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f".{_HOME.get(name, 'errors')}", __name__), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

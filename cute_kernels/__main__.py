@@ -1,0 +1,5 @@
+"""`python -m cute_kernels`."""
+
+from .cli import main
+
+main()

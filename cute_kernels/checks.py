@@ -1,0 +1,293 @@
+"""Real tensors against a described problem: each violation is its typed error, raised before anything is written."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .descriptors import DecodeProblem
+from .errors import InvalidArgument, InvalidProblem, MisalignedOperand, Unsupported, WorkspaceTooSmall
+from .page_table import OPERAND_NAMES, PageTable
+from .workspace import WORKSPACE_ALIGNMENT
+
+PAIR_BYTES = 4  # a kernel reads q and writes out two 16-bit elements at a time, one where head_dim is odd
+
+
+class Operands(NamedTuple):
+    """What one run is given; out, lse and workspace may be absent. table0..2 are a PageTable's operands."""
+
+    q: Any
+    k_cache: Any
+    v_cache: Any
+    table0: Any
+    table1: Any
+    table2: Any
+    out: Any
+    lse: Any
+    workspace: Any
+
+
+class Passage(Enum):
+    """How checked operands reach the kernel."""
+
+    DIRECT = auto()  # as they are
+    NORMALISED = auto()  # through views: a unit query axis, or odd strides of extents of one
+    EMPTY = auto()  # no token anywhere: out = 0, lse = -inf, no kernel
+    NOTHING = auto()  # batch 0: nothing to write
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What a plan demands of its tensors. num_pages: None when any number will do. seq_len: of a contiguous cache."""
+
+    problem: DecodeProblem
+    device: torch.device
+    nhd: bool = False
+    num_pages: int | None = None
+    seq_len: int = 0
+
+    @property
+    def query_alignment(self) -> int:
+        """Bytes that pointers and strides of q and out are multiples of."""
+        return math.gcd(PAIR_BYTES, self.problem.head_dim * self.problem.q_dtype.itemsize)
+
+
+def signature(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    table0: Tensor | None,
+    table1: Tensor | None,
+    table2: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    workspace: Tensor | None,
+) -> tuple[object, ...]:
+    """All that `check` depends on, as a key: a checked signature need not be checked again.
+
+    Devices are left out: addresses are unified, so a pointer belongs to one device. Written flat: a loop over the
+    tensors costs a microsecond more.
+    """
+    # fmt: off
+    return (
+        q.shape, q.stride(), q.dtype, q.data_ptr(),
+        k.shape, k.stride(), k.dtype, k.data_ptr(),
+        v.shape, v.stride(), v.dtype, v.data_ptr(),
+        out.shape, out.stride(), out.dtype, out.data_ptr(),
+        lse.shape, lse.stride(), lse.dtype, lse.data_ptr(),
+        None if table0 is None else (table0.shape, table0.stride(), table0.dtype, table0.data_ptr()),
+        None if table1 is None else (table1.shape, table1.stride(), table1.dtype, table1.data_ptr()),
+        None if table2 is None else (table2.shape, table2.stride(), table2.dtype, table2.data_ptr()),
+        None if workspace is None else (workspace.shape, workspace.stride(), workspace.dtype, workspace.data_ptr()),
+    )
+    # fmt: on
+
+
+def check(rules: Rules, operands: Operands) -> Passage:
+    """Raises the typed error of the first rule that is broken: q, caches, table, out, lse, overlap, then the workspace."""
+    problem = rules.problem
+    check_query(rules, operands.q)
+    _check_caches(rules, operands)
+    _check_table(rules, operands)
+    if operands.out is not None:
+        _check_tensor(rules, "out", operands.out, problem.q_dtype)
+        _check_shape("out", operands.out, tuple(operands.q.shape), "q's shape")
+        _check_strides("out", operands.out, rules.query_alignment)
+    if operands.lse is not None:
+        _check_tensor(rules, "lse", operands.lse, torch.float32)
+        _check_shape("lse", operands.lse, (problem.batch_size, problem.num_heads), "[batch_size, num_heads]")
+    _check_overlap(rules, operands)
+    return _passage(rules, operands)
+
+
+def check_query(rules: Rules, q: Any) -> None:
+    """q alone: what must hold before out can be allocated like it."""
+    problem = rules.problem
+    _check_tensor(rules, "q", q, problem.q_dtype)
+    batch, heads, dim = problem.batch_size, problem.num_heads, problem.head_dim
+    if tuple(q.shape) not in ((batch, heads, dim), (batch, 1, heads, dim), (batch, heads, 1, dim)):
+        rule = f"must be [batch_size, num_heads, head_dim] = {[batch, heads, dim]}, or that with one unit query axis"
+        raise InvalidProblem("q.shape", tuple(q.shape), rule)
+    _check_strides("q", q, rules.query_alignment)
+
+
+def check_workspace(rules: Rules, workspace: Any, needed: int) -> None:
+    """A workspace: uint8, 1-D, dense, on the plan's device, of at least `needed` bytes, 16-byte aligned."""
+    if workspace is None:
+        if needed:
+            raise WorkspaceTooSmall(needed, 0)
+        return
+    _check_tensor(rules, "workspace", workspace, torch.uint8)
+    if workspace.dim() != 1 or not workspace.is_contiguous():
+        got = f"got shape {tuple(workspace.shape)} with strides {workspace.stride()}"
+        raise InvalidArgument("workspace", f"{got}, must be one-dimensional and contiguous")
+    if workspace.numel() < needed:
+        raise WorkspaceTooSmall(needed, workspace.numel())
+    if workspace.data_ptr() % WORKSPACE_ALIGNMENT:
+        raise MisalignedOperand("workspace.data_ptr", workspace.data_ptr(), WORKSPACE_ALIGNMENT)
+
+
+def check_page_table(problem: DecodeProblem, page_table: Any) -> None:
+    """A PageTable of the described format."""
+    if not isinstance(page_table, PageTable):
+        raise InvalidArgument("page_table", f"got {_kind(page_table)}, must be a PageTable")
+    if page_table.format != problem.table_format:
+        raise InvalidArgument(
+            "page_table", f"is {page_table.format}, must be {problem.table_format}: the descriptor's table_format"
+        )
+
+
+def normalised(rules: Rules, operands: Operands) -> Operands:
+    """The same memory as the kernel wants to see it: HND, three axes of q and out, aligned strides where an extent is one."""
+    q, out = _without_query_axis(operands.q, rules.problem), _without_query_axis(operands.out, rules.problem)
+    dim = rules.problem.head_dim
+    q, out, k, v = (_unit_strides(t, dim) for t in (q, out, operands.k_cache, operands.v_cache))
+    if rules.nhd:
+        k, v = k.transpose(1, 2), v.transpose(1, 2)
+    return operands._replace(q=q, k_cache=k, v_cache=v, out=out)
+
+
+def _check_caches(rules: Rules, operands: Operands) -> None:
+    problem = rules.problem
+    axes: list[tuple[str, int | None]]
+    pages, heads, slots = ("num_pages", rules.num_pages), ("num_kv_heads", problem.num_kv_heads), ("page_size", problem.page_size)
+    if problem.source == "contiguous":
+        axes = [("batch_size", problem.batch_size), heads, ("seq_len", rules.seq_len)]
+    else:
+        axes = [pages, slots, heads] if rules.nhd else [pages, heads, slots]
+    names, extents = zip(*axes, ("head_dim", problem.head_dim), strict=True)
+    for name, cache in (("k_cache", operands.k_cache), ("v_cache", operands.v_cache)):
+        _check_tensor(rules, name, cache, problem.kv_dtype.torch_dtype)
+        _check_shape(name, cache, extents, f"[{', '.join(names)}]")
+        _check_strides(name, cache, problem.vector_bytes)
+        if any(stride == 0 for extent, stride in zip(cache.shape, cache.stride(), strict=True) if extent > 1):
+            raise Unsupported([f"{name}.stride = {cache.stride()}: an axis of stride 0 (expanded) is not read, make it physical"])
+    if operands.v_cache.shape[0] != operands.k_cache.shape[0]:
+        raise InvalidProblem(
+            "v_cache.shape", tuple(operands.v_cache.shape), f"must be k_cache's, {tuple(operands.k_cache.shape)}"
+        )
+
+
+def _check_table(rules: Rules, operands: Operands) -> None:
+    batch = rules.problem.batch_size
+    if rules.problem.table_format == "none":
+        return
+    names = OPERAND_NAMES[rules.problem.table_format]
+    tensors = (operands.table0, operands.table1, operands.table2)[: len(names)]
+    for name, tensor in zip(names, tensors, strict=True):
+        _check_tensor(rules, name, tensor, torch.int32)
+    if rules.problem.table_format == "dense":
+        _check_shape(names[0], operands.table0, (batch, None), "[batch_size, max_pages]")
+        _check_shape(names[1], operands.table1, (batch,), "[batch_size]")
+    else:
+        _check_shape(names[0], operands.table0, (None,), "[used_pages]")
+        _check_shape(names[1], operands.table1, (batch + 1,), "[batch_size + 1]")
+        _check_shape(names[2], operands.table2, (batch,), "[batch_size]")
+    for name, tensor in zip(names, tensors, strict=True):
+        _check_unit_last(name, tensor)
+
+
+def _check_tensor(rules: Rules, name: str, tensor: Any, dtype: torch.dtype) -> None:
+    if not isinstance(tensor, Tensor):
+        raise InvalidArgument(name, f"got {_kind(tensor)}, must be a tensor")
+    if tensor.device != rules.device:
+        raise InvalidArgument(name, f"is on {tensor.device}, must be on the plan's device, {rules.device}")
+    if tensor.dtype != dtype:
+        raise InvalidArgument(name, f"has dtype {tensor.dtype}, must be {dtype}")
+
+
+def _check_shape(name: str, tensor: Tensor, shape: tuple[int | None, ...], meaning: str) -> None:
+    fits = tensor.dim() == len(shape) and all(want in (None, got) for got, want in zip(tensor.shape, shape, strict=True))
+    if not fits:
+        wanted = ", ".join("*" if want is None else str(want) for want in shape)
+        raise InvalidProblem(f"{name}.shape", tuple(tensor.shape), f"must be {meaning} = [{wanted}]")
+
+
+def _check_unit_last(name: str, tensor: Tensor) -> None:
+    if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+        raise Unsupported([f"{name}.stride = {tensor.stride()}: the last must be 1"])
+
+
+def _check_strides(name: str, tensor: Tensor, alignment: int) -> None:
+    """A unit last stride; the other strides and the pointer are multiples of `alignment` bytes."""
+    _check_unit_last(name, tensor)
+    if tensor.numel() == 0:
+        return
+    for axis in range(tensor.dim() - 1):
+        nbytes = tensor.stride(axis) * tensor.element_size()
+        if tensor.shape[axis] > 1 and nbytes % alignment:
+            raise MisalignedOperand(f"{name}.stride({axis})", nbytes, alignment)
+    if tensor.data_ptr() % alignment:
+        raise MisalignedOperand(f"{name}.data_ptr", tensor.data_ptr(), alignment)
+
+
+def _check_overlap(rules: Rules, operands: Operands) -> None:
+    """No written tensor shares bytes with another operand, or with itself."""
+    table_names = OPERAND_NAMES.get(rules.problem.table_format, ())
+    names = dict(zip(("table0", "table1", "table2"), table_names, strict=False))
+    spans = {names.get(n, n): _span(t) for n, t in operands._asdict().items() if isinstance(t, Tensor) and t.numel()}
+    for written in ("out", "lse", "workspace"):
+        if written not in spans:
+            continue
+        low, high = spans[written]
+        for name, (other_low, other_high) in spans.items():
+            if name != written and low < other_high and other_low < high:
+                raise InvalidArgument(written, f"bytes [{low:#x}, {high:#x}) overlap {name}'s, must be memory of its own")
+    for written, tensor in (("out", operands.out), ("lse", operands.lse)):
+        if tensor is not None and _overlaps_itself(tensor):
+            raise InvalidArgument(written, f"strides {tensor.stride()} make elements share memory, each must have its own")
+
+
+def _span(tensor: Tensor) -> tuple[int, int]:
+    """The bytes from a tensor's first to its last element: [low, high)."""
+    last = sum((extent - 1) * stride for extent, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
+
+
+def _overlaps_itself(tensor: Tensor) -> bool:
+    axes = sorted((stride, extent) for extent, stride in zip(tensor.shape, tensor.stride(), strict=True) if extent > 1)
+    reach = 0  # the largest offset that the axes so far can make
+    for stride, extent in axes:
+        if stride <= reach:
+            return True
+        reach += stride * (extent - 1)
+    return False
+
+
+def _passage(rules: Rules, operands: Operands) -> Passage:
+    if rules.problem.batch_size == 0:
+        return Passage.NOTHING
+    if operands.k_cache.numel() == 0 or (operands.table0 is not None and operands.table0.numel() == 0):
+        return Passage.EMPTY
+    rows, caches = (operands.q, operands.out), (operands.k_cache, operands.v_cache)
+    odd = any(_odd_unit_strides(t, rules.query_alignment) for t in rows if t is not None)
+    odd = odd or any(_odd_unit_strides(t, rules.problem.vector_bytes) for t in caches)
+    return Passage.NORMALISED if odd or operands.q.dim() == 4 else Passage.DIRECT
+
+
+def _odd_unit_strides(tensor: Tensor, alignment: int) -> bool:
+    """Whether an extent of one has a stride that a kernel's signature would refuse, though it is never used."""
+    *outer, last = zip(tensor.shape, tensor.stride(), strict=True)
+    odd = any(extent == 1 and (stride * tensor.element_size() % alignment or stride == 0) for extent, stride in outer)
+    return odd or last[1] != 1
+
+
+def _unit_strides(tensor: Tensor, head_dim: int) -> Tensor:
+    """The same elements; an extent of one gets a row's stride, or 1 when it is the last."""
+    strides = [head_dim if extent == 1 else stride for extent, stride in zip(tensor.shape, tensor.stride(), strict=True)]
+    return tensor.as_strided(tensor.shape, (*strides[:-1], 1))
+
+
+def _without_query_axis(tensor: Tensor, problem: DecodeProblem) -> Tensor:
+    if tensor.dim() == 3:
+        return tensor
+    return tensor.select(1 if tuple(tensor.shape[1:3]) == (1, problem.num_heads) else 2, 0)
+
+
+def _kind(value: object) -> str:
+    return type(value).__name__

@@ -1,0 +1,198 @@
+"""The command line: doctor, plan, explain, compile and demo."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import platform
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from typing import Annotated, Literal, cast
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from . import __version__, tuned
+from .descriptors import DecodeProblem, FlashDecodingDescriptor, KVLayout, PagedDecodeDescriptor
+from .dispatch import PRETEND, DeviceFacts, Explanation, PlanPreference, VariantArch
+from .dispatch import explain as explain_problem
+from .errors import CuteKernelsError, Unsupported
+from .plan import sku_of
+from .workspace import workspace_bytes, workspace_regions
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help="Decode attention on Hopper.")
+console = Console(highlight=False, soft_wrap=True)
+
+PACKAGES = ("torch", "nvidia-cutlass-dsl", "apache-tvm-ffi", "cuda-python", "numpy")
+
+
+class Dtype(str, Enum):
+    """q's dtype, as the command line spells it."""
+
+    f16 = "f16"
+    bf16 = "bf16"
+    f32 = "f32"
+
+
+TORCH_DTYPES = {Dtype.f16: torch.float16, Dtype.bf16: torch.bfloat16, Dtype.f32: torch.float32}
+
+
+@dataclass(frozen=True)
+class Request:
+    """A problem on a device, as the shape options describe it."""
+
+    problem: DecodeProblem
+    facts: DeviceFacts
+    preference: PlanPreference
+    as_json: bool
+
+    def explanation(self) -> Explanation:
+        """Every variant's answer; nothing is compiled."""
+        return explain_problem(self.problem, self.facts, self.preference)
+
+
+def _shape_command(handler: Callable[[Request], None]) -> Callable[..., None]:
+    """Registers `handler` as a command that takes the shape options."""
+
+    def command(
+        batch: Annotated[int, typer.Option(help="Requests in the batch.")] = 1,
+        heads: Annotated[int, typer.Option(help="Query heads.")] = 32,
+        kv_heads: Annotated[int, typer.Option(help="KV heads.")] = 8,
+        head_dim: Annotated[int, typer.Option(help="Elements of one head.")] = 128,
+        page_size: Annotated[int, typer.Option(help="Tokens of a page; 0 for a contiguous cache.")] = 16,
+        seq_len: Annotated[int, typer.Option(help="The longest row: a hint, or a contiguous cache's length.")] = 4096,
+        dtype: Annotated[Dtype, typer.Option(help="dtype of q and the cache.")] = Dtype.bf16,
+        table: Annotated[str, typer.Option(help="Page table: dense or csr.")] = "dense",
+        alignment: Annotated[int, typer.Option(help="Bytes that strides and pointers keep.")] = 16,
+        gpu: Annotated[str, typer.Option(help=f"Pretend a device: {', '.join(PRETEND)}. Default: this machine's.")] = "",
+        arch: Annotated[str, typer.Option(help="Force a variant: sm90, sm80 or cpu.")] = "",
+        as_json: Annotated[bool, typer.Option("--json", help="Print data.")] = False,
+    ) -> None:
+        kind, layout = TORCH_DTYPES[dtype], KVLayout("HND", alignment)
+        if page_size == 0:
+            flash = FlashDecodingDescriptor(batch, heads, kv_heads, seq_len, head_dim, kind, alignment_bytes=alignment)
+            problem = flash.problem
+        else:
+            shape = (batch, heads, kv_heads, head_dim, page_size)
+            table_format = cast('Literal["dense", "csr"]', table)
+            paged = PagedDecodeDescriptor(*shape, kind, layout=layout, table_format=table_format, max_seq_len=seq_len)
+            problem = paged.problem
+        preference = PlanPreference(arch=cast("VariantArch | None", arch or None))
+        handler(Request(problem, _facts(gpu), preference, as_json))
+
+    command.__doc__ = handler.__doc__
+    return app.command(handler.__name__)(command)
+
+
+@_shape_command
+def plan(request: Request) -> None:
+    """What would run for a shape: variant, config, workspace and numerics."""
+    chosen = request.explanation().chosen
+    num_splits = chosen.config.num_splits if chosen.config else 1
+    sku = sku_of(request.problem, chosen, request.preference)
+    if request.as_json:
+        regions = [vars(region) for region in workspace_regions(request.problem, num_splits)]
+        fields = {**vars(sku), "config": chosen.config and vars(chosen.config)}
+        fields["precision_guarantee"] = vars(sku.precision_guarantee)
+        console.print_json(json.dumps({**fields, "workspace_regions": regions}))
+        return
+    grid = Table.grid(padding=(0, 2))
+    grid.add_row("problem", str(request.problem))
+    grid.add_row("device", str(request.facts))
+    for name in ("operation", "variant", "arch"):
+        grid.add_row(name, getattr(sku, name))
+    grid.add_row("config", _assignments(sku.config) if sku.config else "none: plain PyTorch")
+    grid.add_row("workspace", f"{workspace_bytes(request.problem, num_splits):,} bytes")
+    for region in workspace_regions(request.problem, num_splits):
+        grid.add_row("", f"{region.name}: {region.nbytes:,} bytes at {region.offset:,}")
+    grid.add_row("numerics", _assignments(sku.precision_guarantee))
+    console.print(grid)
+
+
+@_shape_command
+def explain(request: Request) -> None:
+    """Every variant for a shape and why it is taken or rejected. Needs no GPU: see --gpu."""
+    explanation = request.explanation()
+    if request.as_json:
+        console.print_json(json.dumps(explanation.to_dict()))
+    else:
+        console.print(str(explanation), markup=False)
+
+
+@_shape_command
+def compile(request: Request) -> None:
+    """Compiles the kernel of a shape; needs no GPU."""
+    from .compile import compile_decode
+
+    chosen = request.explanation().chosen
+    if chosen.spec is None:
+        raise Unsupported([f"{chosen.variant}: is plain PyTorch, nothing to compile; choose a GPU with --gpu"])
+    started = time.perf_counter()
+    with console.status(f"compiling {chosen.variant} for {chosen.spec.target}"):
+        compile_decode(chosen.spec)
+    console.print(f"compiled {chosen.variant} for {chosen.spec.target} in {time.perf_counter() - started:.1f} s")
+    console.print(str(chosen.spec), markup=False)
+
+
+@app.command()
+def doctor() -> None:
+    """Versions, devices and tuned plans of this installation."""
+    grid = Table.grid(padding=(0, 2))
+    grid.add_row("cute_kernels", __version__)
+    grid.add_row("python", platform.python_version())
+    for package in PACKAGES:
+        grid.add_row(package, _version(package))
+    grid.add_row("CUDA of torch", torch.version.cuda or "none: a CPU build")
+    for index in range(torch.cuda.device_count()):
+        facts = DeviceFacts.of(torch.device("cuda", index))
+        served = "sm90_tma, sm80_cp_async" if facts.capability == (9, 0) else "see `explain`"
+        grid.add_row(f"cuda:{index}", f"{facts}: {served}")
+    if not torch.cuda.is_available():
+        grid.add_row("device", "no GPU: plans run on the CPU variant; `explain --gpu h200` shows what a GPU would run")
+    for path in sorted(tuned.plans_folder().glob("*.json")):
+        grid.add_row(f"plans/{path.name}", f"{len(tuned.load(path))} entries")
+    console.print(grid)
+
+
+@app.command()
+def demo(
+    device: Annotated[str, typer.Option(help="cuda or cpu; default: the GPU where there is one.")] = "",
+    max_new_tokens: Annotated[int, typer.Option(help="Tokens to add to each prompt.")] = 120,
+) -> None:
+    """A small language model continues several prompts at once through plan.run."""
+    from .demo.run import run_demo
+
+    raise typer.Exit(run_demo(device or None, max_new_tokens))
+
+
+def main() -> None:
+    """Runs the command line; an error of the package is one line on stderr and exit code 2."""
+    try:
+        app()
+    except CuteKernelsError as error:
+        print(f"error: {type(error).__name__}: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+
+
+def _facts(gpu: str) -> DeviceFacts:
+    if gpu:
+        if gpu.lower() not in PRETEND:
+            raise typer.BadParameter(f"{gpu!r} is not one of {', '.join(PRETEND)}", param_hint="--gpu")
+        return PRETEND[gpu.lower()]
+    return DeviceFacts.of(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+
+
+def _assignments(values: object) -> str:
+    return ", ".join(f"{name}={value}" for name, value in vars(values).items())
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"

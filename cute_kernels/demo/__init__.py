@@ -1,0 +1,1 @@
+"""A small language model that decodes through the package's plans: `python -m cute_kernels demo`."""

@@ -1,0 +1,239 @@
+"""The ordered variants, what each can serve on which device, and the choice among them, with every reason."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal, cast
+
+import torch
+
+from . import heuristics, tuned
+from .config import Arch, DecodeConfig, ElementType, KernelSpec, Target, supports
+from .descriptors import QUERY_DTYPES, DecodeProblem, KVDtype
+from .errors import InvalidArgument, Unsupported
+from .workspace import fitting_splits
+
+VariantArch = Literal["sm90", "sm80", "cpu"]
+Verdict = Literal["chosen", "fits", "rejected", "excluded"]
+Launch = Callable[..., object]
+
+
+@dataclass(frozen=True)
+class DeviceFacts:
+    """What the choice depends on: a device's kind, name, compute capability (None on the CPU) and SM count (1 there)."""
+
+    kind: str
+    name: str
+    capability: tuple[int, int] | None
+    sm_count: int
+
+    @classmethod
+    def of(cls, device: torch.device) -> DeviceFacts:
+        """The facts of a device of this machine."""
+        if device.type != "cuda":
+            return cls(device.type, device.type, None, 1)
+        properties = torch.cuda.get_device_properties(device)
+        capability = (properties.major, properties.minor)
+        return cls("cuda", properties.name, capability, properties.multi_processor_count)
+
+    @property
+    def slug(self) -> str:
+        """The name of its plan table: "h200" for "NVIDIA H200"."""
+        model = re.search(r"[a-z]+\d+[a-z]*", self.name.lower())
+        return model.group() if model else self.kind
+
+    def __str__(self) -> str:
+        if self.capability is None:
+            return self.name
+        return f"{self.name} (capability {self.capability[0]}.{self.capability[1]}, {self.sm_count} SMs)"
+
+
+PRETEND = {
+    "h200": DeviceFacts("cuda", "NVIDIA H200", (9, 0), 132),
+    "h100": DeviceFacts("cuda", "NVIDIA H100 80GB HBM3", (9, 0), 132),
+    "a100": DeviceFacts("cuda", "NVIDIA A100-SXM4-80GB", (8, 0), 108),
+    "l40s": DeviceFacts("cuda", "NVIDIA L40S", (8, 9), 142),
+    "cpu": DeviceFacts("cpu", "cpu", None, 1),
+}
+
+
+@dataclass(frozen=True)
+class PlanPreference:
+    """What a caller asks of the choice.
+
+    max_workspace_bytes: limits the splits; 0 forbids them. arch: force "sm90", "sm80" or "cpu"; Unsupported if it cannot
+    serve. deterministic: every variant is. batch_invariant: a row's bits may not depend on the rest of the batch.
+    """
+
+    max_workspace_bytes: int | None = None
+    arch: VariantArch | None = None
+    deterministic: bool = True
+    batch_invariant: bool = False
+
+    def __post_init__(self) -> None:
+        limit = self.max_workspace_bytes
+        if limit is not None and (not isinstance(limit, int) or isinstance(limit, bool) or limit < 0):
+            raise InvalidArgument("max_workspace_bytes", f"got {limit!r}, must be an int of at least 0, or None")
+        if self.arch not in (None, "sm90", "sm80", "cpu"):
+            raise InvalidArgument("arch", f'got {self.arch!r}, must be "sm90", "sm80", "cpu" or None')
+        for name in ("deterministic", "batch_invariant"):
+            if not isinstance(getattr(self, name), bool):
+                raise InvalidArgument(name, f"got {getattr(self, name)!r}, must be a bool")
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One implementation: its mainloop and the target it is compiled for on each compute capability it runs on."""
+
+    name: str
+    arch: VariantArch
+    targets: tuple[tuple[tuple[int, int], Target], ...] = ()
+
+    def target(self, facts: DeviceFacts) -> Target | None:
+        """What to compile for on this device; None where the variant does not run."""
+        return dict(self.targets).get(facts.capability) if facts.capability else None
+
+
+VARIANTS = (
+    Variant("sm90_tma", "sm90", (((9, 0), "sm_90a"),)),
+    Variant("sm80_cp_async", "sm80", (*(((8, minor), "sm_80") for minor in (0, 6, 7, 9)), ((9, 0), "sm_90a"))),
+    Variant("cpu_reference", "cpu"),
+)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One variant's answer: the verdict, its reasons, and what it would run. The CPU variant has neither config nor spec."""
+
+    variant: str
+    arch: VariantArch
+    verdict: Verdict
+    reasons: tuple[str, ...]
+    config: DecodeConfig | None = None
+    spec: KernelSpec | None = None
+    config_source: str = ""
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Every variant in order, with why it was taken or rejected. `str()` is a table, `to_dict()` plain data."""
+
+    problem: str
+    device: str
+    candidates: tuple[Candidate, ...]
+
+    @property
+    def chosen(self) -> Candidate:
+        """The candidate that was taken. Raises Unsupported with every reason when there is none."""
+        for candidate in self.candidates:
+            if candidate.verdict == "chosen":
+                return candidate
+        raise Unsupported([f"{c.variant}: {reason}" for c in self.candidates for reason in c.reasons])
+
+    def to_dict(self) -> dict[str, Any]:
+        """The same as plain data."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        rows = [("variant", "arch", "verdict", "why")]
+        for candidate in self.candidates:
+            why = candidate.reasons or (_config_line(candidate),)
+            rows.append((candidate.variant, candidate.arch, candidate.verdict, why[0]))
+            rows += [("", "", "", reason) for reason in why[1:]]
+        widths = [max(len(row[column]) for row in rows) for column in range(3)]
+        lines = ["  ".join([*(cell.ljust(w) for cell, w in zip(row[:3], widths, strict=True)), row[3]]).rstrip() for row in rows]
+        return "\n".join([f"{self.problem}, on {self.device}", *(f"  {line}" for line in lines)])
+
+
+def explain(problem: DecodeProblem, facts: DeviceFacts, preference: PlanPreference | None = None) -> Explanation:
+    """Every variant's answer for `problem` on such a device, here or not: nothing is compiled and no GPU is needed."""
+    preference = preference or PlanPreference()
+    candidates: list[Candidate] = []
+    taken = False
+    for variant in VARIANTS:
+        candidate = _evaluate(variant, problem, facts, preference)
+        if preference.arch not in (None, variant.arch):
+            reasons = (f'preference forces arch "{preference.arch}"', *candidate.reasons)
+            candidate = replace(candidate, verdict="excluded", reasons=reasons)
+        elif candidate.verdict == "fits" and not taken:
+            taken = True
+            candidate = replace(candidate, verdict="chosen")
+        elif candidate.verdict == "fits":
+            candidate = replace(candidate, reasons=("an earlier variant serves it",))
+        candidates.append(candidate)
+    return Explanation(str(problem), str(facts), tuple(candidates))
+
+
+def _evaluate(variant: Variant, problem: DecodeProblem, facts: DeviceFacts, preference: PlanPreference) -> Candidate:
+    reasons = [*_device_reasons(variant, facts), *_dtype_reasons(variant, problem)]
+    if variant.arch == "cpu" or problem.element_type == "f32":
+        return Candidate(variant.name, variant.arch, "rejected" if reasons else "fits", tuple(reasons))
+    target = variant.target(facts) or variant.targets[-1][1]  # elsewhere: what it would lack besides the device
+    config, source = _config(variant.arch, target, problem, facts, preference)
+    spec = kernel_spec(problem, variant.arch, target, config)
+    reasons += supports(spec)
+    verdict: Verdict = "rejected" if reasons else "fits"
+    return Candidate(variant.name, variant.arch, verdict, tuple(reasons), config, spec, source)
+
+
+def _device_reasons(variant: Variant, facts: DeviceFacts) -> list[str]:
+    if variant.arch == "cpu":
+        return [] if facts.kind == "cpu" else [f"runs on the cpu, device is {facts}"]
+    if variant.target(facts):
+        return []
+    needed = ", ".join(f"{major}.{minor}" for (major, minor), _ in variant.targets)
+    return [f"needs a CUDA device of capability {needed}, device is {facts}"]
+
+
+def _dtype_reasons(variant: Variant, problem: DecodeProblem) -> list[str]:
+    reasons = []
+    if variant.arch != "cpu" and problem.q_dtype == torch.float32:
+        reasons.append("q_dtype = torch.float32: the tensor-core variants take torch.float16 and torch.bfloat16")
+    if problem.kv_dtype in (KVDtype.E4M3, KVDtype.E5M2, KVDtype.INT8):
+        reasons.append(f"kv_dtype = {problem.kv_dtype.value}: no variant reads {problem.kv_dtype.value} caches yet")
+    elif problem.kv_dtype != QUERY_DTYPES[problem.q_dtype]:
+        reasons.append(f"kv_dtype = {problem.kv_dtype.value}: must be q's, {problem.element_type}")
+    return reasons
+
+
+def _config(
+    arch: Arch, target: Target, problem: DecodeProblem, facts: DeviceFacts, preference: PlanPreference
+) -> tuple[DecodeConfig, str]:
+    if preference.batch_invariant:
+        # one piece a row, tiles chosen for a batch of one: nothing that a row's bits depend on sees the batch
+        alone = replace(problem, batch_size=1)
+        return replace(heuristics.choose(alone, arch, target, facts.sm_count), num_splits=1), "heuristics, batch invariant"
+    config, source = tuned.lookup(problem, arch, facts.slug), f"plans/{facts.slug}.json"
+    if config is None or supports(kernel_spec(problem, arch, target, config)):
+        config, source = heuristics.choose(problem, arch, target, facts.sm_count), "heuristics"
+    num_splits = fitting_splits(problem, config.num_splits, preference.max_workspace_bytes)
+    return replace(config, num_splits=num_splits), source
+
+
+def kernel_spec(problem: DecodeProblem, arch: Arch, target: Target, config: DecodeConfig) -> KernelSpec:
+    """The compile key of `problem` with `config`: what changes generated code, and no more."""
+    return KernelSpec(
+        arch=arch,
+        target=target,
+        source=problem.source,
+        table_format=problem.table_format,
+        element_type=cast(ElementType, problem.element_type),
+        head_dim=problem.head_dim,
+        group_size=problem.group_size,
+        page_size=problem.page_size,
+        vector_bytes=problem.vector_bytes,
+        tile_n=config.tile_n,
+        num_stages=config.num_stages,
+        num_warps=config.num_warps,
+        split=config.num_splits > 1,
+        lse_base=problem.lse_base,
+    )
+
+
+def _config_line(candidate: Candidate) -> str:
+    if candidate.config is None:
+        return "plain PyTorch"
+    knobs = " ".join(f"{name}={value}" for name, value in asdict(candidate.config).items())
+    return f"{knobs} ({candidate.config_source})"

@@ -1,0 +1,140 @@
+"""Plans and workspaces behind the functional API: derived from the tensors, selected once, kept."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .descriptors import MAX_EXTENT, FlashDecodingDescriptor, KVDtype, KVLayout, PagedDecodeDescriptor
+from .errors import InvalidArgument, InvalidProblem
+from .page_table import PageTable
+from .plan import DecodePlan, FlashDecodingPlan, PagedDecodePlan
+
+MAX_PLANS = 256
+MAX_WORKSPACES = 64
+KV_DTYPES = {kv_dtype.torch_dtype: kv_dtype for kv_dtype in KVDtype}
+
+_workspaces: dict[tuple[DecodePlan, int], Tensor] = {}
+
+
+def run_paged(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    table0: Tensor,
+    table1: Tensor,
+    table2: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    softmax_scale: float | None,
+    layout: str,
+    lse_base: str,
+    max_seq_len: int | None,
+) -> None:
+    """Runs the plan of these tensors' problem over a paged cache, writing out and lse. table0..2: a PageTable's operands."""
+    batch, heads, dim = _query_extents(q)
+    _check_cache_axes(k_cache)
+    page_axis, head_axis = (2, 1) if layout == "HND" else (1, 2)
+    page_size = k_cache.shape[page_axis]
+    if max_seq_len is None and table2 is None and isinstance(table0, Tensor) and table0.dim() == 2:
+        # the table's width bounds the length; in powers of two, so that a growing table seldom asks for another plan
+        max_seq_len = min(1 << max(0, table0.shape[1] * page_size - 1).bit_length(), MAX_EXTENT)
+    table = PageTable("dense" if table2 is None else "csr", (table0, table1, table2))
+    shape = (batch, heads, k_cache.shape[head_axis], dim, page_size, q.dtype, k_cache.dtype)
+    rules = (layout, alignment(k_cache, v_cache), table.format, max_seq_len, softmax_scale, lse_base)
+    plan = _paged_plan(shape, rules, q.device)
+    plan.run(q, k_cache, v_cache, table, out=out, lse=lse, workspace=_workspace(plan))
+
+
+def run_contiguous(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    softmax_scale: float | None,
+    lse_base: str,
+) -> None:
+    """Runs the plan of these tensors' problem over a contiguous cache [batch, num_kv_heads, seq_len, head_dim]."""
+    batch, heads, dim = _query_extents(q)
+    _check_cache_axes(k)
+    shape = (batch, heads, k.shape[1], k.shape[2], dim, q.dtype)
+    plan = _flash_plan(shape, (softmax_scale, lse_base, alignment(k, v)), q.device)
+    plan.run(q, k, v, out=out, lse=lse, workspace=_workspace(plan))
+
+
+def alignment(*tensors: Tensor) -> int:
+    """The largest power of two, at most 16, that divides every pointer and every used stride but the last, in bytes."""
+    aligned = 16
+    for tensor in tensors:
+        strides = zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True)
+        used = (stride * tensor.element_size() for extent, stride in strides if extent > 1)
+        aligned = math.gcd(aligned, tensor.data_ptr(), *used)
+    return max(2, aligned)  # an 8-bit cache may have odd strides: its variants say what they need
+
+
+@functools.lru_cache(maxsize=MAX_PLANS)
+def _paged_plan(shape: tuple[Any, ...], rules: tuple[Any, ...], device: torch.device) -> PagedDecodePlan:
+    batch, heads, kv_heads, dim, page_size, q_dtype, cache_dtype = shape
+    order, aligned, table_format, max_seq_len, softmax_scale, lse_base = rules
+    descriptor = PagedDecodeDescriptor(
+        batch,
+        heads,
+        kv_heads,
+        dim,
+        page_size,
+        q_dtype,
+        _kv_dtype(cache_dtype),
+        KVLayout(order, aligned),
+        table_format,
+        max_seq_len=max_seq_len,
+        softmax_scale=softmax_scale,
+        lse_base=lse_base,
+    )
+    return PagedDecodePlan.select(descriptor, device)
+
+
+@functools.lru_cache(maxsize=MAX_PLANS)
+def _flash_plan(shape: tuple[Any, ...], rules: tuple[Any, ...], device: torch.device) -> FlashDecodingPlan:
+    return FlashDecodingPlan.select(FlashDecodingDescriptor(*shape, *rules), device)
+
+
+def _workspace(plan: DecodePlan) -> Tensor | None:
+    """The plan's workspace for the current stream; a fresh one inside a capture, where it belongs to the graph's pool."""
+    nbytes = plan.workspace_size()
+    if nbytes == 0:
+        return None
+    if torch.cuda.is_current_stream_capturing():
+        return torch.empty(nbytes, dtype=torch.uint8, device=plan.device)
+    key = (plan, torch.cuda.current_stream(plan.device).cuda_stream)
+    workspace = _workspaces.get(key)
+    if workspace is None:
+        if len(_workspaces) >= MAX_WORKSPACES:
+            _workspaces.clear()
+        workspace = _workspaces[key] = torch.empty(nbytes, dtype=torch.uint8, device=plan.device)
+    return workspace
+
+
+def _query_extents(q: Tensor) -> tuple[int, int, int]:
+    """(batch, num_heads, head_dim) of q, also with a unit query axis before or after the heads."""
+    if q.dim() == 3:
+        return q.shape[0], q.shape[1], q.shape[2]
+    if q.dim() == 4 and 1 in q.shape[1:3]:
+        return q.shape[0], q.shape[1] * q.shape[2], q.shape[3]
+    rule = "must be [batch, num_heads, head_dim], or that with one unit query axis"
+    raise InvalidProblem("q.shape", tuple(q.shape), rule)
+
+
+def _check_cache_axes(cache: Tensor) -> None:
+    if cache.dim() != 4:
+        raise InvalidProblem("k_cache.shape", tuple(cache.shape), "must have four axes")
+
+
+def _kv_dtype(dtype: torch.dtype) -> KVDtype:
+    if dtype not in KV_DTYPES:
+        raise InvalidArgument("k_cache", f"has dtype {dtype}, must be one of {', '.join(map(str, KV_DTYPES))}")
+    return KV_DTYPES[dtype]

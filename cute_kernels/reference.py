@@ -1,0 +1,121 @@
+"""The semantics of decode attention in plain PyTorch, row by row. In f32 it is also the CPU variant.
+
+A row attends to the tokens t < length whose page the table holds and the pool has. No other byte of a cache is read, so
+whatever it holds cannot reach a result. A row without tokens gives out = 0 and lse = -inf.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from .config import LseBase
+from .descriptors import DecodeProblem
+from .dispatch import Launch
+from .page_table import PageTable
+
+LOG2_E = math.log2(math.e)
+
+
+def decode_paged(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    page_table: PageTable,
+    *,
+    softmax_scale: float | None = None,
+    lse_base: LseBase = "e",
+    dtype: torch.dtype = torch.float32,
+) -> tuple[Tensor, Tensor]:
+    """Decode attention over HND pages, computed in `dtype`.
+
+    q [batch, num_heads, head_dim]; caches [num_pages, num_kv_heads, page_size, head_dim] (pass an NHD cache as
+    `cache.transpose(1, 2)`). Returns out [batch, num_heads, head_dim] and lse [batch, num_heads], both of `dtype`.
+    """
+    num_pages, _, page_size, _ = k_cache.shape
+    out, lse = _empty_outputs(q, dtype)
+    for row in range(q.shape[0]):
+        page, slot = _row_tokens(page_table, row, page_size)
+        known = (page >= 0) & (page < num_pages)
+        page, slot = page[known], slot[known]
+        out[row], lse[row] = attend(q[row], k_cache[page, :, slot], v_cache[page, :, slot], softmax_scale, lse_base, dtype)
+    return out, lse
+
+
+def decode_contiguous(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    softmax_scale: float | None = None,
+    lse_base: LseBase = "e",
+    dtype: torch.dtype = torch.float32,
+) -> tuple[Tensor, Tensor]:
+    """Decode attention over k and v [batch, num_kv_heads, seq_len, head_dim], computed in `dtype`; returns as decode_paged."""
+    out, lse = _empty_outputs(q, dtype)
+    for row in range(q.shape[0]):
+        out[row], lse[row] = attend(q[row], k[row].transpose(0, 1), v[row].transpose(0, 1), softmax_scale, lse_base, dtype)
+    return out, lse
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None, lse_base: LseBase, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """One row: q [num_heads, head_dim], k and v [tokens, num_kv_heads, head_dim] -> out like q, lse [num_heads]."""
+    num_heads, head_dim = q.shape
+    tokens, num_kv_heads, _ = k.shape
+    if tokens == 0:
+        return q.new_zeros((num_heads, head_dim), dtype=dtype), q.new_full((num_heads,), -math.inf, dtype=dtype)
+    scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
+    grouped = q.to(dtype).view(num_kv_heads, num_heads // num_kv_heads, head_dim)
+    scores = grouped @ k.to(dtype).permute(1, 2, 0) * scale  # [num_kv_heads, group_size, tokens]
+    out = scores.softmax(-1) @ v.to(dtype).transpose(0, 1)
+    lse = scores.logsumexp(-1) * (LOG2_E if lse_base == "2" else 1.0)
+    return out.reshape(num_heads, head_dim), lse.reshape(num_heads)
+
+
+def cpu_variant(problem: DecodeProblem) -> Launch:
+    """The CPU variant for `problem`, called as a compiled kernel is; it needs no workspace and never splits."""
+
+    def launch(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        table0: Tensor | None,
+        table1: Tensor | None,
+        table2: Tensor | None,
+        out: Tensor,
+        lse: Tensor,
+        workspace: Tensor | None,
+        softmax_scale: float,
+        num_splits: int,
+    ) -> None:
+        if table0 is None or table1 is None:
+            result = decode_contiguous(q, k, v, softmax_scale=softmax_scale, lse_base=problem.lse_base)
+        else:
+            table = PageTable("dense" if table2 is None else "csr", (table0, table1, table2))
+            result = decode_paged(q, k, v, table, softmax_scale=softmax_scale, lse_base=problem.lse_base)
+        out.copy_(result[0])
+        lse.copy_(result[1])
+
+    return launch
+
+
+def _empty_outputs(q: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    return q.new_empty(q.shape, dtype=dtype), q.new_empty(q.shape[:2], dtype=dtype)
+
+
+def _row_tokens(page_table: PageTable, row: int, page_size: int) -> tuple[Tensor, Tensor]:
+    """(page id, slot) of each token of a row, bounded by what its part of the table can hold; ids are unchecked."""
+    first, second, last_page_len = page_table.operands
+    if last_page_len is None:
+        pages, length = first[row], int(second[row])
+    else:
+        indices, indptr = first, second
+        begin, end = int(indptr[row]), int(indptr[row + 1])
+        pages = indices[begin:end] if 0 <= begin <= end <= len(indices) else indices[:0]
+        length = (len(pages) - 1) * page_size + int(last_page_len[row]) if len(pages) else 0
+    token = torch.arange(max(0, min(length, len(pages) * page_size)), device=pages.device)
+    return pages[token // page_size].long(), token % page_size

@@ -1,0 +1,146 @@
+"""Fresh random inputs of a case: one page table and several caches, as the layers of a model have them.
+
+A step over one cache after another finds nothing of it in L2, because together the caches exceed it many times.
+"""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass
+
+import torch
+
+from perf.cases import Case
+
+ROTATED_BYTES = 600 * 2**20  # of K and V over all sets: ten times the 60 MB L2 of an H200
+MIN_SETS = 2
+SPARE_PAGES = 1  # pages that no table names, full of NaN
+DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16}
+
+
+@dataclass(frozen=True)
+class InputSet:
+    """One layer's tensors: q [batch, num_heads, head_dim] and the caches in the case's layout, on one device.
+
+    k, v: HND [pages, num_kv_heads, page_size, head_dim], NHD [pages, page_size, num_kv_heads, head_dim], or contiguous
+    [batch, num_kv_heads, tokens, head_dim].
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Pages:
+    """The page table of a paged case in both formats, int32 on the device; pages are shuffled over the pool.
+
+    table [batch, max_pages], -1 past a row's pages; seq_lens, last_page_len [batch]; indptr [batch + 1]; indices [used pages].
+    unused: bool [pages, page_size], the slots that no row owns.
+    """
+
+    table: torch.Tensor
+    seq_lens: torch.Tensor
+    indptr: torch.Tensor
+    indices: torch.Tensor
+    last_page_len: torch.Tensor
+    unused: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What providers run on: the sets to rotate over, and the page table they share (None for a contiguous case)."""
+
+    case: Case
+    sets: tuple[InputSet, ...]
+    pages: Pages | None
+
+    @property
+    def softmax_scale(self) -> float:
+        return self.case.head_dim**-0.5
+
+    def fill_unused(self, value: float) -> None:
+        """Write `value` to every slot that no row owns, in all caches."""
+        if self.pages is None:
+            return
+        for cache in (cache for s in self.sets for cache in (s.k, s.v)):
+            slots_first = cache.transpose(1, 2) if self.case.layout == "HND" else cache
+            slots_first[self.pages.unused] = value
+
+    def row(self, index: int, row: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V of one row of set `index`, gathered: [num_kv_heads, tokens, head_dim]."""
+        s = self.sets[index]
+        if self.pages is None:
+            return s.k[row], s.v[row]
+        tokens = int(self.pages.seq_lens[row])
+        first, end = self.pages.indptr[row : row + 2].tolist()
+        ids = self.pages.indices[first:end].long()
+        return gather(s.k, ids, tokens, self.case), gather(s.v, ids, tokens, self.case)
+
+
+def gather(cache: torch.Tensor, ids: torch.Tensor, tokens: int, case: Case) -> torch.Tensor:
+    """The first `tokens` tokens of the pages `ids` of a paged cache, as a copy [num_kv_heads, tokens, head_dim]."""
+    pages = cache[ids] if case.layout == "NHD" else cache[ids].transpose(1, 2)
+    return pages.reshape(-1, case.num_kv_heads, case.head_dim)[:tokens].transpose(0, 1).contiguous()
+
+
+def num_sets(kv_bytes: int, memory_bytes: int, rotated_bytes: int) -> int:
+    """How many sets to rotate over: at least two and `rotated_bytes`, within `memory_bytes`.
+
+    Where memory is short, one set is enough if it exceeds `rotated_bytes` by itself. Raises MemoryError if that does not fit.
+    """
+    wanted = max(MIN_SETS, -(-rotated_bytes // kv_bytes))
+    fitting = memory_bytes // kv_bytes
+    if fitting >= wanted:
+        return wanted
+    if fitting >= 1 and fitting * kv_bytes >= rotated_bytes:
+        return fitting
+    raise MemoryError(f"{wanted} sets of {kv_bytes} bytes exceed the {memory_bytes} bytes allowed for inputs")
+
+
+def make_inputs(case: Case, device: torch.device, memory_bytes: int, rotated_bytes: int = ROTATED_BYTES) -> Inputs:
+    """Random q, K and V for `case` with NaN in every unused slot; the same numbers each time.
+
+    memory_bytes: what K and V of all sets may take; rotated_bytes: what they have to exceed. Raises MemoryError (num_sets).
+    """
+    lengths = case.tokens()
+    pages = make_pages(case, device) if case.page_size else None
+    generator = torch.Generator(device=device).manual_seed(zlib.crc32(case.name.encode()))
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, dtype=DTYPES[case.dtype], device=device)
+
+    if pages is None:
+        cache = (len(lengths), case.num_kv_heads, lengths[0], case.head_dim)
+    elif case.layout == "HND":
+        cache = (len(pages.unused), case.num_kv_heads, case.page_size, case.head_dim)
+    else:
+        cache = (len(pages.unused), case.page_size, case.num_kv_heads, case.head_dim)
+    query = (len(lengths), case.num_heads, case.head_dim)
+    count = num_sets(case.kv_bytes, memory_bytes, rotated_bytes)
+    sets = tuple(InputSet(normal(*query), normal(*cache), normal(*cache)) for _ in range(count))
+    inputs = Inputs(case, sets, pages)
+    inputs.fill_unused(float("nan"))
+    return inputs
+
+
+def make_pages(case: Case, device: torch.device) -> Pages:
+    """The page table of a paged case; which pages a row gets is drawn at random from the pool."""
+    lengths = torch.tensor(case.tokens(), dtype=torch.int64)
+    counts = -(-lengths // case.page_size)
+    indptr = torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)])
+    used = int(indptr[-1])
+    shuffle = torch.Generator().manual_seed(zlib.crc32(case.name.encode()))
+    indices = torch.randperm(used + SPARE_PAGES, generator=shuffle)[:used]
+    column = torch.arange(int(counts.max()))
+    live = column < counts[:, None]
+    table = torch.full(live.shape, -1, dtype=torch.int64)
+    table[live] = indices
+    last_page_len = lengths - (counts - 1) * case.page_size
+    unused = torch.ones(used + SPARE_PAGES, case.page_size, dtype=torch.bool)
+    unused[indices] = False
+    unused[indices[indptr[1:] - 1]] = torch.arange(case.page_size) >= last_page_len[:, None]
+    table, lengths, indptr, indices, last_page_len = (
+        t.to(device, torch.int32) for t in (table, lengths, indptr, indices, last_page_len)
+    )
+    return Pages(table, lengths, indptr, indices, last_page_len, unused.to(device))

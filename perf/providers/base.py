@@ -1,0 +1,74 @@
+"""What a provider is: something that computes a case's attention, or says why it cannot."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar, Protocol
+
+import torch
+
+from perf.gate import Tolerance
+from perf.inputs import Inputs, Pages
+
+# out [batch, num_heads, head_dim] and, where its natural logarithm is promised, lse f32 [batch, num_heads]
+Result = tuple[torch.Tensor, torch.Tensor | None]
+
+
+class NotSupported(Exception):
+    """The provider has no kernel for this case; the message says why."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way to run a case: a call for each input set that launches the whole step on the current stream.
+
+    A call allocates nothing that a CUDA graph could not hold, and never waits for the device. It returns its result, or None
+    for a provider that computes nothing. The fastest candidate of a provider is the one that is measured.
+    detail: what a record says of it, and how a provider's candidates differ. host: steps by name whose host time is recorded.
+    """
+
+    calls: Sequence[Callable[[], Result | None]]
+    detail: Mapping[str, object] = field(default_factory=dict)
+    host: Mapping[str, Callable[[], object]] = field(default_factory=dict)
+
+
+class Provider(Protocol):
+    """A competitor. tolerance: what the gate allows; None for one without a result.
+
+    reads_unused: whether slots that no row owns may reach its result, so that they are cleared of NaN before it runs.
+    """
+
+    name: ClassVar[str]
+    tolerance: ClassVar[Tolerance | None]
+    reads_unused: ClassVar[bool]
+
+    def available(self) -> str | None:
+        """Why this machine cannot run it, or None."""
+
+    def version(self) -> str:
+        """The version of what is measured."""
+
+    def prepare(self, inputs: Inputs) -> Sequence[Candidate]:
+        """The ways to run the case of `inputs`. Raises NotSupported. Anything it plans or compiles is outside the timing."""
+
+
+def require(supported: bool, reason: str) -> None:
+    """Raise NotSupported with `reason` unless `supported`."""
+    if not supported:
+        raise NotSupported(reason)
+
+
+def paged(inputs: Inputs) -> Pages:
+    """The page table of a paged case. Raises NotSupported for a contiguous one."""
+    if inputs.pages is None:
+        raise NotSupported("its cache is paged")
+    return inputs.pages
+
+
+def require_sm90() -> str | None:
+    """Why kernels for compute capability 9.0 cannot run here, or None."""
+    if not torch.cuda.is_available():
+        return "no CUDA device"
+    major, minor = torch.cuda.get_device_capability()
+    return None if (major, minor) == (9, 0) else f"compute capability {major}.{minor} is not 9.0"

@@ -1,0 +1,90 @@
+"""This package, through its plans: descriptor -> select -> run, everything preallocated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import ClassVar
+
+import torch
+
+import cute_kernels as ck
+from cute_kernels.dispatch import VariantArch
+from perf.cases import Case
+from perf.gate import OURS, Tolerance
+from perf.inputs import DTYPES, Inputs, Pages
+from perf.providers.base import Candidate, NotSupported, Result
+
+
+class Ours:
+    """The variant that a plan selects by itself."""
+
+    name: ClassVar[str] = "ours"
+    arch: ClassVar[VariantArch | None] = None
+    tolerance: ClassVar[Tolerance | None] = OURS
+    reads_unused: ClassVar[bool] = False
+
+    def available(self) -> str | None:
+        return None
+
+    def version(self) -> str:
+        return ck.__version__
+
+    def prepare(self, inputs: Inputs) -> Sequence[Candidate]:
+        plan = self.select(inputs)
+        run: Callable[..., Result] = plan.run
+        size, device = plan.workspace_size(), plan.device
+        out = torch.empty_like(inputs.sets[0].q)
+        lse = torch.empty(out.shape[:2], dtype=torch.float32, device=device)
+        workspace = torch.empty(size, dtype=torch.uint8, device=device) if size else None
+        tables = () if inputs.pages is None else (page_table(inputs.case, inputs.pages),)
+        calls = [partial(run, s.q, s.k, s.v, *tables, out=out, lse=lse, workspace=workspace) for s in inputs.sets]
+        host: dict[str, Callable[[], object]] = {"run": calls[0], "select": partial(self.select, inputs)}
+        return [Candidate(calls, {"sku": plan.sku, "workspace_bytes": size}, host)]
+
+    def select(self, inputs: Inputs) -> ck.PagedDecodePlan | ck.FlashDecodingPlan:
+        """The plan for the case of `inputs`. Raises NotSupported with the plan's own reasons."""
+        preference = ck.PlanPreference(arch=self.arch)
+        device = inputs.sets[0].q.device
+        try:
+            if inputs.pages is None:
+                return ck.FlashDecodingPlan.select(contiguous_descriptor(inputs.case), device=device, preference=preference)
+            return ck.PagedDecodePlan.select(paged_descriptor(inputs.case), device=device, preference=preference)
+        except ck.Unsupported as unsupported:
+            raise NotSupported(str(unsupported)) from unsupported
+
+
+class OursSm80(Ours):
+    """The SM80 variant, forced."""
+
+    name: ClassVar[str] = "ours-sm80"
+    arch: ClassVar[VariantArch | None] = "sm80"
+
+
+def paged_descriptor(case: Case) -> ck.PagedDecodeDescriptor:
+    """The descriptor of a paged case; the longest row is its hint."""
+    return ck.PagedDecodeDescriptor(
+        batch_size=case.batch_size,
+        num_heads=case.num_heads,
+        num_kv_heads=case.num_kv_heads,
+        head_dim=case.head_dim,
+        page_size=case.page_size,
+        q_dtype=DTYPES[case.dtype],
+        layout=ck.KVLayout(case.layout),
+        table_format="csr" if case.table_format == "csr" else "dense",
+        max_seq_len=max(case.tokens()),
+    )
+
+
+def contiguous_descriptor(case: Case) -> ck.FlashDecodingDescriptor:
+    """The descriptor of a contiguous case."""
+    return ck.FlashDecodingDescriptor.new_gqa(
+        case.batch_size, case.num_heads, case.num_kv_heads, case.tokens()[0], case.head_dim, DTYPES[case.dtype]
+    )
+
+
+def page_table(case: Case, pages: Pages) -> ck.PageTable:
+    """The page table in the case's format."""
+    if case.table_format == "csr":
+        return ck.PageTable.csr(pages.indptr, pages.indices, pages.last_page_len)
+    return ck.PageTable.dense(pages.table, pages.seq_lens)

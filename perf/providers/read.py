@@ -1,0 +1,48 @@
+"""The floor: a kernel that reads as many bytes as the case has to, and computes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import ClassVar
+
+import torch
+
+from perf.gate import Tolerance
+from perf.inputs import Inputs
+from perf.providers.base import Candidate, require_sm90
+
+
+class Read:
+    """perf.read_kernel over the first kv_bytes / 2 bytes of each cache, in several launch shapes."""
+
+    name: ClassVar[str] = "read"
+    tolerance: ClassVar[Tolerance | None] = None
+    reads_unused: ClassVar[bool] = False
+
+    def available(self) -> str | None:
+        return require_sm90()
+
+    def version(self) -> str:
+        return "perf.read_kernel"
+
+    def prepare(self, inputs: Inputs) -> Sequence[Candidate]:
+        from perf.read_kernel import READ_SHAPES, VECTOR_BYTES, compile_read
+
+        num_vectors = inputs.case.kv_bytes // (2 * VECTOR_BYTES)
+        buffers = [(vectors(s.k, num_vectors), vectors(s.v, num_vectors)) for s in inputs.sets]
+        device = inputs.sets[0].k.device
+        sink = torch.zeros(1, dtype=torch.int32, device=device)
+        sm_count = torch.cuda.get_device_properties(device).multi_processor_count
+        candidates = []
+        for shape in READ_SHAPES:
+            read = compile_read(shape.threads, shape.unroll)
+            num_ctas = shape.num_ctas(num_vectors, sm_count)
+            calls = [partial(read, k, v, sink, num_ctas) for k, v in buffers]
+            candidates.append(Candidate(calls, {"shape": shape.label, "num_ctas": num_ctas}))
+        return candidates
+
+
+def vectors(cache: torch.Tensor, count: int) -> torch.Tensor:
+    """The first `count` 16-byte vectors of a compact cache, as int32 [count, 4]."""
+    return cache.view(-1).view(torch.int32)[: 4 * count].view(-1, 4)

@@ -1,0 +1,114 @@
+"""One JSON line a case and provider, appended to results/<gpu>.jsonl and never rewritten."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+from collections.abc import Mapping
+from dataclasses import asdict, is_dataclass
+from datetime import datetime, timezone
+from enum import Enum
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+
+from perf.cases import Case
+
+SCHEMA = 1
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = ("torch", "nvidia-cutlass-dsl", "apache-tvm-ffi", "cuda-python", "triton", "numpy")
+SMI_FIELDS = {
+    "driver_version": "driver",
+    "clocks.sm": "sm_mhz",
+    "clocks.mem": "mem_mhz",
+    "clocks.max.sm": "max_sm_mhz",
+    "power.draw": "watts",
+    "temperature.gpu": "celsius",
+}
+
+
+def case_fields(case: Case) -> dict[str, object]:
+    """What a record holds of its case: the name, every field, the batch and the bytes."""
+    fields = asdict(case) | {"lengths": {"rule": type(case.lengths).__name__, **asdict(case.lengths)}}
+    return {"name": case.name, "source": case.source, "batch_size": case.batch_size, **fields}
+
+
+def append(path: Path, record: Mapping[str, object]) -> None:
+    """Append one record as one line."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(plain(record), allow_nan=False) + "\n")
+
+
+def plain(value: object) -> object:
+    """`value` in JSON's own types: dataclasses as objects, enums and anything else by name."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return plain({name: getattr(value, name) for name in value.__dataclass_fields__})
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(item) for item in value]
+    if isinstance(value, Enum):
+        return value.name
+    return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)
+
+
+@cache
+def environment() -> dict[str, object]:
+    """What does not change during a run: commit, versions, host. The commit is PERF_COMMIT where there is no git."""
+    versions = {"python": platform.python_version(), "cuda": torch.version.cuda}
+    return {"schema": SCHEMA, **commit(), "versions": versions | {name: package_version(name) for name in PACKAGES}}
+
+
+def package_version(name: str) -> str | None:
+    """The version of an installed package, or None."""
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def commit() -> dict[str, object]:
+    """The checkout's commit and whether it was changed since; PERF_COMMIT (`<hash>` or `<hash>-dirty`) overrides it."""
+    given = os.environ.get("PERF_COMMIT")
+    if given:
+        return {"commit": given.removesuffix("-dirty"), "dirty": given.endswith("-dirty")}
+    head = output(["git", "-C", str(ROOT), "rev-parse", "HEAD"])
+    changes = output(["git", "-C", str(ROOT), "status", "--porcelain", "--", ".", ":!perf/results"])
+    return {"commit": head, "dirty": None if changes is None else bool(changes)}
+
+
+def machine(device: torch.device) -> dict[str, object]:
+    """The GPU's driver, clocks, power and temperature right now; empty where nvidia-smi does not tell."""
+    which = f"--id=GPU-{torch.cuda.get_device_properties(device).uuid}"
+    query = ["nvidia-smi", which, f"--query-gpu={','.join(SMI_FIELDS)}", "--format=csv,noheader,nounits"]
+    line = output(query)
+    if line is None:
+        return {}
+    values = [value.strip() for value in line.split(",")]
+    return {name: number(value) for name, value in zip(SMI_FIELDS.values(), values, strict=True)}
+
+
+def number(text: str) -> float | str:
+    """`text` as a number where it is one; a driver version such as 580.95.05 stays text."""
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
+def timestamp() -> str:
+    """Now, in UTC, to the second."""
+    return datetime.now(timezone.utc).isoformat(timespec="seconds")
+
+
+def output(command: list[str]) -> str | None:
+    """What a command prints, or None where it is missing or fails."""
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None

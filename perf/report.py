@@ -1,0 +1,61 @@
+"""The table that a run ends with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from rich.table import Table
+from rich.text import Text
+
+from perf.measure import DEVICE, Outcome
+
+
+def summary(outcomes: Sequence[Outcome]) -> Table:
+    """One row a case: each provider's microseconds and ratio to read, then the bar and whether it is met."""
+    device = [outcome for outcome in outcomes if outcome.metric == DEVICE]
+    providers = list(dict.fromkeys(outcome.provider for outcome in device))
+    table = Table(title="device time, us (ratio to read)")
+    table.add_column("case", overflow="fold")
+    table.add_column("MB", justify="right")
+    for provider in providers:
+        table.add_column(provider, justify="right")
+    table.add_column("bar", justify="right")
+    for name in dict.fromkeys(outcome.case.name for outcome in device):
+        row = {outcome.provider: outcome for outcome in device if outcome.case.name == name}
+        cells = [cell(row[provider]) if provider in row else Text() for provider in providers]
+        megabytes = f"{next(iter(row.values())).case.kv_bytes / 1e6:.1f}"
+        table.add_row(name, megabytes, *cells, verdict(row.values()))
+    return table
+
+
+def cell(outcome: Outcome) -> Text:
+    """A provider's time, or one word for why there is none."""
+    if outcome.us is None:
+        word = "-" if outcome.not_supported else "error" if outcome.error else "wrong"
+        return Text(word, style="red" if word != "-" else "dim")
+    ratio = "" if outcome.ratio_to_read is None else f" ({outcome.ratio_to_read:.3f})"
+    return Text(f"{outcome.us.median:.1f}{ratio}")
+
+
+def verdict(row: Iterable[Outcome]) -> Text:
+    """The bar of a case and what became of it: of the first outcome that has one, the plan's own choice."""
+    for outcome in row:
+        if outcome.bar is not None:
+            word, style = {True: ("met", "green"), False: ("missed", "red"), None: ("not measured", "yellow")}[outcome.bar_met]
+            return Text(f"{outcome.bar} {word}", style=style)
+    return Text()
+
+
+def problems(outcomes: Sequence[Outcome]) -> Text:
+    """One line for each provider that has no time, then the host times and how many bars were met."""
+    lines = Text()
+    for outcome in outcomes:
+        if outcome.reason:
+            lines.append(f"{outcome.case.name}: {outcome.provider}: {outcome.reason}\n", style="red" if outcome.failed else "dim")
+    for outcome in outcomes:
+        if outcome.metric != DEVICE and outcome.us is not None:
+            lines.append(f"{outcome.case.name}: {outcome.provider} {outcome.metric} {outcome.us.median:.2f} us\n")
+    held = [outcome for outcome in outcomes if outcome.bar is not None]
+    if held:
+        lines.append(f"{sum(outcome.bar_met is True for outcome in held)} of {len(held)} bars met")
+    return lines

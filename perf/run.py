@@ -1,0 +1,102 @@
+"""python -m perf.run: gate, time and record cases by provider."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from rich.console import Console
+from rich.progress import MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from cute_kernels.dispatch import DeviceFacts
+from perf.cases import Case, select_cases
+from perf.measure import DeviceFailed, Limits, Outcome, measure
+from perf.providers import PROVIDERS, Provider
+from perf.record import append, case_fields, environment, machine, timestamp
+from perf.report import problems, summary
+from perf.timing import GraphClock
+
+app = typer.Typer(add_completion=False)
+console = Console(width=None if sys.stdout.isatty() else 200)
+
+
+@app.command()
+def main(
+    cases: Annotated[str, typer.Option(help="Sets and globs over case names, separated by commas.")] = "issue2",
+    providers: Annotated[str, typer.Option(help=f"Any of {', '.join(PROVIDERS)}, separated by commas.")] = ",".join(PROVIDERS),
+    out: Annotated[Path, typer.Option(help="Folder of the records, one file a GPU.")] = Path("perf/results"),
+    replays: Annotated[int, typer.Option(min=15, help="Replays of each provider's graph.")] = 21,
+    trials: Annotated[int, typer.Option(min=1, help="Replays that choose among a provider's candidates.")] = 5,
+    memory: Annotated[float, typer.Option(help="Share of the free device memory that the caches may take.")] = 0.4,
+    host_calls: Annotated[int, typer.Option(min=0, help="Calls of a host time (run, select, a peer's plan); 0: none.")] = 2000,
+    list_only: Annotated[bool, typer.Option("--list", help="Print the chosen cases and stop.")] = False,
+) -> None:
+    """Measure decode attention: exit code 1 when a result is wrong, 2 when the request is."""
+    try:
+        chosen = select_cases(split(cases))
+        competitors = [PROVIDERS[name]() for name in known_providers(split(providers))]
+    except ValueError as error:
+        console.print(f"[red]{error}")
+        raise typer.Exit(2) from error
+    if list_only:
+        for case in chosen:
+            console.print(f"{case.name}  {case.kv_bytes / 2**20:.0f} MiB", highlight=False)
+        return
+    if not torch.cuda.is_available():
+        console.print("[red]perf.run measures a CUDA device and there is none; --list shows the cases")
+        raise typer.Exit(2)
+    device = torch.device("cuda", torch.cuda.current_device())
+    free, _ = torch.cuda.mem_get_info(device)
+    path = out / f"{DeviceFacts.of(device).slug}.jsonl"
+    outcomes = run_cases(chosen, competitors, Limits(replays, trials, int(memory * free), host_calls=host_calls), device, path)
+    console.print(summary(outcomes))
+    console.print(problems(outcomes))
+    console.print(f"{len(outcomes)} records appended to {path}")
+    raise typer.Exit(1 if any(outcome.failed for outcome in outcomes) else 0)
+
+
+def run_cases(cases: list[Case], competitors: list[Provider], limits: Limits, device: torch.device, path: Path) -> list[Outcome]:
+    """Measure every case and append its records as soon as they are known; a lost device ends the run early."""
+    outcomes: list[Outcome] = []
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console) as progress:
+        task = progress.add_task("cases", total=len(cases))
+        for case in cases:
+            progress.update(task, description=case.name)
+            start, lost = time.perf_counter(), False
+            try:
+                measured = measure(case, competitors, limits, GraphClock(), device)
+            except DeviceFailed as failure:
+                measured, lost = [failure.outcome], True
+            facts = environment() | {"gpu": DeviceFacts.of(device).name, "machine": machine(device), "timestamp": timestamp()}
+            for outcome in measured:
+                append(path, case_fields(case) | outcome.fields() | facts)
+            outcomes += measured
+            if lost:
+                console.print(f"[red]{case.name}: the device is lost, the remaining cases are not measured")
+                break
+            torch.cuda.empty_cache()
+            progress.advance(task)
+            progress.console.print(f"{case.name}  {time.perf_counter() - start:.1f} s", highlight=False)
+    return outcomes
+
+
+def split(text: str) -> list[str]:
+    """The words of a list separated by commas."""
+    return [word.strip() for word in text.split(",") if word.strip()]
+
+
+def known_providers(names: list[str]) -> list[str]:
+    """`names` in the order of PROVIDERS. Raises ValueError for an unknown one."""
+    for name in names:
+        if name not in PROVIDERS:
+            raise ValueError(f"providers: {name!r} is none of {', '.join(PROVIDERS)}")
+    return [name for name in PROVIDERS if name in names]
+
+
+if __name__ == "__main__":
+    app()

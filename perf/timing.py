@@ -1,0 +1,113 @@
+"""Device time from replays of CUDA graphs, and host time from eager calls.
+
+Every provider is timed in the same way: one graph holds a call on each input set in turn, a replay is timed with events
+and divided by the number of calls, and the providers' replays are interleaved, so that they see the same clocks.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+
+MIN_CALLS = 8  # in a graph, so that the cost of the two events disappears
+WARM_UP = 2
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Microseconds of one call over `replays` replays: median, 20th and 80th percentile."""
+
+    median: float
+    p20: float
+    p80: float
+    replays: int
+
+
+def summarize(replay_us: Sequence[float], calls: int) -> Timing:
+    """Timing of one call from the times of whole replays of `calls` calls each."""
+    p20, mid, p80 = np.percentile(np.asarray(replay_us) / calls, [20, 50, 80])
+    return Timing(float(mid), float(p20), float(p80), len(replay_us))
+
+
+class Clock(Protocol):
+    """How device time is taken; a rotation is whatever `capture` returns."""
+
+    def capture(self, calls: Sequence[Callable[[], object]]) -> Rotation:
+        """Make one replayable rotation of `calls`, one for each input set. Each call first runs eagerly."""
+
+    def times(self, rotations: Sequence[Rotation], replays: int) -> list[Timing]:
+        """Time each rotation `replays` times, interleaved."""
+
+    def synchronize(self) -> None:
+        """Wait for the device. Raises what went wrong on it."""
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """Something that makes `calls` calls when replayed, a whole number of times over the input sets."""
+
+    replay: Callable[[], None]
+    calls: int
+
+
+class GraphClock:
+    """Replays of CUDA graphs on the current device, timed with events."""
+
+    def capture(self, calls: Sequence[Callable[[], object]]) -> Rotation:
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for call in calls:
+                call()
+        torch.cuda.synchronize()
+        repeats = -(-MIN_CALLS // len(calls))
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for _ in range(repeats):
+                for call in calls:
+                    call()
+        return Rotation(graph.replay, repeats * len(calls))
+
+    def times(self, rotations: Sequence[Rotation], replays: int) -> list[Timing]:
+        for rotation in rotations:
+            for _ in range(WARM_UP):
+                rotation.replay()
+        events = [[(timed_event(), timed_event()) for _ in range(replays)] for _ in rotations]
+        for replay in range(replays):
+            for rotation, pairs in zip(rotations, events, strict=True):
+                start, end = pairs[replay]
+                start.record()
+                rotation.replay()
+                end.record()
+        self.synchronize()
+        return [
+            summarize([1e3 * start.elapsed_time(end) for start, end in pairs], rotation.calls)
+            for rotation, pairs in zip(rotations, events, strict=True)
+        ]
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize()
+
+
+def timed_event() -> torch.cuda.Event:
+    """A CUDA event that keeps its time."""
+    return torch.cuda.Event(enable_timing=True)
+
+
+def host_time(call: Callable[[], object], calls: int, chunk: int, synchronize: Callable[[], None]) -> Timing:
+    """Host time of one call: `calls` of them in chunks short enough not to fill the launch queue, synchronised in between."""
+    call()
+    times = []
+    for _ in range(calls // chunk):
+        synchronize()
+        start = time.perf_counter()
+        for _ in range(chunk):
+            call()
+        times.append(1e6 * (time.perf_counter() - start))
+    synchronize()
+    return summarize(times, chunk)

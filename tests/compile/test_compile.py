@@ -1,0 +1,111 @@
+"""Builds every kernel class for its target without a GPU and reads the machine code: the promised instructions, no spills."""
+
+import re
+import subprocess
+from itertools import product
+from pathlib import Path
+
+import pytest
+
+from cute_kernels.config import ElementType, KernelSpec, Source, TableFormat, supports
+from cute_kernels.device.build import build
+from cute_kernels.heuristics import ring, tile_tokens
+
+SOURCES: dict[str, tuple[Source, TableFormat, int]] = {
+    "dense": ("paged", "dense", 16),
+    "csr": ("paged", "csr", 64),
+    "contiguous": ("contiguous", "none", 0),
+}
+
+
+def spec_of(arch, target, source: str, dtype: ElementType, head_dim: int, vector_bytes: int = 16, **changes) -> KernelSpec:
+    kind, table, page_size = SOURCES[source]
+    tile_n = tile_tokens(head_dim, arch)
+    num_warps, num_stages = ring(head_dim, tile_n, arch, target)
+    knobs = {"group_size": 4, "page_size": page_size, "split": True, "lse_base": "e", "tile_n": tile_n}
+    knobs |= {"num_stages": num_stages, "num_warps": num_warps, **changes}
+    return KernelSpec(
+        arch=arch,
+        target=target,
+        source=kind,
+        table_format=table,
+        element_type=dtype,
+        head_dim=head_dim,
+        vector_bytes=vector_bytes,
+        **knobs,
+    )
+
+
+def dump(spec: KernelSpec, folder: Path) -> tuple[str, str]:
+    """(PTX, SASS) of the decode and combine kernels."""
+    assert supports(spec) == []
+    build(spec, f"--keep-ptx --keep-cubin --dump-dir {folder}")
+    (ptx,), (cubin,) = folder.glob("*.ptx"), folder.glob("*.cubin")
+    assert cubin.read_bytes()[:4] == b"\x7fELF"
+    sass = subprocess.run([disassembler(), "-c", str(cubin)], capture_output=True, text=True, check=True).stdout
+    return ptx.read_text(), sass
+
+
+def disassembler() -> str:
+    import nvidia
+
+    for folder in nvidia.__path__:
+        for found in Path(folder).rglob("nvdisasm"):
+            return str(found)
+    raise FileNotFoundError("nvdisasm: install the package nvidia-cuda-nvdisasm")
+
+
+def assert_no_spills(sass: str) -> None:
+    assert "HMMA" in sass
+    assert not re.search(r"\b(LDL|STL)\b", sass), "registers spilled to local memory"
+
+
+@pytest.mark.parametrize("dtype", ["f16", "bf16"])
+@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
+def test_sm90(head_dim: int, source: str, dtype: ElementType, tmp_path: Path) -> None:
+    spec = spec_of("sm90", "sm_90a", source, dtype, head_dim)
+    ptx, sass = dump(spec, tmp_path)
+    boxes = spec.tile_n // spec.box_rows
+    assert len(re.findall(r"cp\.async\.bulk\.tensor\.[45]d", ptx)) == 2 * boxes
+    steps = spec.tile_n // 8 * head_dim // 16
+    assert len(re.findall(rf"mma\.sync\.aligned\.m16n8k16\.row\.col\.f32\.{dtype}", ptx)) == 2 * steps
+    assert len(re.findall(r"ldmatrix\S*\.x4\.", ptx)) == steps
+    assert_no_spills(sass)
+
+
+@pytest.mark.parametrize("target", ["sm_80", "sm_90a"])
+@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize(
+    ("head_dim", "vector_bytes"), [(64, 16), (96, 16), (128, 16), (192, 16), (256, 16), (100, 8), (66, 4), (33, 2)]
+)
+def test_sm80(head_dim: int, vector_bytes: int, source: str, target: str, tmp_path: Path) -> None:
+    spec = spec_of("sm80", target, source, "bf16", head_dim, vector_bytes, page_size=0 if source == "contiguous" else 1)
+    ptx, sass = dump(spec, tmp_path)
+    assert f".target {target}" in ptx
+    assert "cp.async.bulk" not in ptx
+    copies = len(re.findall(rf"cp\.async\.c[ag]\.shared\.global \[\S+\], \[\S+\], {vector_bytes},", ptx))
+    assert (copies > 0) == (vector_bytes >= 4)
+    assert "m16n8k16.row.col.f32.bf16" in ptx
+    assert_no_spills(sass)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"split": False}, {"lse_base": "2"}, {"group_size": 1}, {"group_size": 5}, {"group_size": 16}, {"group_size": 128}],
+    ids=str,
+)
+@pytest.mark.parametrize("arch", ["sm90", "sm80"])
+def test_other_pieces(arch: str, changes: dict, tmp_path: Path) -> None:
+    spec = spec_of(arch, "sm_90a", "dense", "bf16", 128, **changes)
+    ptx, sass = dump(spec, tmp_path)
+    assert ptx.count(".entry") == (2 if spec.split else 1)
+    assert_no_spills(sass)
+
+
+def test_every_tile_that_supports_allows_keeps_its_registers(tmp_path: Path) -> None:
+    """The largest tiles that `supports` accepts, with full rows."""
+    for index, (head_dim, tile_n) in enumerate(product((64, 128, 192, 256), (16, 32, 64, 128))):
+        spec = spec_of("sm90", "sm_90a", "dense", "bf16", head_dim, tile_n=tile_n, num_warps=2, num_stages=2, group_size=16)
+        if not supports(spec):
+            assert_no_spills(dump(spec, tmp_path / str(index))[1])

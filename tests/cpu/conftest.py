@@ -1,0 +1,26 @@
+"""Fixtures of the CPU tests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from cute_kernels import dispatch, plan
+
+
+@pytest.fixture
+def pretend_h200(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """Plans made here choose as on an H200 but hold CPU tensors; the list records what each launch was given."""
+    launches: list[tuple[Any, ...]] = []
+
+    def explain(problem: Any, facts: Any, preference: Any) -> dispatch.Explanation:
+        return dispatch.explain(problem, dispatch.PRETEND["h200"], preference)
+
+    def launch_of(spec: Any, descriptor: Any) -> Callable[..., None]:
+        return lambda *operands: launches.append(operands)
+
+    monkeypatch.setattr(plan, "explain", explain)
+    monkeypatch.setattr(plan, "_launch_of", launch_of)
+    return launches

@@ -1,0 +1,158 @@
+"""The choice of a variant on pretended devices, with its reasons; nothing is compiled."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+import cute_kernels as ck
+from cute_kernels import heuristics
+from cute_kernels.config import DecodeConfig, supports
+from cute_kernels.dispatch import PRETEND, VARIANTS, explain, kernel_spec
+from cute_kernels.workspace import workspace_bytes
+
+H200, A100, CPU = PRETEND["h200"], PRETEND["a100"], PRETEND["cpu"]
+
+
+def problem(**changes):
+    fields = {"batch_size": 4, "num_heads": 32, "num_kv_heads": 8, "head_dim": 128, "page_size": 16, "q_dtype": torch.bfloat16}
+    return ck.PagedDecodeDescriptor(**{**fields, **changes}).problem
+
+
+def chosen(facts, preference=None, **changes):
+    return explain(problem(**changes), facts, preference).chosen
+
+
+def test_the_first_variant_that_serves_is_taken() -> None:
+    assert [variant.name for variant in VARIANTS] == ["sm90_tma", "sm80_cp_async", "cpu_reference"]
+    assert chosen(H200).variant == "sm90_tma"
+    assert chosen(A100).variant == "sm80_cp_async"
+    assert chosen(CPU).variant == "cpu_reference"
+
+
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
+@pytest.mark.parametrize("page_size", [8, 16, 64, 128, 1024])
+def test_tma_serves_the_fast_shapes(head_dim: int, page_size: int) -> None:
+    assert chosen(H200, head_dim=head_dim, page_size=page_size).variant == "sm90_tma"
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"page_size": 1}, "page_size"),
+        ({"page_size": 5}, "page_size"),
+        ({"head_dim": 100}, "head_dim"),
+        ({"layout": ck.KVLayout.HND.with_alignment(8)}, "16-byte"),
+    ],
+)
+def test_what_tma_cannot_take_goes_to_cp_async(changes: dict, reason: str) -> None:
+    explanation = explain(problem(**changes), H200)
+    assert explanation.chosen.variant == "sm80_cp_async"
+    assert explanation.chosen.spec.target == "sm_90a"
+    assert any(reason in text for text in explanation.candidates[0].reasons)
+
+
+@pytest.mark.parametrize("facts", [H200, A100], ids=["h200", "a100"])
+@pytest.mark.parametrize("head_dim", [1, 7, 16, 40, 64, 96, 100, 128, 192, 255, 256])
+@pytest.mark.parametrize("group_size", [1, 4, 5, 16, 128])
+def test_every_head_dim_and_group_has_a_variant(facts, head_dim: int, group_size: int) -> None:
+    for page_size in (1, 5, 16, 17, 1024):
+        candidate = chosen(facts, head_dim=head_dim, num_heads=group_size, num_kv_heads=1, page_size=page_size)
+        assert supports(candidate.spec) == []
+        assert (candidate.spec.group_size, candidate.spec.page_size) == (group_size, page_size)
+
+
+def test_every_reason_of_every_variant_is_given() -> None:
+    with pytest.raises(ck.Unsupported) as caught:
+        _ = explain(problem(head_dim=300, kv_dtype=ck.KVDtype.E4M3), H200).chosen
+    text = str(caught.value)
+    for part in (
+        "sm90_tma: kv_dtype = e4m3",
+        "sm90_tma: head_dim=300",
+        "sm80_cp_async: head_dim=300",
+        "cpu_reference: runs on the cpu",
+    ):
+        assert part in text
+
+
+def test_float32_queries_run_on_the_cpu_only() -> None:
+    assert chosen(CPU, q_dtype=torch.float32).variant == "cpu_reference"
+    with pytest.raises(ck.Unsupported, match=r"q_dtype = torch\.float32"):
+        chosen(H200, q_dtype=torch.float32)
+
+
+@pytest.mark.parametrize("kv_dtype", [ck.KVDtype.E4M3, ck.KVDtype.E5M2, ck.KVDtype.INT8, ck.KVDtype.F16])
+def test_other_cache_dtypes_are_unsupported(kv_dtype: ck.KVDtype) -> None:
+    for facts in (H200, A100, CPU):
+        with pytest.raises(ck.Unsupported, match=f"kv_dtype = {kv_dtype.value}"):
+            chosen(facts, kv_dtype=kv_dtype)
+
+
+def test_a_forced_variant_is_taken_or_refused_never_replaced() -> None:
+    assert chosen(H200, ck.PlanPreference(arch="sm80")).variant == "sm80_cp_async"
+    with pytest.raises(ck.Unsupported, match=r"capability 9\.0"):
+        chosen(A100, ck.PlanPreference(arch="sm90"))
+    with pytest.raises(ck.Unsupported, match="runs on the cpu"):
+        chosen(H200, ck.PlanPreference(arch="cpu"))
+    with pytest.raises(ck.Unsupported, match="page_size"):
+        chosen(H200, ck.PlanPreference(arch="sm90"), page_size=1)
+
+
+def test_max_workspace_bytes_limits_the_splits() -> None:
+    free = chosen(H200, batch_size=1, max_seq_len=131_072)
+    assert free.config.num_splits > 2
+    limit = workspace_bytes(problem(batch_size=1), 2)
+    assert chosen(H200, ck.PlanPreference(max_workspace_bytes=limit), batch_size=1, max_seq_len=131_072).config.num_splits == 2
+    none = chosen(H200, ck.PlanPreference(max_workspace_bytes=0), batch_size=1, max_seq_len=131_072)
+    assert (none.config.num_splits, none.spec.split) == (1, False)
+
+
+def test_batch_invariant_configs_do_not_see_the_batch() -> None:
+    configs = {
+        chosen(H200, ck.PlanPreference(batch_invariant=True), batch_size=b, max_seq_len=8192).config for b in (1, 2, 64, 500)
+    }
+    assert len(configs) == 1
+    assert configs.pop().num_splits == 1
+
+
+def test_the_spec_is_what_changes_generated_code() -> None:
+    """batch, heads and lengths are not in it; everything else is."""
+    config = DecodeConfig(tile_n=64, num_stages=4, num_warps=4, num_splits=1)
+
+    def spec(**changes):
+        return kernel_spec(problem(**changes), "sm90", "sm_90a", config)
+
+    assert spec() == spec(batch_size=9) == spec(num_heads=16, num_kv_heads=4) == spec(max_seq_len=5)
+    changes = [
+        {"page_size": 64},
+        {"head_dim": 64},
+        {"num_heads": 16},
+        {"q_dtype": torch.float16},
+        {"table_format": "csr"},
+        {"lse_base": "2"},
+        {"layout": ck.KVLayout.HND.with_alignment(4)},
+    ]
+    assert len({spec(), *(spec(**change) for change in changes)}) == len(changes) + 1
+
+
+def test_heuristics_are_a_function_of_the_problem() -> None:
+    first = heuristics.choose(problem(max_seq_len=8192), "sm90", "sm_90a", 132)
+    assert first == heuristics.choose(problem(max_seq_len=8192), "sm90", "sm_90a", 132)
+
+
+def test_explanations_print_and_are_data() -> None:
+    explanation = explain(problem(page_size=1), H200)
+    text = str(explanation)
+    for part in ("sm90_tma", "rejected", "page_size", "sm80_cp_async", "chosen", "num_splits=", "NVIDIA H200", "132 SMs"):
+        assert part in text
+    data = json.loads(json.dumps(explanation.to_dict()))
+    assert [candidate["verdict"] for candidate in data["candidates"]] == ["rejected", "chosen", "rejected"]
+
+
+@pytest.mark.parametrize(
+    ("gpu", "slug"), [("h200", "h200"), ("h100", "h100"), ("a100", "a100"), ("l40s", "l40s"), ("cpu", "cpu")]
+)
+def test_slugs(gpu: str, slug: str) -> None:
+    assert PRETEND[gpu].slug == slug

@@ -1,0 +1,76 @@
+"""Page geometry and workspace layout: plain functions against worked numbers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import cute_kernels as ck
+from cute_kernels import geometry
+from cute_kernels.config import smem_bytes
+from cute_kernels.workspace import fitting_splits, workspace_bytes, workspace_regions
+
+
+def test_block_and_page_bytes() -> None:
+    assert geometry.block_bytes(128, 128, 2) == 65_536  # K and V of one page of one head
+    assert geometry.page_stride_bytes(128, 128, 2) == 32_768
+    assert geometry.block_bytes(16, 64, 4) == 8_192
+
+
+def test_tma_box() -> None:
+    box = geometry.tma_box(16, 128, 2, stride_bytes=(4096, 32_768))
+    assert (box.num_dims, box.inner, box.outer, box.element_bytes, box.nbytes) == (2, 128, 16, 2, 4096)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "fragment"),
+    [
+        ((16, 100, 2), ck.MisalignedOperand, "200 bytes"),
+        ((16, 128, 2, (4096, 8)), ck.MisalignedOperand, "stride_bytes = 8"),
+        ((512, 128, 2), ck.InvalidProblem, "page_size = 512"),
+        ((16, 257, 2), ck.InvalidProblem, "head_dim = 257"),
+        ((0, 128, 2), ck.InvalidProblem, "page_size = 0"),
+    ],
+)
+def test_tma_box_errors(arguments: tuple, error: type[Exception], fragment: str) -> None:
+    with pytest.raises(error, match=fragment):
+        geometry.tma_box(*arguments)
+
+
+@pytest.mark.parametrize(("length", "pages"), [(0, 0), (1, 1), (128, 1), (129, 2), (4096, 32), (4097, 33)])
+def test_pages_of_row(length: int, pages: int) -> None:
+    assert geometry.pages_of_row(length, 128) == pages
+
+
+def test_pages_of_row_rejects_a_negative_length() -> None:
+    with pytest.raises(ck.InvalidProblem, match="seq_len = -1"):
+        geometry.pages_of_row(-1, 128)
+
+
+def test_group_size_and_threads() -> None:
+    assert geometry.group_size(32, 8) == 4
+    with pytest.raises(ck.InvalidProblem, match="num_heads = 30"):
+        geometry.group_size(30, 8)
+    assert geometry.threads("sm90", 4) == 160  # four consumer warps and the producer
+    assert geometry.threads("sm80", 4) == 128
+
+
+def test_smem_of_the_ring() -> None:
+    assert smem_bytes(128, 64, 4) == 4 * 2 * 64 * 128 * 2 + 1024
+
+
+def test_workspace_regions() -> None:
+    problem = ck.PagedDecodeDescriptor(3, 6, 2, 40, 16, torch.float16).problem
+    lse, out = workspace_regions(problem, 5)
+    assert (lse.name, lse.offset, lse.nbytes) == ("lse_partial", 0, 5 * 3 * 6 * 4)  # 360 bytes
+    assert (out.name, out.offset, out.nbytes) == ("out_partial", 384, 5 * 3 * 6 * 48 * 4)  # head_dim padded to 48
+    assert workspace_bytes(problem, 5) == 384 + 17_280
+    assert workspace_bytes(problem, 1) == 0
+
+
+def test_fitting_splits() -> None:
+    problem = ck.PagedDecodeDescriptor(1, 8, 8, 128, 16, torch.float16).problem
+    assert fitting_splits(problem, 16, None) == 16
+    assert fitting_splits(problem, 16, workspace_bytes(problem, 7)) == 7
+    assert fitting_splits(problem, 16, workspace_bytes(problem, 7) - 1) == 6
+    assert fitting_splits(problem, 16, 0) == 1

@@ -1,0 +1,76 @@
+"""perf.cases: the lengths, the bytes, the names, the sets and the bars."""
+
+import pytest
+
+from perf.cases import Bar, Case, Rows, Spread, case_sets, fixed, issue2_cases, select_cases
+
+
+@pytest.mark.parametrize(
+    ("case", "expected"),
+    [
+        (Case(32, 8, 128, 16, fixed(64, 8192)), 2_147_483_648),  # 524,288 tokens of 8 x 128 x 2 bytes, K and V
+        (Case(8, 1, 128, 16, fixed(64, 8192)), 268_435_456),
+        (Case(16, 8, 256, 64, fixed(32, 4096), "f16"), 1_073_741_824),
+        (Case(32, 8, 64, 16, Rows(((1, 131072), (31, 4096)))), 528_482_304),
+        (Case(4, 2, 16, 0, fixed(3, 5), table_format="none"), 1_920),
+    ],
+)
+def test_kv_bytes_counts_live_tokens_only(case, expected):
+    assert case.kv_bytes == expected
+
+
+def test_groups_keep_their_lengths_in_a_shuffled_order():
+    rows = Rows(((1, 65536), (31, 4096)))
+    tokens = rows.tokens()
+    assert sorted(tokens) == [4096] * 31 + [65536]
+    assert tokens == rows.tokens()
+    assert {Rows(rows.groups, seed).tokens().index(65536) for seed in range(20)} != {0}
+
+
+@pytest.mark.parametrize("kind", ["uniform", "loguniform"])
+def test_spreads_stay_in_bounds_and_repeat(kind):
+    spread = Spread(kind, 2000, 128, 32768, seed=3)
+    tokens = spread.tokens()
+    assert len(tokens) == 2000
+    assert 128 <= min(tokens) < max(tokens) <= 32768
+    assert tokens == Spread(kind, 2000, 128, 32768, seed=3).tokens()
+    assert tokens != Spread(kind, 2000, 128, 32768, seed=4).tokens()
+    middle = sorted(tokens)[1000]
+    assert abs(middle - 2048) < 400 if kind == "loguniform" else abs(middle - 16448) < 1500
+
+
+def test_names_say_everything_and_are_unique():
+    assert Case(32, 8, 128, 16, fixed(64, 8192)).name == "gqa_paged_decode_h32_kv8_d128_ps16_bf16_b64_l8k"
+    ragged = Case(8, 1, 128, 64, Rows(((1, 131072), (31, 4096))), "f16", "csr", "NHD")
+    assert ragged.name == "gqa_paged_decode_h8_kv1_d128_ps64_f16_nhd_csr_b32_1x128k+31x4k"
+    cases = {case for cases in case_sets().values() for case in cases}
+    assert len({case.name for case in cases}) == len(cases)
+
+
+def test_issue2_has_each_shape_in_both_dtypes_and_page_sizes():
+    cases = issue2_cases()
+    assert len(cases) == 9 * 2 * 2 + 2 * 2
+    assert cases[Case(32, 8, 128, 64, fixed(128, 4096), "f16")] == Bar("ratio", 1.06)
+    assert cases[Case(32, 8, 128, 16, fixed(1, 8192))] == Bar("us", 16.0)
+    assert cases[Case(32, 8, 128, 1, fixed(32, 4096))] == Bar("ratio", 1.5)
+    assert cases[Case(32, 8, 128, 8, fixed(32, 4096))] == Bar("ratio", 1.15)
+
+
+def test_bars():
+    assert Bar("ratio", 1.06).met(106.0, 100.0) is True
+    assert Bar("ratio", 1.06).met(106.1, 100.0) is False
+    assert Bar("ratio", 1.06).met(106.1, None) is None
+    assert Bar("us", 16).met(16.0, None) is True
+    assert Bar("us", 16).met(16.1, 1.0) is False
+
+
+def test_select_by_set_and_glob_without_repeats():
+    assert [case.page_size for case in select_cases(["*_h32_kv8_d128_ps*_bf16_b1_l16k"])] == [16, 64, 1, 2, 4, 8, 32, 128, 256]
+    assert len(select_cases(["issue2", "*ps16_bf16_b64_l8k", "issue2"])) == len(
+        set(select_cases(["issue2", "*ps16_bf16_b64_l8k"]))
+    )
+    assert [case.name for case in select_cases(["gqa_paged_decode_h64_kv4_*_b1_l1k"])] == [
+        "gqa_paged_decode_h64_kv4_d128_ps16_bf16_b1_l1k"
+    ]
+    with pytest.raises(ValueError, match="'nothing' is neither a set"):
+        select_cases(["issue2", "nothing"])

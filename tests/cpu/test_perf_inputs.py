@@ -1,0 +1,146 @@
+"""perf.inputs and perf.gate: what the cases run on, and that a wrong result does not pass."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from perf.cases import Case, Rows, fixed
+from perf.gate import OURS, PEERS, attention_f64, check, same_dtype, sample_rows, ulp
+from perf.inputs import make_inputs, num_sets
+
+CPU = torch.device("cpu")
+RAGGED = Case(4, 2, 16, 4, Rows(((2, 9), (1, 4), (1, 1))))
+CONTIGUOUS = Case(4, 2, 16, 0, fixed(3, 7), "f16", table_format="none")
+
+
+def inputs_of(case):
+    return make_inputs(case, CPU, memory_bytes=2**20, rotated_bytes=3 * case.kv_bytes)
+
+
+def exact(inputs, index):
+    """The right answer in the inputs' dtype, and its lse."""
+    outs, lses = [], []
+    for row, q in enumerate(inputs.sets[index].q):
+        out, lse = attention_f64(q, *inputs.row(index, row), inputs.softmax_scale)
+        outs.append(out.to(q.dtype))
+        lses.append(lse.float())
+    return torch.stack(outs), torch.stack(lses)
+
+
+@pytest.mark.parametrize(
+    ("kv_bytes", "memory", "expected"), [(100, 10_000, 6), (400, 10_000, 2), (900, 10_000, 2), (900, 1_000, 1), (100, 600, 6)]
+)
+def test_num_sets_exceeds_what_is_asked_within_memory(kv_bytes, memory, expected):
+    assert num_sets(kv_bytes, memory, rotated_bytes=600) == expected
+
+
+@pytest.mark.parametrize(("kv_bytes", "memory"), [(100, 599), (900, 899)])
+def test_num_sets_raises_where_memory_is_short(kv_bytes, memory):
+    with pytest.raises(MemoryError, match=f"{memory} bytes allowed"):
+        num_sets(kv_bytes, memory, rotated_bytes=600)
+
+
+@pytest.mark.parametrize("layout", ["HND", "NHD"])
+def test_unused_slots_are_nan_and_live_ones_are_not(layout):
+    inputs = inputs_of(replace(RAGGED, layout=layout))
+    pages = inputs.pages
+    assert len(inputs.sets) == 3
+    assert pages.unused.sum() == 4 * 9 - sum(RAGGED.tokens())  # 8 used pages and a spare one
+    for s in inputs.sets:
+        slots = s.k.transpose(1, 2) if layout == "HND" else s.k
+        assert torch.equal(slots.isnan().all(dim=(2, 3)), pages.unused)
+        assert torch.equal(slots.isnan().any(dim=(2, 3)), pages.unused)
+    inputs.fill_unused(0.0)
+    assert not any(cache.isnan().any() for s in inputs.sets for cache in (s.k, s.v))
+
+
+def test_both_table_formats_name_the_same_pages():
+    pages = inputs_of(RAGGED).pages
+    counts = pages.indptr.diff()
+    assert torch.equal(pages.table[pages.table >= 0], pages.indices)
+    assert torch.equal((pages.table >= 0).sum(1), counts)
+    assert torch.equal((counts - 1) * 4 + pages.last_page_len, pages.seq_lens)
+    assert pages.seq_lens.tolist() == list(RAGGED.tokens())
+    assert len(set(pages.indices.tolist())) == 8
+    assert pages.indices.tolist() != sorted(pages.indices.tolist())
+
+
+def test_row_gathers_the_tokens_in_order():
+    inputs = inputs_of(RAGGED)
+    s, pages = inputs.sets[1], inputs.pages
+    for row, length in enumerate(RAGGED.tokens()):
+        k, v = inputs.row(1, row)
+        assert k.shape == v.shape == (2, length, 16)
+        for token in range(length):
+            page = pages.table[row, token // 4]
+            assert torch.equal(k[:, token], s.k[page, :, token % 4])
+            assert torch.equal(v[:, token], s.v[page, :, token % 4])
+
+
+def test_inputs_repeat_but_sets_differ():
+    first, again = inputs_of(CONTIGUOUS), inputs_of(CONTIGUOUS)
+    assert torch.equal(first.sets[0].k, again.sets[0].k)
+    assert not torch.equal(first.sets[0].k, first.sets[1].k)
+    assert first.sets[0].q.dtype == torch.float16
+    assert first.sets[0].k.shape == (3, 2, 7, 16)
+
+
+@pytest.mark.parametrize("case", [RAGGED, CONTIGUOUS])
+def test_gate_passes_the_right_answer(case):
+    inputs = inputs_of(case)
+    result = check(inputs, 2, *exact(inputs, 2), OURS)
+    assert result.passed
+    assert result.error <= ulp(4.0, torch.bfloat16)
+    assert result.lse_error <= 1e-6
+
+
+@pytest.mark.parametrize("tolerance", [OURS, PEERS])
+def test_gate_fails_a_wrong_output(tolerance):
+    inputs = inputs_of(RAGGED)
+    out, lse = exact(inputs, 0)
+    longest = RAGGED.tokens().index(9)
+    out[longest, 3] = out[longest, 2]  # another head of the group
+    result = check(inputs, 0, out, lse, tolerance)
+    assert not result.passed
+    assert result.error > 0.1
+    assert result.reason.startswith("error ")
+
+
+def test_gate_fails_the_result_of_another_set_a_wrong_lse_and_nan():
+    inputs = inputs_of(CONTIGUOUS)
+    out, lse = exact(inputs, 0)
+    assert not check(inputs, 1, out, lse, PEERS).passed
+    shifted = check(inputs, 0, out, lse + 1e-3, OURS)
+    assert not shifted.passed
+    assert shifted.lse_error > 1e-5
+    assert shifted.reason.startswith("lse error ")
+    out[0, 0, 0] = float("nan")
+    assert check(inputs, 0, out, lse, PEERS).reason == "the result holds NaN or Inf"
+
+
+def test_attention_f64_against_a_loop():
+    torch.manual_seed(0)
+    q, k, v = torch.randn(4, 8), torch.randn(2, 5, 8), torch.randn(2, 5, 8)
+    out, lse = attention_f64(q, k, v, 0.3)
+    for head in range(4):
+        scores = [0.3 * float(q[head].double() @ k[head // 2, token].double()) for token in range(5)]
+        weights = torch.tensor(scores, dtype=torch.float64).exp()
+        expected = (weights[:, None] * v[head // 2].double()).sum(0) / weights.sum()
+        torch.testing.assert_close(out[head], expected, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(lse[head], weights.sum().log(), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(same_dtype(q, k, v, 0.3).double(), out, rtol=1e-4, atol=1e-5)
+
+
+def test_sampled_rows_hold_the_extremes():
+    tokens = tuple((37 * i) % 101 + 1 for i in range(100))
+    rows = sample_rows(tokens)
+    assert len(rows) <= 8
+    assert {0, 99, tokens.index(min(tokens)), tokens.index(max(tokens))} <= set(rows)
+    assert sample_rows((5, 9, 1)) == [0, 1, 2]
+    assert sample_rows((3,)) == [0]
+
+
+@pytest.mark.parametrize(("magnitude", "dtype", "expected"), [(1.5, torch.bfloat16, 2**-7), (0.3, torch.float16, 2**-12)])
+def test_ulp(magnitude, dtype, expected):
+    assert ulp(magnitude, dtype) == expected

@@ -1,0 +1,267 @@
+"""perf.measure, perf.record and perf.report with a clock that needs no GPU, and the read kernel's code."""
+
+import io
+import json
+import re
+from dataclasses import dataclass
+from functools import partial
+
+import pytest
+import torch
+from rich.console import Console
+from typer.testing import CliRunner
+
+from perf import record, run
+from perf.cases import Case, Rows, fixed
+from perf.gate import OURS, PEERS
+from perf.measure import DeviceFailed, Limits, measure
+from perf.providers import PROVIDERS
+from perf.providers.base import Candidate, NotSupported
+from perf.providers.ours import Ours
+from perf.providers.sdpa import Sdpa
+from perf.report import problems, summary
+from perf.timing import Rotation, Timing, host_time, summarize
+
+CPU = torch.device("cpu")
+CASE = Case(4, 2, 16, 4, Rows(((3, 7),)))
+RAGGED = Case(4, 2, 16, 4, Rows(((2, 9), (1, 4))))
+LIMITS = Limits(replays=15, trials=2, memory_bytes=2**20, rotated_bytes=3 * CASE.kv_bytes, host_calls=0)
+
+
+@dataclass(frozen=True)
+class FakeRotation(Rotation):
+    us: float
+
+
+class FakeClock:
+    """A clock on which a call takes as many microseconds as the `us` of the first call says, or 10."""
+
+    def __init__(self, lost=False):
+        self.lost = lost
+
+    def capture(self, calls):
+        for call in calls:
+            call()
+        return FakeRotation(lambda: None, len(calls), getattr(calls[0], "us", 10.0))
+
+    def times(self, rotations, replays):
+        return [summarize([rotation.us * rotation.calls] * replays, rotation.calls) for rotation in rotations]
+
+    def synchronize(self):
+        if self.lost:
+            raise RuntimeError("an illegal memory access was encountered")
+
+
+class Fake:
+    """A provider whose candidates are functions of a set's index."""
+
+    reads_unused = False
+
+    def __init__(self, name, *candidates, tolerance=None, reason=None):
+        self.name, self.candidates, self.tolerance, self.reason = name, candidates, tolerance, reason
+
+    def available(self):
+        return self.reason
+
+    def version(self):
+        return "1"
+
+    def prepare(self, inputs):
+        return [Candidate([partial(function, inputs, index) for index in range(3)]) for function in self.candidates]
+
+
+class Timed(Fake):
+    """A provider without results whose candidates take the given microseconds."""
+
+    def __init__(self, name, *us):
+        super().__init__(name)
+        self.us = us
+
+    def prepare(self, inputs):
+        candidates = []
+        for us in self.us:
+            calls = [lambda: None for _ in inputs.sets]
+            calls[0].us = us
+            candidates.append(Candidate(calls, {"shape": us}))
+        return candidates
+
+
+def wrong(inputs, index):
+    return torch.zeros_like(inputs.sets[index].q), None
+
+
+def crash(inputs, index):
+    raise RuntimeError("no such kernel")
+
+
+def refuse(inputs, index):
+    raise NotSupported("page_size 4 is odd")
+
+
+def by_provider(outcomes):
+    return {outcome.provider: outcome for outcome in outcomes}
+
+
+def test_summarize_divides_replays_by_calls():
+    timing = summarize([100.0, 200.0, 300.0, 400.0, 1000.0], 10)
+    assert timing == Timing(median=30.0, p20=pytest.approx(18.0), p80=pytest.approx(52.0), replays=5)
+
+
+def test_host_time_counts_calls_and_synchronizes_between_chunks():
+    calls, syncs = [], []
+    timing = host_time(lambda: calls.append(1), 100, 20, lambda: syncs.append(len(calls)))
+    assert len(calls) == 101
+    assert syncs == [1, 21, 41, 61, 81, 101]
+    assert timing.replays == 5
+    assert 0 < timing.p20 <= timing.median <= timing.p80 < 1000
+
+
+def test_one_failing_provider_does_not_stop_the_rest():
+    providers = [
+        Fake("crash", crash, tolerance=PEERS),
+        Fake("wrong", wrong, tolerance=OURS),
+        Fake("refuse", refuse, tolerance=PEERS),
+        Fake("absent", reason="not installed"),
+        Timed("read", 8.0, 5.0, 6.0),
+        Sdpa(),
+    ]
+    outcomes = by_provider(measure(CASE, providers, LIMITS, FakeClock(), CPU))
+    assert outcomes["crash"].error == "RuntimeError: no such kernel"
+    assert not outcomes["crash"].failed
+    assert outcomes["wrong"].failed
+    assert outcomes["wrong"].us is None
+    assert outcomes["refuse"].reason == "not supported: page_size 4 is odd"
+    assert outcomes["absent"].not_supported == "not installed"
+    assert outcomes["read"].us.median == 5.0  # the fastest of its candidates
+    assert outcomes["read"].detail["shape"] == 5.0
+    assert outcomes["sdpa"].gate.passed
+    assert outcomes["sdpa"].ratio_to_read == pytest.approx(2.0)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        CASE,
+        RAGGED,
+        Case(4, 2, 16, 4, Rows(((2, 9), (1, 4))), "f16", "csr", "NHD"),
+        Case(4, 1, 16, 0, fixed(2, 9), table_format="none"),
+    ],
+)
+def test_ours_passes_the_gate_with_nan_in_unused_slots(case):
+    limits = Limits(15, 2, 2**20, 3 * case.kv_bytes, host_calls=20)
+    outcomes = measure(case, [Ours()], limits, FakeClock(), CPU)
+    assert outcomes[0].gate.passed, outcomes[0]
+    assert [outcome.metric for outcome in outcomes] == ["device", "host.run", "host.select"]
+    assert all(outcome.us.median > 0 for outcome in outcomes)
+    assert outcomes[0].detail["sku"].variant == "cpu_reference"
+
+
+def test_sdpa_says_why_it_cannot_run_ragged_rows():
+    (outcome,) = measure(RAGGED, [Sdpa()], LIMITS, FakeClock(), CPU)
+    assert outcome.reason == "not supported: rows of 2 different lengths need padding and a mask"
+
+
+def test_a_lost_device_ends_the_run_with_the_culprit():
+    with pytest.raises(DeviceFailed) as failure:
+        measure(CASE, [Fake("ours", crash, tolerance=OURS)], LIMITS, FakeClock(lost=True), CPU)
+    assert failure.value.outcome.failed
+
+
+def test_a_case_too_large_is_not_supported():
+    limits = Limits(15, 2, memory_bytes=10, host_calls=0)
+    (outcome,) = measure(CASE, [Sdpa()], limits, FakeClock(), CPU)
+    assert "10 bytes allowed" in outcome.not_supported
+
+
+def test_records_are_lines_of_strict_json(tmp_path):
+    path = tmp_path / "results" / "gpu.jsonl"
+    outcomes = measure(CASE, [Ours(), Timed("read", 4.0), Fake("wrong", wrong, tolerance=PEERS)], LIMITS, FakeClock(), CPU)
+    for outcome in outcomes:
+        record.append(path, record.case_fields(CASE) | outcome.fields() | record.environment())
+    ours, read, failed = (json.loads(line) for line in path.read_text().splitlines())
+    assert ours["name"] == CASE.name
+    assert ours["lengths"] == {"rule": "Rows", "groups": [[3, 7]], "seed": 0}
+    assert ours["us"] == {"median": 10.0, "p20": 10.0, "p80": 10.0, "replays": 15}
+    assert ours["ratio_to_read"] == 2.5
+    assert ours["bytes"] == CASE.kv_bytes == 2688
+    assert ours["gate"]["passed"] is True
+    assert ours["sku"]["variant"] == "cpu_reference"
+    assert ours["versions"]["torch"] == torch.__version__
+    assert read["us"]["median"] == 4.0
+    assert "gate" not in read
+    assert failed["gate"]["passed"] is False
+    assert "us" not in failed
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_run_records_every_case_until_the_device_is_lost(tmp_path, monkeypatch, lost):
+    monkeypatch.setattr(run, "GraphClock", partial(FakeClock, lost=lost))
+    monkeypatch.setattr(run, "machine", lambda device: {"sm_mhz": 1980.0})
+    cases, path = [CASE, RAGGED], tmp_path / "cpu.jsonl"
+    outcomes = run.run_cases(cases, [Timed("read", 4.0), Fake("crash", crash, tolerance=OURS)], LIMITS, CPU, path)
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert len(lines) == len(outcomes) == (1 if lost else 4)
+    assert [line["name"] for line in lines if line["provider"] == "crash"] == [case.name for case in cases[: 1 if lost else 2]]
+    assert all(line["machine"] == {"sm_mhz": 1980.0} and line["gpu"] == "cpu" and line["commit"] for line in lines)
+    assert any(outcome.failed for outcome in outcomes)
+
+
+def test_commit_override(monkeypatch):
+    monkeypatch.setenv("PERF_COMMIT", "abc123-dirty")
+    assert record.commit() == {"commit": "abc123", "dirty": True}
+    monkeypatch.setenv("PERF_COMMIT", "abc123")
+    assert record.commit() == {"commit": "abc123", "dirty": False}
+    monkeypatch.delenv("PERF_COMMIT")
+    assert record.commit().keys() == {"commit", "dirty"}
+
+
+def test_report_shows_times_bars_and_reasons():
+    case = Case(32, 8, 128, 64, fixed(1, 8192))
+    outcomes = measure(case, [Fake("absent", reason="not installed")], Limits(15, 2, 2**40, 1), FakeClock(), CPU)
+    console = Console(width=200, record=True, file=io.StringIO())
+    console.print(summary(outcomes))
+    console.print(problems(outcomes))
+    text = console.export_text()
+    assert case.name in text
+    assert "33.6" in text
+    assert "absent: not supported: not installed" in text
+
+
+def test_cli_lists_cases_and_refuses_unknown_names():
+    runner = CliRunner()
+    listed = runner.invoke(run.app, ["--cases", "ragged", "--list"])
+    assert listed.exit_code == 0
+    assert "gqa_paged_decode_h8_kv1_d128_ps16_bf16_b64_loguniform128-32k" in listed.stdout.replace("\n", "")
+    assert runner.invoke(run.app, ["--cases", "nothing"]).exit_code == 2
+    assert runner.invoke(run.app, ["--providers", "nobody", "--list"]).exit_code == 2
+
+
+def test_providers_without_a_gpu_say_so():
+    for name in ("read", "flashinfer-fa2", "flashinfer-xqa", "fa3"):
+        assert PROVIDERS[name]().available() == "no CUDA device"
+
+
+@pytest.mark.parametrize("index", [0, -1])
+def test_read_kernel_keeps_its_loads_together(tmp_path, index):
+    from perf.read_kernel import READ_SHAPES, compile_read
+
+    shape = READ_SHAPES[index]
+    compile_read(shape.threads, shape.unroll, f"--keep-ptx --dump-dir {tmp_path}")
+    (ptx,) = (path.read_text() for path in tmp_path.glob("*.ptx"))
+    instructions = re.findall(r"^\s+(ld\.global\S*|xor\.b32|st\.global\S*)", ptx, re.MULTILINE)
+    loads = 2 * shape.unroll
+    assert instructions[:loads] == ["ld.global.L1::no_allocate.v4.b32"] * loads
+    assert sum(name == "xor.b32" for name in instructions) >= 4 * loads
+    assert instructions[-1].startswith("st.global")
+
+
+def test_read_shapes_cover_every_vector():
+    from perf.read_kernel import READ_SHAPES
+
+    for shape in READ_SHAPES:
+        assert shape.num_ctas(1, 132) == 1
+        if shape.ctas_per_sm:
+            assert shape.num_ctas(10**9, 132) == shape.ctas_per_sm * 132
+            assert shape.ctas_per_sm * shape.threads == 2048
+        else:
+            assert (shape.num_ctas(10**6 + 1, 132) - 1) * shape.tile < 10**6 + 1 <= shape.num_ctas(10**6 + 1, 132) * shape.tile

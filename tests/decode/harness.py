@@ -1,0 +1,188 @@
+"""One decode problem on real tensors: hostile memory, an f64 reference of its own, and the tolerance rule."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import cute_kernels as ck
+
+BACKENDS = [
+    pytest.param("cpu", id="cpu"),
+    pytest.param("sm90", id="sm90", marks=pytest.mark.gpu),
+    pytest.param("sm80", id="sm80", marks=pytest.mark.gpu),
+]
+LENGTHS = (0, 1, 15, 16, 17, 63, 64, 65, 257, 1000)
+NAN = float("nan")
+
+
+@dataclass(frozen=True)
+class Shape:
+    """heads, KV heads, head_dim, page_size (0: contiguous) and the lengths of the rows."""
+
+    num_heads: int = 8
+    num_kv_heads: int = 2
+    head_dim: int = 128
+    page_size: int = 16
+    lengths: tuple[int, ...] = LENGTHS
+    dtype: torch.dtype = torch.bfloat16
+    order: str = "HND"
+    table_format: str = "dense"
+    lse_base: str = "e"
+    max_seq_len: int | None = None
+    softmax_scale: float | None = None
+
+    @property
+    def scale(self) -> float:
+        return self.head_dim**-0.5 if self.softmax_scale is None else self.softmax_scale
+
+    @property
+    def pages(self) -> list[int]:
+        return [-(-length // self.page_size) for length in self.lengths]
+
+    def descriptor(self) -> ck.PagedDecodeDescriptor | ck.FlashDecodingDescriptor:
+        if not self.page_size:
+            heads = (self.num_heads, self.num_kv_heads)
+            descriptor = ck.FlashDecodingDescriptor.new_gqa(len(self.lengths), *heads, self.lengths[0], self.head_dim, self.dtype)
+            return descriptor if self.softmax_scale is None else descriptor.with_scale(self.softmax_scale)
+        return ck.PagedDecodeDescriptor(
+            batch_size=len(self.lengths),
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            page_size=self.page_size,
+            q_dtype=self.dtype,
+            layout=getattr(ck.KVLayout, self.order),
+            table_format=self.table_format,
+            max_seq_len=self.max_seq_len,
+            softmax_scale=self.softmax_scale,
+            lse_base=self.lse_base,
+        )
+
+
+@dataclass
+class Inputs:
+    """Tensors of one problem. k and v are in HND dimension order; `rows[b]` are row b's pages, in order."""
+
+    shape: Shape
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    rows: list[torch.Tensor] = field(default_factory=list)
+    beyond: int = -1  # what table entries past a row's pages hold
+
+    def table(self) -> ck.PageTable:
+        """The page table in the shape's format, with two spare columns and hostile entries past each row's end."""
+        device, lengths = self.q.device, self.shape.lengths
+        if self.shape.table_format == "csr":
+            counts = torch.tensor([0, *self.shape.pages], device=device)
+            last = [(n - 1) % self.shape.page_size + 1 if n else 0 for n in lengths]
+            return ck.PageTable.csr(counts.cumsum(0).int(), torch.cat(self.rows).int(), torch.tensor(last, device=device).int())
+        table = torch.full((len(lengths), max(self.shape.pages, default=0) + 2), self.beyond, dtype=torch.int32, device=device)
+        for row, pages in enumerate(self.rows):
+            table[row, : len(pages)] = pages
+        return ck.PageTable.dense(table, torch.tensor(lengths, dtype=torch.int32, device=device))
+
+    def tokens(self, cache: torch.Tensor, row: int) -> torch.Tensor:
+        """K or V of one row [num_kv_heads, length, head_dim]."""
+        if not self.shape.page_size:
+            return cache[row]
+        pages = cache[self.rows[row].long()].transpose(0, 1)
+        return pages.reshape(self.shape.num_kv_heads, -1, self.shape.head_dim)[:, : self.shape.lengths[row]]
+
+
+def make_inputs(shape: Shape, device: str, seed: int = 0, dead: float | None = NAN, beyond: int = -1) -> Inputs:
+    """Random inputs over shuffled pages. Slots past a row's end and pages of no row hold `dead` (None: random data)."""
+    generator = torch.Generator(device).manual_seed(seed)
+    batch, dim = len(shape.lengths), shape.head_dim
+
+    def normal(*size: int) -> torch.Tensor:
+        return torch.randn(size, device=device, generator=generator).to(shape.dtype)
+
+    q = normal(batch, shape.num_heads, dim)
+    if not shape.page_size:
+        size = (batch, shape.num_kv_heads, shape.lengths[0], dim)
+        return Inputs(shape, q, normal(*size), normal(*size))
+    total = sum(shape.pages) + 3
+    order = torch.randperm(total, device=device, generator=generator).int()
+    rows = list(order[: sum(shape.pages)].split(shape.pages))
+    inputs = Inputs(shape, q, *(normal(total, shape.num_kv_heads, shape.page_size, dim) for _ in range(2)), rows, beyond)
+    if dead is not None:
+        poison(inputs, dead)
+    if shape.order == "NHD":
+        inputs.k, inputs.v = (c.transpose(1, 2).contiguous().transpose(1, 2) for c in (inputs.k, inputs.v))
+    return inputs
+
+
+def poison(inputs: Inputs, dead: float) -> None:
+    """Writes `dead` into every slot of both caches that no row's tokens occupy."""
+    shape = inputs.shape
+    live = torch.zeros(inputs.k.shape[0], shape.page_size, dtype=torch.bool, device=inputs.k.device)
+    for length, pages in zip(shape.lengths, inputs.rows, strict=True):
+        full, rest = divmod(length, shape.page_size)
+        live[pages[:full].long()] = True
+        if rest:
+            live[pages[full].long(), :rest] = True
+    for cache in (inputs.k, inputs.v):
+        cache.masked_fill_(~live[:, None, :, None], dead)
+
+
+def select(shape: Shape, backend: str, **preference: object) -> ck.PagedDecodePlan | ck.FlashDecodingPlan:
+    """A plan forced onto `backend`."""
+    plan = ck.PagedDecodePlan if shape.page_size else ck.FlashDecodingPlan
+    return plan.select(shape.descriptor(), device_of(backend), ck.PlanPreference(arch=backend, **preference))
+
+
+def device_of(backend: str) -> str:
+    return "cpu" if backend == "cpu" else "cuda"
+
+
+def run(plan, inputs: Inputs, fill: float = NAN, table: ck.PageTable | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Runs with every output and the workspace prefilled with hostile values."""
+    shape, q = inputs.shape, inputs.q
+    out, lse = torch.full_like(q, fill), torch.full(q.shape[:2], fill, device=q.device)
+    workspace = torch.full((plan.workspace_size(),), 0xCD, dtype=torch.uint8, device=q.device)
+    if not shape.page_size:
+        return plan.run(q, inputs.k, inputs.v, out=out, lse=lse, workspace=workspace)
+    caches = [c.transpose(1, 2) if shape.order == "NHD" else c for c in (inputs.k, inputs.v)]
+    return plan.run(q, *caches, table or inputs.table(), out=out, lse=lse, workspace=workspace)
+
+
+def attend(inputs: Inputs, row: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(out f64, lse f64, out of same-dtype PyTorch) of one row: one head at a time, nothing shared with the package."""
+    shape, group = inputs.shape, inputs.shape.num_heads // inputs.shape.num_kv_heads
+    if not shape.lengths[row]:
+        zero = torch.zeros_like(inputs.q[row])
+        return zero.double(), torch.full(zero.shape[:1], -math.inf, dtype=torch.float64, device=zero.device), zero
+    k, v = (inputs.tokens(cache, row).repeat_interleave(group, 0) for cache in (inputs.k, inputs.v))
+    logits = torch.einsum("hd,hnd->hn", inputs.q[row].double(), k.double()) * shape.scale
+    out = torch.einsum("hn,hnd->hd", torch.softmax(logits, -1), v.double())
+    same = F.scaled_dot_product_attention(inputs.q[row][None, :, None], k[None], v[None], scale=shape.scale)[0, :, 0]
+    lse = torch.logsumexp(logits, -1)
+    return out, lse / math.log(2) if shape.lse_base == "2" else lse, same
+
+
+def assert_close(inputs: Inputs, out: torch.Tensor, lse: torch.Tensor, rows: list[int] | None = None) -> None:
+    """The tolerance rule: error at most 1.25 x that of same-dtype PyTorch plus 2 ulp; lse within 1e-5 max(1, |lse|)."""
+    rows = list(range(len(inputs.shape.lengths))) if rows is None else rows
+    exact, exact_lse, same = (torch.stack(t) for t in zip(*(attend(inputs, row) for row in rows), strict=True))
+    error, allowed = (out[rows].double() - exact).abs().max().item(), (same.double() - exact).abs().max().item()
+    ulp = torch.finfo(out.dtype).eps * exact.abs().max().item()
+    assert error <= 1.25 * allowed + 2 * ulp, f"error {error:.3g} against f64, PyTorch {allowed:.3g}, ulp {ulp:.3g}"
+    empty = exact_lse == -math.inf
+    assert torch.equal(lse[rows] == -math.inf, empty)
+    gap = (lse[rows].double() - exact_lse).abs() / exact_lse.abs().clamp(min=1)
+    assert gap[~empty].max().item() <= 1e-5 if (~empty).any() else True
+    for row in rows:
+        if not inputs.shape.lengths[row]:
+            assert not out[row].view(torch.int16).any(), "an empty row is +0.0"
+
+
+def assert_bitwise(got: tuple[torch.Tensor, torch.Tensor], expected: tuple[torch.Tensor, torch.Tensor]) -> None:
+    """Equal bit for bit, out and lse."""
+    for ours, theirs in zip(got, expected, strict=True):
+        assert torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8))

@@ -1,0 +1,162 @@
+"""Adversarial cases 1 to 7, 9 and 10: each once bit a real system. Bitwise where the contract is bitwise."""
+
+import dataclasses
+import math
+
+import pytest
+import torch
+from decode.harness import (
+    BACKENDS,
+    LENGTHS,
+    Inputs,
+    Shape,
+    assert_bitwise,
+    assert_close,
+    device_of,
+    make_inputs,
+    poison,
+    run,
+    select,
+)
+
+SPLITS = pytest.mark.parametrize("max_seq_len", [64, 4096], ids=["whole", "split"])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@SPLITS
+@pytest.mark.parametrize("dead", [math.nan, math.inf, -math.inf, 6e4], ids=["nan", "inf", "-inf", "6e4"])
+def test_dead_slots_and_pages_never_reach_a_result(dead: float, max_seq_len: int, backend: str) -> None:
+    shape = Shape(max_seq_len=max_seq_len)
+    plan, inputs = select(shape, backend), make_inputs(shape, device_of(backend), dead=None)
+    clean = run(plan, inputs)
+    poison(inputs, dead)
+    assert_bitwise(run(plan, inputs), clean)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("beyond", [-(2**31), 2**31 - 1, -1, 10_000])
+def test_garbage_past_a_rows_pages(beyond: int, backend: str) -> None:
+    shape = Shape()
+    plan, inputs = select(shape, backend), make_inputs(shape, device_of(backend))
+    clean = run(plan, dataclasses.replace(inputs, beyond=0))
+    assert_bitwise(run(plan, dataclasses.replace(inputs, beyond=beyond)), clean)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@SPLITS
+def test_prefilled_outputs_and_workspace(max_seq_len: int, backend: str) -> None:
+    shape = Shape(max_seq_len=max_seq_len)
+    plan, inputs = select(shape, backend), make_inputs(shape, device_of(backend))
+    assert_bitwise(run(plan, inputs, fill=math.nan), run(plan, inputs, fill=7.0))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@SPLITS
+@pytest.mark.parametrize("lengths", [(0, 5, 70), (5, 0, 70), (5, 70, 0), (0, 0, 0), (1,), ()], ids=str)
+def test_empty_rows_and_batches(lengths: tuple[int, ...], max_seq_len: int, backend: str) -> None:
+    shape = Shape(lengths=lengths, max_seq_len=max_seq_len)
+    inputs = make_inputs(shape, device_of(backend))
+    out, lse = run(select(shape, backend), inputs)
+    if lengths:
+        assert_close(inputs, out, lse)
+    else:
+        assert out.shape == (0, 8, 128) and lse.shape == (0, 8)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_empty_rows_leave_the_others_alone(backend: str) -> None:
+    """The live row's bits do not change when its neighbour is emptied."""
+    shape = Shape(lengths=(300, 200))
+    inputs = make_inputs(shape, device_of(backend))
+    plan, table = select(shape, backend), inputs.table()
+    both = run(plan, inputs, table=table)
+    table.operands[1][0] = 0
+    one = run(plan, inputs, table=table)
+    assert_bitwise((one[0][1], one[1][1]), (both[0][1], both[1][1]))
+    assert not one[0][0].any() and torch.isneginf(one[1][0]).all()
+
+
+def _with_logits(shape: Shape, device: str, logits: list[float]) -> Inputs:
+    """Inputs whose only row has exactly these logits: q picks the first column of K."""
+    inputs = make_inputs(shape, device)
+    inputs.q.zero_()
+    inputs.q[..., 0] = 1.0 / shape.scale
+    pages = inputs.rows[0].long()
+    values = torch.zeros(len(pages) * shape.page_size, dtype=shape.dtype, device=device)
+    values[: len(logits)] = torch.tensor(logits, device=device)
+    keys = inputs.k[pages]
+    keys[..., 0] = values.view(len(pages), 1, shape.page_size)
+    inputs.k[pages] = keys
+    return inputs
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@SPLITS
+@pytest.mark.parametrize(
+    "logits",
+    [
+        [-6e4] * 100,
+        [-5e5] * 100,
+        [0.0] * 99 + [6e4],
+        [6e4] + [0.0] * 99,
+        [0.0] + [-7 * math.log(2)] * 1023,
+        [-6e4] * 200 + [-5.9e4],
+    ],
+    ids=["all -6e4", "all -5e5", "huge last", "huge first", "tail mass", "late rise"],
+)
+def test_extreme_logits(logits: list[float], max_seq_len: int, backend: str) -> None:
+    shape = Shape(lengths=(len(logits),), max_seq_len=max_seq_len, softmax_scale=0.0625)
+    inputs = _with_logits(shape, device_of(backend), logits)
+    assert_close(inputs, *run(select(shape, backend), inputs))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@SPLITS
+def test_zero_query_averages(max_seq_len: int, backend: str) -> None:
+    shape = Shape(lengths=(1, 100, 777), max_seq_len=max_seq_len)
+    inputs = make_inputs(shape, device_of(backend))
+    inputs.q.zero_()
+    out, lse = run(select(shape, backend), inputs)
+    assert_close(inputs, out, lse)
+    assert lse[2, 0].item() == pytest.approx(math.log(777), rel=1e-6)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_one_token_returns_its_value(backend: str) -> None:
+    """With one KV token the output is V, exactly."""
+    shape = Shape(lengths=(1, 1))
+    inputs = make_inputs(shape, device_of(backend))
+    out, _ = run(select(shape, backend), inputs)
+    for row in range(2):
+        assert torch.equal(out[row].view(2, 4, 128), inputs.tokens(inputs.v, row).expand(2, 4, 128))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@SPLITS
+def test_a_permutation_of_the_pool_changes_no_bit(max_seq_len: int, backend: str) -> None:
+    shape = Shape(max_seq_len=max_seq_len)
+    plan, inputs = select(shape, backend), make_inputs(shape, device_of(backend))
+    expected = run(plan, inputs)
+    order = torch.randperm(inputs.k.shape[0], device=inputs.k.device)
+    inverse = torch.argsort(order)
+    moved = Inputs(shape, inputs.q, inputs.k[order], inputs.v[order], [inverse[p.long()].int() for p in inputs.rows])
+    assert_bitwise(run(plan, moved), expected)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_shared_and_repeated_pages(backend: str) -> None:
+    shape = Shape(lengths=(160, 160, 150))
+    inputs = make_inputs(shape, device_of(backend), dead=None)
+    inputs.rows[1] = inputs.rows[0].flip(0)
+    inputs.rows[2] = inputs.rows[0][:1].expand(10)
+    assert_close(inputs, *run(select(shape, backend), inputs))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_nan_in_a_live_slot_is_not_hidden(backend: str) -> None:
+    """The control of the poison tests: a NaN inside the row must show."""
+    shape = Shape(lengths=LENGTHS)
+    inputs = make_inputs(shape, device_of(backend))
+    inputs.k[inputs.rows[-1][0].long()] = math.nan
+    out, _ = run(select(shape, backend), inputs)
+    assert torch.isnan(out[-1]).all() and not torch.isnan(out[:-1]).any()

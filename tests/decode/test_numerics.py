@@ -1,0 +1,77 @@
+"""Every shape class against f64 by the tolerance rule, on the CPU variant and on the GPU variants."""
+
+import pytest
+import torch
+from decode.harness import BACKENDS, LENGTHS, Shape, assert_close, make_inputs, run, select
+
+SHORT = (0, 1, 17, 64, 129)
+
+
+def check(shape: Shape, backend: str, **preference) -> None:
+    inputs = make_inputs(shape, "cpu" if backend == "cpu" else "cuda")
+    assert_close(inputs, *run(select(shape, backend, **preference), inputs))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["f16", "bf16"])
+@pytest.mark.parametrize("head_dim", [16, 64, 80, 96, 128, 192, 256])
+def test_head_dims(head_dim: int, dtype: torch.dtype, backend: str) -> None:
+    check(Shape(head_dim=head_dim, dtype=dtype, lengths=SHORT), backend)
+
+
+@pytest.mark.parametrize("backend", [b for b in BACKENDS if b.id != "sm90"])
+@pytest.mark.parametrize("head_dim", [1, 2, 5, 33, 36, 100, 120, 200, 255])
+def test_padded_head_dims(head_dim: int, backend: str) -> None:
+    check(Shape(head_dim=head_dim, page_size=8, lengths=SHORT), backend)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("group", [*range(1, 17), 24, 32, 128])
+def test_groups(group: int, backend: str) -> None:
+    check(Shape(num_heads=2 * group, num_kv_heads=2, head_dim=64, lengths=(0, 33, 150)), backend)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("page_size", [8, 16, 24, 48, 64, 128, 256, 1024])
+def test_page_sizes(page_size: int, backend: str) -> None:
+    lengths = (page_size - 1, page_size, page_size + 1, 3 * page_size - 1, 3 * page_size + 1)
+    check(Shape(page_size=page_size, lengths=lengths), backend)
+
+
+@pytest.mark.parametrize("backend", [b for b in BACKENDS if b.id != "sm90"])
+@pytest.mark.parametrize("page_size", [1, 2, 5, 17])
+def test_small_and_odd_page_sizes(page_size: int, backend: str) -> None:
+    check(Shape(page_size=page_size, lengths=(0, 1, page_size, 31, 32, 33, 129)), backend)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("order", ["HND", "NHD"])
+@pytest.mark.parametrize("table_format", ["dense", "csr"])
+def test_layouts_and_tables(table_format: str, order: str, backend: str) -> None:
+    check(Shape(order=order, table_format=table_format), backend)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("max_seq_len", [64, 1000, 100_000])
+@pytest.mark.parametrize("base", ["e", "2"])
+def test_splits_and_lse_bases(base: str, max_seq_len: int, backend: str) -> None:
+    check(Shape(lse_base=base, max_seq_len=max_seq_len, lengths=(*LENGTHS, 3001)), backend)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("length", [1, 63, 65, 1000])
+def test_contiguous(length: int, head_dim: int, backend: str) -> None:
+    check(Shape(page_size=0, head_dim=head_dim, lengths=(length,) * 3), backend)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_softmax_scale(backend: str) -> None:
+    check(Shape(softmax_scale=0.37), backend)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_no_workspace_when_it_is_forbidden(backend: str) -> None:
+    shape = Shape(lengths=(3001,))
+    assert select(shape, backend, max_workspace_bytes=0).workspace_size() == 0
+    check(shape, backend, max_workspace_bytes=0)
