@@ -19,9 +19,9 @@ from ..errors import InvalidProblem
 from .model import VOCABULARY, ByteLM, load_model, whole_prefix_logits
 from .paged import PagedDecoder
 
-TEMPERATURE = 0.6
+TEMPERATURE = 0.5
 MIN_NEW_TOKENS = 3  # the prefill gives the first, the first step warms up, the others are timed
-LINE = 48  # bytes of one row that are printed at a time where the output is not a terminal
+LINE = 40  # bytes of one row that are printed at a time where the output is not a terminal
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,15 @@ class Request:
     seed: int
 
 
-# Seeds whose likeliest two bytes stay 0.04 apart at each of 120 steps, several times what rounding to f16 moves a score.
-REQUESTS = (Request(b"It is a truth universally acknowledged, that", 0),)
+# Seeds whose two best bytes stay over 0.1 apart at each of 120 steps; rounding to f16 moves a score by 0.02 to 0.03.
+REQUESTS = (
+    Request(b"It is a truth universally acknowledged, that", 51),
+    Request(b"Not a word", 34),
+    Request(b'"Where is my sister?" said Elizabeth;', 35),
+    Request(b'"My dear Lizzy," said', 70),
+    Request(b"Mr. Bingley was good-looking and gentlemanlike; he had a pleasant countenance, and", 50),
+    Request(b'"You are mistaken," replied Mr. Darcy; "', 42),
+)
 
 
 @dataclass(frozen=True)

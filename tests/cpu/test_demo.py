@@ -15,6 +15,15 @@ from cute_kernels.errors import InvalidProblem
 SMALL = lm.ModelConfig(d_model=48, num_layers=2, num_heads=6, num_kv_heads=2, head_dim=16, d_hidden=64, context=32)
 
 
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Small tensors: threads that wait for each other cost more than they bring where cores are shared."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 def plain_console(tmp_path):
     return Console(file=(tmp_path / "demo.txt").open("w"), width=100, highlight=False)
 
@@ -69,7 +78,7 @@ def test_the_shipped_weights_reach_their_stated_loss_on_the_shipped_text():
     stated = json.loads((lm.WEIGHTS / "model.json").read_text())["training"]
     text, held_out = corpus_parts()
     assert (lm.WEIGHTS / "model.npz").stat().st_size < 3_000_000
-    assert mean_loss(model, text[:16_384]) < 1.05
+    assert mean_loss(model, text[:16_384]) < 0.95
     assert abs(mean_loss(model, held_out) - stated["held_out_loss"]) < 0.01
 
 
@@ -87,7 +96,7 @@ def test_the_demo_passes_and_its_requests_keep_clear_of_ties(tmp_path):
         decoder = PagedDecoder(model, len(run.REQUESTS), 256, "cpu")
         decoded = run.decode(decoder, run.REQUESTS, noise, run.Screen(console, run.REQUESTS))
         check = run.check_against_whole_prefix(model, run.REQUESTS, noise, decoded)
-    assert check.margin > 0.04 > 4 * check.score_difference
+    assert check.margin > 0.1 > 3 * check.score_difference
 
 
 def test_noise_depends_on_the_seed_alone_and_samples_the_softmax():
@@ -95,7 +104,7 @@ def test_noise_depends_on_the_seed_alone_and_samples_the_softmax():
     noise = run.sampling_noise([a, b], 7, "cpu")
     assert torch.equal(run.sampling_noise([b], 3, "cpu")[0], noise[1, :3])
     assert not torch.equal(noise[0], noise[1])
-    logits = torch.zeros(256).index_fill(0, torch.tensor([5]), 0.6 * 256**0.5)
+    logits = torch.zeros(256).index_fill(0, torch.tensor([5]), 2.5)
     samples = (logits / run.TEMPERATURE + run.sampling_noise([a], 4000, "cpu")[0]).argmax(-1)
     chance = (logits / run.TEMPERATURE).softmax(-1)[5]
     assert abs(float((samples == 5).float().mean() - chance)) < 0.01
