@@ -1,0 +1,381 @@
+"""python -m perf.picture perf/results/h200.jsonl docs/h200.svg: the records as bars, in percent of the plain read's bandwidth."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from datetime import datetime
+from fnmatch import fnmatchcase
+from pathlib import Path
+from textwrap import shorten
+from typing import Annotated, Any, TypeVar
+from xml.etree import ElementTree
+
+import typer
+
+from perf.cases import Case, Rows, Spread, short
+
+T = TypeVar("T")
+Newest = Mapping[str, Mapping[str, "Record"]]  # by case name, then by provider
+
+# provider -> legend and the fills of its bars, light and dark, in the order of the bars
+PROVIDERS = {
+    "ours": ("cute_kernels", "#d9480f", "#ff8c42"),
+    "fa3": ("FlashAttention-3", "#4f6d94", "#86a6cf"),
+    "flashinfer-fa2": ("FlashInfer fa2", "#86a0c0", "#5f7fa8"),
+    "flashinfer-xqa": ("FlashInfer XQA", "#b7c6d9", "#43597a"),
+    "sdpa": ("PyTorch SDPA, K and V gathered beforehand", "#c9c2b6", "#6f6a61"),
+}
+MAX_CASES = 9
+PAGES = (16, 64)  # page sizes to choose cases from: the first that has any
+
+WIDTH, MARGIN = 900, 32
+BARS_LEFT, BARS_RIGHT = 172, 716
+PERCENT_RIGHT, US_RIGHT = 800, WIDTH - MARGIN
+STEP, BAR, GROUP_GAP = 14, 10, 16
+TOP, FOOTER, LABEL_STEP, NOTE_STEP = 146, 56, 15, 17
+TICKS = (0, 25, 50, 75, 100)
+
+STYLE = """
+text { font: 12px system-ui, -apple-system, "Segoe UI", "Helvetica Neue", Arial, sans-serif; fill: #1f2328 }
+.card { fill: #ffffff; stroke: #d8dee4 }
+.head { font-size: 18px; font-weight: 600 }
+.case { font-weight: 600 }
+.muted { fill: #59636e }
+.small { font-size: 11px }
+.ours { font-weight: 600 }
+.number { font-size: 11px; font-variant-numeric: tabular-nums }
+.grid { stroke: #e7ebef }
+.limit { stroke: #1f2328; stroke-dasharray: 4 3 }
+""" + "".join(f".bar-{provider} {{ fill: {light} }}\n" for provider, (_, light, _) in PROVIDERS.items())
+DARK = """
+text { fill: #e6edf3 }
+.card { fill: #0d1117; stroke: #30363d }
+.muted { fill: #9aa4af }
+.grid { stroke: #21262d }
+.limit { stroke: #e6edf3 }
+""" + "".join(f".bar-{provider} {{ fill: {dark} }}\n" for provider, (_, _, dark) in PROVIDERS.items())
+
+
+@dataclass(frozen=True)
+class Record:
+    """The device time of one provider on one case. us: the median in microseconds; without it `reason` says why.
+
+    rows, traits: the case in words. ratio: `us` over that of the plain read in the same run, where the record has it.
+    barred: whether the case has a bar.
+    """
+
+    case: Case
+    rows: str
+    traits: tuple[str, ...]
+    name: str
+    provider: str
+    version: str
+    us: float | None
+    ratio: float | None
+    reason: str
+    barred: bool
+    gpu: str
+    commit: str
+    time: datetime
+
+    def share(self, read: Record | None) -> float | None:
+        """Bandwidth in percent of the plain read's: of the same run's, else of `read`, the newest. None without both times."""
+        if self.us is None:
+            return None
+        if self.ratio is not None:
+            return 100 / self.ratio
+        return None if read is None or read.us is None else 100 * read.us / self.us
+
+
+@dataclass(frozen=True)
+class Bar:
+    """One bar. share: percent of the plain read; where it is None, `reason` is written in the bar's place."""
+
+    record: Record
+    share: float | None
+    reason: str
+
+
+def parse(line: bytes) -> Record | None:
+    """The record in one line; None for one of host time. Raises ValueError for anything else."""
+    record = json.loads(line)
+    if not isinstance(record, dict):
+        raise ValueError(f"a record is an object, not {type(record).__name__}")
+    if record.get("schema") != 1:
+        raise ValueError(f"schema is {record.get('schema')!r}, not 1")
+    if get(record, "metric", str) != "device":
+        return None
+    case = parse_case(record)
+    us, ratio, why = record.get("us"), record.get("ratio_to_read"), reason(record)
+    if us is None and not why:
+        raise ValueError("neither a time nor a reason for its absence")
+    time = datetime.fromisoformat(get(record, "timestamp", str))
+    if time.tzinfo is None:
+        raise ValueError(f"timestamp {record['timestamp']!r} has no time zone")
+    return Record(
+        case=case,
+        rows=rows_label(case),
+        traits=traits(case),
+        name=get(record, "name", str),
+        provider=get(record, "provider", str),
+        version=get(record, "version", str),
+        us=None if us is None else positive("us.median", us["median"]),
+        ratio=None if ratio is None else positive("ratio_to_read", ratio),
+        reason=why,
+        barred="bar" in record,
+        gpu=get(record, "gpu", str),
+        commit=(record.get("commit") or "unknown")[:9] + ("-dirty" if record.get("dirty") else ""),
+        time=time,
+    )
+
+
+def parse_case(record: Mapping[str, Any]) -> Case:
+    """The case of a record: the inverse of record.case_fields."""
+    rule = dict(get(record, "lengths", dict))
+    kinds: dict[str, type[Rows | Spread]] = {"Rows": Rows, "Spread": Spread}
+    kind = kinds[rule.pop("rule")]
+    if "groups" in rule:
+        rule["groups"] = tuple((int(rows), int(tokens)) for rows, tokens in rule["groups"])
+    return Case(**{field.name: record[field.name] for field in fields(Case)} | {"lengths": kind(**rule)})
+
+
+def get(record: Mapping[str, Any], name: str, kind: type[T]) -> T:
+    """A field of a record. Raises ValueError where it is absent or of another type."""
+    value = record.get(name)
+    if not isinstance(value, kind):
+        raise ValueError(f"{name} is {value!r}, not {kind.__name__}")
+    return value
+
+
+def positive(name: str, value: float) -> float:
+    """`value`, finite and above 0. Raises ValueError."""
+    if not (math.isfinite(value) and value > 0):
+        raise ValueError(f"{name} is {value!r}, not a positive number")
+    return float(value)
+
+
+def reason(record: Mapping[str, Any]) -> str:
+    """Why a record has no time, in words; empty where it does not say."""
+    texts = {"not supported": record.get("not_supported"), "failed": record.get("error")}
+    texts["wrong result"] = record.get("gate", {}).get("reason")
+    return next((f"{what}: {text}" for what, text in texts.items() if text), "")
+
+
+def read_records(path: Path) -> tuple[Newest, list[str]]:
+    """The newest record of each case and provider, cases in order of appearance, and a line for each unusable line."""
+    newest: dict[str, dict[str, Record]] = {}
+    problems = []
+    for number, line in enumerate(path.read_bytes().splitlines(), start=1):
+        try:
+            record = parse(line)
+        except (ValueError, TypeError, KeyError, AttributeError, ArithmeticError, RecursionError) as error:
+            problems.append(f"{path}:{number}: not a record: " + shorten(f"{type(error).__name__}: {error}", 200))
+            continue
+        if record is None:
+            continue
+        of_case = newest.setdefault(record.name, {})
+        if record.provider not in of_case or record.time >= of_case[record.provider].time:
+            of_case[record.provider] = record
+    return newest, problems
+
+
+def bars(of_case: Mapping[str, Record]) -> list[Bar]:
+    """The bars of one case, in the order of PROVIDERS."""
+    read = of_case.get("read")
+    found = [of_case[provider] for provider in PROVIDERS if provider in of_case]
+    return [Bar(record, record.share(read), record.reason or "no plain read to compare with") for record in found]
+
+
+def default_cases(newest: Newest) -> list[str]:
+    """The bf16 cases with pages of 16 (else 64) that we and most peers have a time of: at most MAX_CASES, barred ones first."""
+    for page in PAGES:
+        timed: dict[str, list[Record]] = {}
+        for name, of_case in newest.items():
+            records = [bar.record for bar in bars(of_case) if bar.share is not None]
+            if records and records[0].provider == "ours" and (records[0].case.dtype, records[0].case.page_size) == ("bf16", page):
+                timed[name] = records
+        best = sorted(timed, key=lambda name: (-len(timed[name]), not timed[name][0].barred))[:MAX_CASES]
+        if best:
+            return [name for name in timed if name in best]
+    return []
+
+
+def matching_cases(newest: Newest, patterns: Iterable[str]) -> list[str]:
+    """The cases that the globs match, each once, in the order of the globs. Raises ValueError for one that matches none."""
+    chosen: dict[str, None] = {}
+    for pattern in patterns:
+        matches = [name for name, of_case in newest.items() if fnmatchcase(name, pattern) and bars(of_case)]
+        if not matches:
+            raise ValueError(f"cases: {pattern!r} matches no recorded case")
+        chosen |= dict.fromkeys(matches)
+    return list(chosen)
+
+
+def rows_label(case: Case) -> str:
+    """The rows of a case as people write them: "64 x 8k"."""
+    rows = case.lengths
+    if isinstance(rows, Rows):
+        return " + ".join(f"{count} x {short(tokens)}" for count, tokens in rows.groups)
+    return f"{rows.batch} x {short(rows.low)}-{short(rows.high)}"
+
+
+def traits(case: Case) -> tuple[str, ...]:
+    """What sets a case apart besides rows and heads; what all cases of a picture share is said once."""
+    spread = (case.lengths.kind,) if isinstance(case.lengths, Spread) else ()
+    paged = f"pages of {case.page_size}" if case.page_size else "contiguous"
+    options = tuple(option.upper() for option in (case.layout, case.table_format) if option in ("NHD", "csr"))
+    return (case.dtype, paged, *options, *spread)
+
+
+def draw(cases: Sequence[Sequence[Bar]]) -> str:
+    """The picture of several cases as SVG text: one group of bars a case. A provider without any time gets a line instead.
+
+    Raises ValueError when no provider has a time to compare with the plain read's.
+    """
+    timed = {bar.record.provider for case in cases for bar in case if bar.share is not None}
+    groups = [group for case in cases if (group := [bar for bar in case if bar.record.provider in timed])]
+    if not groups:
+        raise ValueError("no case has a time to compare with the plain read's")
+    records = [bar.record for group in groups for bar in group]
+    common = [trait for trait in records[0].traits if all(trait in record.traits for record in records)]
+    notes = footer([bar for case in cases for bar in case], timed)
+    labels = [label(group[0].record, common) for group in groups]
+    heights = [max(STEP * len(group), LABEL_STEP * len(lines)) for group, lines in zip(groups, labels, strict=True)]
+    bottom = TOP + sum(heights) + GROUP_GAP * (len(groups) - 1)
+    height = bottom + FOOTER + NOTE_STEP * len(notes)
+    scale = (BARS_RIGHT - BARS_LEFT) / max(100, *(bar.share or 0 for group in groups for bar in group))
+
+    svg = ElementTree.Element("svg", xmlns="http://www.w3.org/2000/svg", width=str(WIDTH), height=str(height), role="img")
+    svg.set("viewBox", f"0 0 {WIDTH} {height}")
+    add(svg, "title", "Decode attention: read bandwidth reached")
+    add(svg, "style", STYLE + "@media (prefers-color-scheme: dark) {" + DARK + "}\n")
+    add(svg, "rect", css="card", x=0.5, y=0.5, width=WIDTH - 1, height=height - 1, rx=8)
+    add(svg, "text", "Decode attention: read bandwidth reached", css="head", x=MARGIN, y=42)
+    heads = "rows x KV tokens, heads / KV heads / head_dim"
+    add(svg, "text", ", ".join([*gpus(records), *common, heads]), css="muted", x=MARGIN, y=63)
+    legend(svg, [provider for provider in PROVIDERS if provider in timed], y=92)
+    axis(svg, scale, TOP - 8, bottom + 8)
+    y = TOP
+    for group, lines, group_height in zip(groups, labels, heights, strict=True):
+        draw_group(svg, group, lines, scale, y)
+        y += group_height + GROUP_GAP
+    y = bottom + FOOTER
+    for note in notes:
+        add(svg, "text", shorten(note, 140, placeholder=" ..."), css="muted small", x=MARGIN, y=y)
+        y += NOTE_STEP
+    ElementTree.indent(svg)
+    return ElementTree.tostring(svg, encoding="unicode") + "\n"
+
+
+def label(record: Record, common: Sequence[str]) -> list[str]:
+    """The lines that name a case: its rows, its heads, and the traits that not all cases share."""
+    own = [trait for trait in record.traits if trait not in common]
+    heads = f"{record.case.num_heads}/{record.case.num_kv_heads}/{record.case.head_dim}"
+    return [record.rows, heads, *([", ".join(own)] if own else [])]
+
+
+def legend(svg: ElementTree.Element, providers: Sequence[str], y: float) -> None:
+    """A swatch and a name for each provider, in the order of the bars; 6.8 is a character's usual width at 12 px."""
+    x = float(MARGIN)
+    for provider in providers:
+        name = PROVIDERS[provider][0]
+        add(svg, "rect", css=f"bar-{provider}", x=x, y=y - 9, width=10, height=10, rx=2)
+        add(svg, "text", name, css="ours" if provider == "ours" else "", x=x + 16, y=y)
+        x += 16 + 6.8 * len(name) + 16
+
+
+def axis(svg: ElementTree.Element, scale: float, top: float, bottom: float) -> None:
+    """Grid, ticks, the line of the plain read at 100 percent, and the heads of the two columns of numbers."""
+    for tick in TICKS:
+        x = BARS_LEFT + scale * tick
+        add(svg, "line", css="limit" if tick == 100 else "grid", x1=x, x2=x, y1=top, y2=bottom)
+        add(svg, "text", f"{tick}%", css="muted small", x=x, y=bottom + 16, anchor="middle")
+    add(svg, "text", "plain read of the same bytes", css="small", x=BARS_LEFT + scale * 100, y=top - 8, anchor="end")
+    add(svg, "text", "% of read", css="muted small", x=PERCENT_RIGHT, y=top - 8, anchor="end")
+    add(svg, "text", "us", css="muted small", x=US_RIGHT, y=top - 8, anchor="end")
+
+
+def draw_group(svg: ElementTree.Element, group: Sequence[Bar], lines: Sequence[str], scale: float, y: float) -> None:
+    """One case: its label (`lines`) at the left, a bar or a reason for each provider, and the numbers at the right."""
+    for index, line in enumerate(lines):
+        add(svg, "text", line, css="muted" if index else "case", x=MARGIN, y=y + 9 + LABEL_STEP * index)
+    for bar in group:
+        name = PROVIDERS[bar.record.provider][0]
+        css = "number ours" if bar.record.provider == "ours" else "number"
+        row = add(svg, "g")
+        if bar.share is None:
+            text = shorten(f"{name}: {bar.reason}", 90, placeholder=" ...")
+            add(row, "title", f"{name}: {bar.reason}")
+            add(row, "text", text, css="muted small", x=BARS_LEFT + 6, y=y + 9)
+        else:
+            add(row, "title", f"{name}: {bar.share:.1f}% of the plain read")
+            fill = f"bar-{bar.record.provider}"
+            add(row, "rect", css=fill, x=BARS_LEFT, y=y, width=scale * bar.share, height=BAR, rx=1.5)
+            add(row, "text", f"{bar.share:.1f}%", css=css, x=PERCENT_RIGHT, y=y + 9, anchor="end")
+        if bar.record.us is not None:
+            add(row, "text", f"{bar.record.us:.1f}", css=css, x=US_RIGHT, y=y + 9, anchor="end")
+        y += STEP
+
+
+def footer(every: Sequence[Bar], timed: set[str]) -> list[str]:
+    """The lines below the picture: who has no time at all, the peers' versions, and where the numbers come from."""
+    absent = {bar.record.provider: bar.reason for bar in reversed(every) if bar.record.provider not in timed}
+    shown = [bar.record for bar in every if bar.record.provider in timed]
+    versions = {record.provider: record.version for record in sorted(shown, key=lambda record: record.time)}
+    newest = max(shown, key=lambda record: record.time)
+    others = len({record.commit for record in shown}) - 1
+    commits = f"commit {newest.commit}" + (f" and {others} earlier" if others else "")
+    return [
+        *(f"{PROVIDERS[provider][0]}: {absent[provider]}" for provider in PROVIDERS if provider in absent),
+        ", ".join(f"{PROVIDERS[p][0].split(',')[0]} {versions[p]}" for p in PROVIDERS if p in versions),
+        f"{', '.join(gpus(shown))}, {commits}, {newest.time:%Y-%m-%d}. "
+        "Median device time of a whole step, measured as docs/perf.md says.",
+    ]
+
+
+def gpus(records: Sequence[Record]) -> list[str]:
+    """The devices of the records, each once."""
+    return list(dict.fromkeys(record.gpu for record in records))
+
+
+def add(
+    parent: ElementTree.Element, tag: str, text: str = "", css: str = "", anchor: str = "", **numbers: float
+) -> ElementTree.Element:
+    """Append an SVG element; the text loses what XML cannot hold, such as control characters."""
+    attributes = {name: f"{number:.2f}".rstrip("0").rstrip(".") for name, number in numbers.items()}
+    attributes |= {"class": css} if css else {}
+    attributes |= {"text-anchor": anchor} if anchor else {}
+    element = ElementTree.SubElement(parent, tag, attributes)
+    element.text = "".join(c if c.isprintable() or c == "\n" else " " for c in text) or None
+    return element
+
+
+def main(
+    results: Annotated[Path, typer.Argument(help="Records of perf.run.", exists=True, dir_okay=False)],
+    out: Annotated[Path, typer.Argument(help="The SVG file to write.", dir_okay=False)],
+    cases: Annotated[
+        str, typer.Option(help="Globs over case names, separated by commas; empty: the most compared bf16 ones.")
+    ] = "",
+) -> None:
+    """Draw the newest records of some cases; unusable lines are reported and left out. Exit code 2 when nothing can be drawn."""
+    newest, problems = read_records(results)
+    for problem in problems:
+        print(problem, file=sys.stderr)
+    try:
+        patterns = [pattern.strip() for pattern in cases.split(",") if pattern.strip()]
+        chosen = matching_cases(newest, patterns) if patterns else default_cases(newest)
+        picture = draw([bars(newest[name]) for name in chosen])
+    except ValueError as error:
+        print(f"{results}: {error}", file=sys.stderr)
+        raise typer.Exit(2) from error
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(picture, encoding="utf-8")
+    print(f"{out}: {len(chosen)} cases")
+
+
+if __name__ == "__main__":
+    typer.run(main)
