@@ -39,6 +39,7 @@ def spec_of(arch, target, source: str, dtype: ElementType, head_dim: int, vector
 def dump(spec: KernelSpec, folder: Path) -> tuple[str, str]:
     """(PTX, SASS) of the decode and combine kernels."""
     assert supports(spec) == []
+    folder.mkdir(exist_ok=True)
     build(spec, f"--keep-ptx --keep-cubin --dump-dir {folder}")
     (ptx,), (cubin,) = folder.glob("*.ptx"), folder.glob("*.cubin")
     assert cubin.read_bytes()[:4] == b"\x7fELF"
