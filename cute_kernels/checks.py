@@ -15,6 +15,9 @@ from .errors import InvalidArgument, InvalidProblem, MisalignedOperand, Unsuppor
 from .page_table import OPERAND_NAMES, PageTable
 from .workspace import WORKSPACE_ALIGNMENT
 
+MIN_TILE_N = 16
+MAX_TOKENS = MIN_TILE_N * 2**31 // 4  # the device schedule counts a batch's tiles, and 2 more a row, in 32 bits
+
 PAIR_BYTES = 4  # a kernel reads q and writes out two 16-bit elements at a time, one where head_dim is odd
 
 
@@ -190,6 +193,10 @@ def _check_table(rules: Rules, operands: Operands) -> None:
         _check_shape(names[2], operands.table2, (batch,), "[batch_size]")
     for name, tensor in zip(names, tensors, strict=True):
         _check_unit_last(name, tensor)
+    entries = operands.table0.numel()
+    if entries * rules.problem.page_size + batch * MIN_TILE_N >= MAX_TOKENS:
+        reason = f"{names[0]} holds {entries:,} entries: the tokens of a batch, by capacity, must stay below {MAX_TOKENS:,}"
+        raise Unsupported([reason])
 
 
 def _check_tensor(rules: Rules, name: str, tensor: Any, dtype: torch.dtype) -> None:

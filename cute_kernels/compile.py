@@ -26,7 +26,7 @@ def compiled_specs() -> list[KernelSpec]:
 
 
 def compile_decode(spec: KernelSpec) -> Callable[..., None]:
-    """Returns fn(q, k, v, table0, table1, table2, out, lse, workspace, softmax_scale, num_splits), compiled at most once.
+    """Returns fn(q, k, v, table0, table1, table2, out, lse, workspace, softmax_scale, num_ctas, tag), compiled at most once.
 
     Needs no GPU. Raises Unsupported when `supports` rejects the spec, CompileFailed when the compiler fails.
     """

@@ -23,18 +23,21 @@ MAX_TILE_ELEMENTS = 8192  # tile_n x padded head_dim of a 16-row tile: above, re
 MIN_BOX_ROWS = 8  # rows of one 128-byte swizzle atom: the smallest page part that one TMA box may bring
 SMEM_BYTES = {"sm_90a": 232_448, "sm_80": 101_376}  # what one CTA may use (227 KiB; 99 KiB serves 8.0, 8.6 and 8.9)
 ELEMENT_BYTES = 2
-MAX_SPLITS = 256  # pieces of one row: the combine keeps a weight for each in shared memory
+MERGE_PADDING = 8  # f32 between rows of the merge buffer: a warp's stores then hit every bank
+PIECE_COST = 2  # tiles that opening a piece of work costs: its query, the merge of its warps, its store
+MIN_TILES = 2  # no cut leaves less of a unit on either side
+MIN_SHARE = 4  # tiles of the smallest share of a CTA; at least MIN_TILES, so two cuts never meet
 MAX_CP_ASYNC_TILE_N = 32  # each lane of a warp looks up the page of one token of the tile
 
 
 @dataclass(frozen=True)
 class DecodeConfig:
-    """Knobs of one launch: KV tokens a tile, tiles in shared memory, consumer warps, and pieces a row is cut into."""
+    """Knobs of one launch: KV tokens a tile, tiles in shared memory, consumer warps, and CTAs of the persistent grid an SM."""
 
     tile_n: int
     num_stages: int
     num_warps: int
-    num_splits: int
+    ctas_per_sm: int
 
 
 @dataclass(frozen=True)
@@ -43,7 +46,7 @@ class KernelSpec:
 
     arch: the mainloop ("sm90": one TMA producer warp and a ring of mbarriers; "sm80": a cp.async ring per warp).
     target: what it is compiled for. vector_bytes: bytes one cp.async moves (16 for TMA). page_size: 0 when contiguous.
-    split: whether a row is cut, so partial states go to the workspace and a combine kernel follows.
+    split: whether rows may be cut between CTAs, so that partial states go through the workspace.
     """
 
     arch: Arch
@@ -79,9 +82,19 @@ class KernelSpec:
         return math.gcd(self.page_size, self.tile_n)
 
     @property
+    def packed_rows(self) -> int:
+        """Rows of a tensor-core tile that hold a query head."""
+        return min(self.group_size, TILE_M)
+
+    @property
     def smem_bytes(self) -> int:
-        """Shared memory of one CTA in bytes: the ring of K and V tiles and, for TMA, its mbarriers."""
-        return smem_bytes(self.head_dim, self.tile_n, self.num_stages)
+        """Shared memory of one CTA in bytes."""
+        return smem_bytes(self.head_dim, self.group_size, self.tile_n, self.num_stages, self.num_warps)
+
+
+def grid_ctas(units: int, sm_count: int, ctas_per_sm: int) -> int:
+    """CTAs of the persistent grid: as many slices of the batch as fit, at least one, for each of `units` (KV head, m-tile)."""
+    return units * max(1, sm_count * ctas_per_sm // units)
 
 
 def padded_head_dim(head_dim: int) -> int:
@@ -94,9 +107,12 @@ def column_block(head_dim: int) -> int:
     return math.gcd(padded_head_dim(head_dim), 64)
 
 
-def smem_bytes(head_dim: int, tile_n: int, num_stages: int) -> int:
-    """Bytes of the ring of `num_stages` K and V tiles, plus 1 KiB for mbarriers and alignment."""
-    return 2 * num_stages * tile_n * padded_head_dim(head_dim) * ELEMENT_BYTES + 1024
+def smem_bytes(head_dim: int, group_size: int, tile_n: int, num_stages: int, num_warps: int) -> int:
+    """Bytes of the ring of K and V tiles, the query, the warps' states while they merge, and 1 KiB for barriers."""
+    ring = 2 * num_stages * tile_n * padded_head_dim(head_dim) * ELEMENT_BYTES
+    query = TILE_M * padded_head_dim(head_dim) * ELEMENT_BYTES
+    merge = num_warps * min(group_size, TILE_M) * (padded_head_dim(head_dim) + MERGE_PADDING + 2) * 4
+    return ring + query + merge + 1024
 
 
 def supports(spec: KernelSpec) -> list[str]:
@@ -112,9 +128,8 @@ def supports(spec: KernelSpec) -> list[str]:
         reasons.append(f"num_stages={spec.num_stages} is not a multiple of num_warps={spec.num_warps}: a stage has one reader")
     if (spec.padded_head_dim > 192 and spec.tile_n > 16) or spec.tile_n * spec.padded_head_dim > MAX_TILE_ELEMENTS:
         reasons.append(f"tile_n={spec.tile_n} x head_dim={spec.padded_head_dim} needs more registers than a thread has")
-    needed = max(spec.smem_bytes, merge_bytes(spec.head_dim, spec.num_warps))
-    if needed > SMEM_BYTES[spec.target]:
-        reasons.append(f"shared memory {needed} bytes exceeds {SMEM_BYTES[spec.target]} on {spec.target}")
+    if spec.smem_bytes > SMEM_BYTES[spec.target]:
+        reasons.append(f"shared memory {spec.smem_bytes} bytes exceeds {SMEM_BYTES[spec.target]} on {spec.target}")
     if spec.arch == "sm90":
         reasons += _tma_reasons(spec)
     else:
@@ -133,11 +148,6 @@ def _cp_async_reasons(spec: KernelSpec) -> list[str]:
             f"vector_bytes={spec.vector_bytes} is not 2, 4, 8 or 16 bytes that divide a head of {spec.head_dim} elements"
         )
     return reasons
-
-
-def merge_bytes(head_dim: int, num_warps: int) -> int:
-    """Bytes of the warps' states while they are merged; they alias the ring."""
-    return num_warps * TILE_M * (padded_head_dim(head_dim) + 2) * 4
 
 
 def _tma_reasons(spec: KernelSpec) -> list[str]:

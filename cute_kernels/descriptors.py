@@ -9,7 +9,7 @@ from typing import ClassVar, Literal
 
 import torch
 
-from .config import LseBase, Source, TableFormat
+from .config import TILE_M, LseBase, Source, TableFormat
 from .errors import InvalidProblem, Unsupported
 
 MAX_EXTENT = 2**31 - 1  # extents and lengths are int32 on the device
@@ -136,6 +136,11 @@ class DecodeProblem:
     def group_size(self) -> int:
         """Query heads that share one KV head."""
         return self.num_heads // self.num_kv_heads
+
+    @property
+    def units(self) -> int:
+        """Units of work of a row: a KV head and at most TILE_M of its query heads each."""
+        return self.num_kv_heads * -(-self.group_size // TILE_M)
 
     @property
     def element_type(self) -> str:

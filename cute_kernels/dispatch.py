@@ -10,10 +10,10 @@ from typing import Any, Literal, cast
 import torch
 
 from . import heuristics, tuned
-from .config import Arch, DecodeConfig, ElementType, KernelSpec, Target, supports
+from .config import Arch, DecodeConfig, ElementType, KernelSpec, Target, grid_ctas, supports
 from .descriptors import QUERY_DTYPES, DecodeProblem, KVDtype
 from .errors import InvalidArgument, Unsupported
-from .workspace import fitting_splits
+from .workspace import workspace_bytes
 
 VariantArch = Literal["sm90", "sm80", "cpu"]
 Verdict = Literal["chosen", "fits", "rejected", "excluded"]
@@ -63,8 +63,8 @@ PRETEND = {
 class PlanPreference:
     """What a caller asks of the choice.
 
-    max_workspace_bytes: limits the splits; 0 forbids them. arch: force "sm90", "sm80" or "cpu"; Unsupported if it cannot
-    serve. deterministic: every variant is. batch_invariant: a row's bits may not depend on the rest of the batch.
+    max_workspace_bytes: rows stay whole where cutting them needs more. arch: force "sm90", "sm80" or "cpu"; Unsupported if it
+    cannot serve. deterministic: every variant is. batch_invariant: a row's bits may not depend on the rest of the batch.
     """
 
     max_workspace_bytes: int | None = None
@@ -105,7 +105,10 @@ VARIANTS = (
 
 @dataclass(frozen=True)
 class Candidate:
-    """One variant's answer: the verdict, its reasons, and what it would run. The CPU variant has neither config nor spec."""
+    """One variant's answer: the verdict, its reasons, and what it would run. The CPU variant has neither config nor spec.
+
+    num_ctas: the grid. config_source: what chose the config, and whether rows stay whole.
+    """
 
     variant: str
     arch: VariantArch
@@ -114,6 +117,12 @@ class Candidate:
     config: DecodeConfig | None = None
     spec: KernelSpec | None = None
     config_source: str = ""
+    num_ctas: int = 1
+
+    @property
+    def cutting_ctas(self) -> int:
+        """CTAs that may cut rows and so need a part of the workspace: all or none."""
+        return self.num_ctas if self.spec is not None and self.spec.split else 0
 
 
 @dataclass(frozen=True)
@@ -172,10 +181,22 @@ def _evaluate(variant: Variant, problem: DecodeProblem, facts: DeviceFacts, pref
         return Candidate(variant.name, variant.arch, "rejected" if reasons else "fits", tuple(reasons))
     target = variant.target(facts) or variant.targets[-1][1]  # elsewhere: what it would lack besides the device
     config, source = _config(variant.arch, target, problem, facts, preference)
-    spec = kernel_spec(problem, variant.arch, target, config)
+    num_ctas = grid_ctas(problem.units, facts.sm_count, config.ctas_per_sm)
+    whole = _whole_rows(problem, num_ctas, preference)
+    spec = kernel_spec(problem, variant.arch, target, config, split=not whole)
     reasons += supports(spec)
     verdict: Verdict = "rejected" if reasons else "fits"
-    return Candidate(variant.name, variant.arch, verdict, tuple(reasons), config, spec, source)
+    return Candidate(variant.name, variant.arch, verdict, tuple(reasons), config, spec, source + whole, num_ctas)
+
+
+def _whole_rows(problem: DecodeProblem, num_ctas: int, preference: PlanPreference) -> str:
+    """Why rows must not be cut between CTAs; empty when they may be."""
+    if preference.batch_invariant:
+        return ", whole rows: batch invariant"
+    limit, needed = preference.max_workspace_bytes, workspace_bytes(problem, num_ctas)
+    if limit is not None and needed > limit:
+        return f", whole rows: cutting them needs {needed:,} workspace bytes"
+    return ""
 
 
 def _device_reasons(variant: Variant, facts: DeviceFacts) -> list[str]:
@@ -201,18 +222,15 @@ def _dtype_reasons(variant: Variant, problem: DecodeProblem) -> list[str]:
 def _config(
     arch: Arch, target: Target, problem: DecodeProblem, facts: DeviceFacts, preference: PlanPreference
 ) -> tuple[DecodeConfig, str]:
-    if preference.batch_invariant:
-        # one piece a row, tiles chosen for a batch of one: nothing that a row's bits depend on sees the batch
-        alone = replace(problem, batch_size=1)
-        return replace(heuristics.choose(alone, arch, target, facts.sm_count), num_splits=1), "heuristics, batch invariant"
+    if preference.batch_invariant:  # nothing that a row's bits depend on may see the batch
+        return heuristics.choose(replace(problem, batch_size=1), arch, target, facts.sm_count), "heuristics for one row"
     config, source = tuned.lookup(problem, arch, facts.slug), f"plans/{facts.slug}.json"
-    if config is None or supports(kernel_spec(problem, arch, target, config)):
+    if config is None or supports(kernel_spec(problem, arch, target, config, split=True)):
         config, source = heuristics.choose(problem, arch, target, facts.sm_count), "heuristics"
-    num_splits = fitting_splits(problem, config.num_splits, preference.max_workspace_bytes)
-    return replace(config, num_splits=num_splits), source
+    return config, source
 
 
-def kernel_spec(problem: DecodeProblem, arch: Arch, target: Target, config: DecodeConfig) -> KernelSpec:
+def kernel_spec(problem: DecodeProblem, arch: Arch, target: Target, config: DecodeConfig, *, split: bool) -> KernelSpec:
     """The compile key of `problem` with `config`: what changes generated code, and no more."""
     return KernelSpec(
         arch=arch,
@@ -227,7 +245,7 @@ def kernel_spec(problem: DecodeProblem, arch: Arch, target: Target, config: Deco
         tile_n=config.tile_n,
         num_stages=config.num_stages,
         num_warps=config.num_warps,
-        split=config.num_splits > 1,
+        split=split,
         lse_base=problem.lse_base,
     )
 

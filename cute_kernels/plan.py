@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import secrets
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -78,11 +79,12 @@ class DecodePlan:
         self.descriptor = descriptor
         self.device = device
         self.sm_count = facts.sm_count
-        self.num_splits = chosen.config.num_splits if chosen.config else 1
+        self.num_ctas = chosen.num_ctas
         self.sku = sku_of(problem, chosen, preference)
         self._rules = rules
-        self._workspace_bytes = workspace_bytes(problem, self.num_splits)
+        self._workspace_bytes = workspace_bytes(problem, chosen.cutting_ctas)
         self._scale = descriptor.scale
+        self._tag = secrets.randbits(31) | 1  # marks this plan's counters in a workspace that may hold anything
         self._several_gpus = device.type == "cuda" and torch.cuda.device_count() > 1
         self._checked: dict[object, Passage] = {}
         self._launch = _launch_of(chosen.spec, descriptor)
@@ -102,7 +104,7 @@ class DecodePlan:
 
     def workspace_regions(self) -> tuple[WorkspaceRegion, ...]:
         """The named regions of the workspace, in bytes."""
-        return workspace_regions(self._rules.problem, self.num_splits)
+        return workspace_regions(self._rules.problem, self._explanation.chosen.cutting_ctas)
 
     def _run(
         self,
@@ -133,10 +135,10 @@ class DecodePlan:
             return self._run_slowly(passage, Operands(q, k, v, *table, out, lse, workspace), stream)
         if self._rules.nhd:
             k, v = k.transpose(1, 2), v.transpose(1, 2)
-        if self.num_splits == 1:
-            workspace = None  # a kernel that does not split takes none
+        if not self._workspace_bytes:
+            workspace = None  # a kernel that keeps rows whole takes none
         try:
-            self._launch(q, k, v, *table, out, lse, workspace, self._scale, self.num_splits)
+            self._launch(q, k, v, *table, out, lse, workspace, self._scale, self.num_ctas, self._tag)
         except (RuntimeError, TypeError, ValueError) as error:
             raise LaunchFailed(f"{self.sku.variant} on {self.device}: {error}") from error
         return out, lse
@@ -166,10 +168,10 @@ class DecodePlan:
                 operands.lse.fill_(-math.inf)
             elif passage is not Passage.NOTHING:
                 seen = checks.normalised(self._rules, operands)
-                if self.num_splits == 1:
+                if not self._workspace_bytes:
                     seen = seen._replace(workspace=None)
                 try:
-                    self._launch(*seen, self._scale, self.num_splits)
+                    self._launch(*seen, self._scale, self.num_ctas, self._tag)
                 except (RuntimeError, TypeError, ValueError) as error:
                     raise LaunchFailed(f"{self.sku.variant} on {self.device}: {error}") from error
         return operands.out, operands.lse

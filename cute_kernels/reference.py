@@ -77,7 +77,7 @@ def attend(
 
 
 def cpu_variant(problem: DecodeProblem) -> Launch:
-    """The CPU variant for `problem`, called as a compiled kernel is; it needs no workspace and never splits."""
+    """The CPU variant for `problem`, called as a compiled kernel is; it needs no workspace."""
 
     def launch(
         q: Tensor,
@@ -90,7 +90,8 @@ def cpu_variant(problem: DecodeProblem) -> Launch:
         lse: Tensor,
         workspace: Tensor | None,
         softmax_scale: float,
-        num_splits: int,
+        num_ctas: int,
+        tag: int,
     ) -> None:
         if table0 is None or table1 is None:
             result = decode_contiguous(q, k, v, softmax_scale=softmax_scale, lse_base=problem.lse_base)

@@ -20,7 +20,7 @@ from .errors import InvalidPlanTable
 SCHEMA = 1
 EXACT = {"arch": str, "source": str, "head_dim": int, "group_size": int, "page_size": int}
 BUCKETS = ("num_kv_heads", "batch_size", "max_seq_len")
-KNOBS = ("tile_n", "num_stages", "num_warps", "num_splits")
+KNOBS = ("tile_n", "num_stages", "num_warps", "ctas_per_sm")
 
 
 @dataclass(frozen=True)

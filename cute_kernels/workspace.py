@@ -1,15 +1,16 @@
-"""The scratch memory of a split row: named regions whose layout host and device agree on."""
+"""The scratch memory of cut rows: named regions whose layout host and device (device/partials.py) agree on."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .config import padded_head_dim
+from .config import TILE_M, padded_head_dim
 from .descriptors import DecodeProblem
 
-REGION_ALIGNMENT = 128  # bytes: a region starts on a cache line
+REGION_ALIGNMENT = 128  # bytes: a region starts and ends on a cache line
 WORKSPACE_ALIGNMENT = 16  # bytes: what the workspace's own pointer must keep
-F32_BYTES = 4
+WORD_BYTES = 16  # two neighbouring columns, the lse and a tag
+SLOTS = 2  # partial states a CTA may leave: of the row it continues and of the row it opens
 
 
 @dataclass(frozen=True)
@@ -21,30 +22,22 @@ class WorkspaceRegion:
     nbytes: int
 
 
-def workspace_regions(problem: DecodeProblem, num_splits: int) -> tuple[WorkspaceRegion, ...]:
-    """The regions of a launch with `num_splits` pieces a row; none where a row is not cut or there is no row.
+def workspace_regions(problem: DecodeProblem, num_ctas: int) -> tuple[WorkspaceRegion, ...]:
+    """The regions of a grid of `num_ctas` CTAs that may cut rows; none for 0 or an empty batch. Lengths do not matter.
 
-    lse_partial f32 [num_splits, batch, num_heads]; out_partial f32 [num_splits, batch, num_heads, padded head_dim].
+    partial_states: words [2 num_ctas, min(group_size, 16), padded head_dim / 2] of out, lse and a tag, as device/partials.py
+    lays them out. What they hold before a launch is ignored.
     """
-    rows = num_splits * problem.batch_size * problem.num_heads
-    if num_splits == 1 or rows == 0:
+    if num_ctas == 0 or problem.batch_size == 0:
         return ()
-    lse = WorkspaceRegion("lse_partial", 0, rows * F32_BYTES)
-    out = WorkspaceRegion("out_partial", _aligned(lse.nbytes), rows * padded_head_dim(problem.head_dim) * F32_BYTES)
-    return lse, out
+    words = SLOTS * num_ctas * min(problem.group_size, TILE_M) * padded_head_dim(problem.head_dim) // 2
+    return (WorkspaceRegion("partial_states", 0, words * WORD_BYTES),)
 
 
-def workspace_bytes(problem: DecodeProblem, num_splits: int) -> int:
+def workspace_bytes(problem: DecodeProblem, num_ctas: int) -> int:
     """Exact bytes of the workspace: the end of the last region, rounded up to 128."""
-    regions = workspace_regions(problem, num_splits)
+    regions = workspace_regions(problem, num_ctas)
     return _aligned(regions[-1].offset + regions[-1].nbytes) if regions else 0
-
-
-def fitting_splits(problem: DecodeProblem, num_splits: int, max_bytes: int | None) -> int:
-    """The largest number of splits, at most `num_splits`, whose workspace fits in `max_bytes`; 1 needs no workspace."""
-    while max_bytes is not None and num_splits > 1 and workspace_bytes(problem, num_splits) > max_bytes:
-        num_splits -= 1
-    return num_splits
 
 
 def _aligned(nbytes: int) -> int:

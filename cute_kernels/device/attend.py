@@ -12,6 +12,7 @@ from cutlass.cute.nvgpu import warp
 
 from ..config import TILE_M, KernelSpec
 from .mask import mask_scores, zero_rows
+from .pack_gqa import fragments, query_step
 from .softmax import online_softmax
 
 
@@ -31,13 +32,17 @@ def make_mma(element_type: type) -> cute.TiledMma:
 
 
 def make_state(spec: KernelSpec, thr_mma: cute.ThrMma) -> WarpState:
-    """Nothing seen yet: O = 0, maxima -inf, sums 0."""
+    """A state in registers; reset_state gives it values."""
     acc_o = cute.make_rmem_tensor(thr_mma.partition_shape_C((TILE_M, spec.padded_head_dim)), Float32)
     row_max, row_sum = cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, Float32)
-    acc_o.fill(0.0)
-    row_max.fill(-Float32.inf)
-    row_sum.fill(0.0)
     return WarpState(acc_o, row_max, row_sum)
+
+
+def reset_state(state: WarpState):
+    """Nothing seen yet: O = 0, maxima -inf, sums 0."""
+    state.acc_o.fill(0.0)
+    state.row_max.fill(-Float32.inf)
+    state.row_sum.fill(0.0)
 
 
 class TileReader:
@@ -63,8 +68,7 @@ def probabilities(acc_s: cute.Tensor, element_type: type) -> cute.Tensor:
     """P in 16 bits, its accumulator registers reread as A fragments: ((2,2),1,n8) -> ((2,2,2),1,n16)."""
     p = cute.make_rmem_tensor(acc_s.layout, element_type)
     p.store(acc_s.load().to(element_type))
-    steps = cute.size(acc_s, mode=[2]) // 2
-    return cute.make_tensor(p.iterator, cute.make_layout(((2, 2, 2), 1, steps), stride=((1, 2, 4), 0, 8)))
+    return fragments(p)
 
 
 @cute.jit
@@ -86,11 +90,11 @@ def attend_tile(
     acc_s = cute.make_rmem_tensor(thr_mma.partition_shape_C((TILE_M, spec.tile_n)), Float32)
     acc_s.fill(0.0)
     for step in cutlass.range_constexpr(spec.padded_head_dim // 16):
-        cute.gemm(tiled_mma, acc_s, query[None, None, step], reader_k.load(step, stage)[None, None, 0], acc_s)
+        cute.gemm(tiled_mma, acc_s, query_step(spec, query, step), reader_k.load(step, stage)[None, None, 0], acc_s)
     if valid < spec.tile_n:
         mask_scores(acc_s, thr_mma.partition_C(cute.make_identity_tensor((TILE_M, spec.tile_n))), valid)
         zero_rows(spec, ring_v[None, None, stage], valid, lane)
     online_softmax(acc_s, state.acc_o, state.row_max, state.row_sum, scale_log2)
-    p = probabilities(acc_s, query.element_type)
+    p = probabilities(acc_s, ring_v.element_type)
     for step in cutlass.range_constexpr(spec.tile_n // 16):
         cute.gemm(tiled_mma, state.acc_o, p[None, None, step], reader_v.load(step, stage)[None, None, 0], state.acc_o)

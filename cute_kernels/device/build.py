@@ -48,7 +48,7 @@ def arguments(spec: KernelSpec) -> tuple:
     lse = make_fake_tensor(Float32, (batch, heads), (cute.sym_int64(), cute.sym_int64()), assumed_align=4)
     workspace = make_fake_tensor(cutlass.Uint8, (cute.sym_int64(),), (1,), assumed_align=16) if spec.split else None
     stream = make_fake_stream(use_tvm_ffi_env_stream=True)
-    return (query[0], *caches, *_tables(spec), query[1], lse, workspace, Float32(1.0), Int32(1), stream)
+    return (query[0], *caches, *_tables(spec), query[1], lse, workspace, Float32(1.0), Int32(1), Int32(1), stream)
 
 
 def build(spec: KernelSpec, options: str = ""):

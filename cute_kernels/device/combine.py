@@ -1,84 +1,90 @@
-"""Combines the partial states of a split row: out = sum_s w_s out_s with w_s = 2^(lse_s - lse), in split order.
+"""Combines the partial states of a cut row: out = sum_p w_p out_p with w_p = 2^(lse_p - lse), in piece order.
 
-One CTA per (row, query head): the warps take the splits in turn, then their sums are added in warp order. Deterministic.
+Every CTA stores its pieces and goes on. The CTA that holds a row's last piece combines at the end of its share, in piece order,
+so the result is deterministic and there is no second launch. It waits only for CTAs of a lower index, which the hardware
+starts no later than itself.
 """
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64
+from cutlass import Boolean, Float32, Int32
 
-from ..config import MAX_SPLITS, KernelSpec
-from .epilogue import LN_2
+from .epilogue import lse_factor
+from .partials import receive, send, word_at
 from .softmax import finite_or_zero
+from .work_scheduler import Piece
 
-WARPS = 4
-VECTOR = 4  # f32 elements of one 16-byte load
-
-
-def open_partials(spec: KernelSpec, workspace: cute.Tensor, batch: Int32, heads: Int32, num_splits: Int32) -> tuple:
-    """The workspace: lse_partial f32 [split, batch, head] (base 2), then out_partial f32 [split, batch, head, column]."""
-    columns = spec.padded_head_dim
-    states = Int64(batch) * heads
-    base = cute.recast_ptr(workspace.iterator, dtype=Float32)
-    offset = cute.assume((states * num_splits + 31) // 32 * 32, divby=32)
-    shape = (num_splits, batch, heads)
-    lse = cute.make_tensor(base, cute.make_layout(shape, stride=(states, Int64(heads), 1)))
-    strides = (cute.assume(states * columns, divby=16), cute.assume(Int64(heads) * columns, divby=16), columns, 1)
-    return lse, cute.make_tensor(base + offset, cute.make_layout((*shape, columns), stride=strides))
-
-
-def shared_layout(spec: KernelSpec) -> cute.Layout:
-    """f32 in shared memory: a sum per warp and column, then a weight per split."""
-    return cute.make_layout(WARPS * spec.padded_head_dim + MAX_SPLITS)
+CHUNK = 8  # pieces whose words are in flight together: more costs registers that two CTAs an SM need
 
 
 @cute.jit
-def split_weights(lse_partial: cute.Tensor, num_splits: Int32, weights: cute.Tensor):
-    """Writes 2^(lse_s - lse) of every split s of one row to shared memory; returns the row's lse (base 2, -inf if empty)."""
-    peak = -Float32.inf
-    for split in cutlass.range(cute.arch.lane_idx(), num_splits, 32):
-        peak = cute.arch.fmax(peak, lse_partial[split])
-    shift = finite_or_zero(cute.arch.warp_reduction_max(peak))
-    total = Float32(0.0)
-    for split in cutlass.range(cute.arch.lane_idx(), num_splits, 32):
-        total += cute.math.exp2(lse_partial[split] - shift, fastmath=True)
-    lse = cute.math.log2(cute.arch.warp_reduction_sum(total)) + shift  # log2(0) = -inf
-    for split in cutlass.range(cute.arch.thread_idx()[0], num_splits, WARPS * 32):
-        weights[split] = cute.math.exp2(lse_partial[split] - finite_or_zero(lse), fastmath=True)
-    cute.arch.sync_threads()
-    return lse
+def combine_row(spec: cutlass.Constexpr, words: cute.Tensor, slots: tuple, piece: Piece, pieces: Int32, tag: Int32, out, lse):
+    """Combines the `pieces` states of a row's unit into out [batch, num_heads, head_dim] and lse [batch, num_heads].
+
+    A thread takes a pair of columns of one query head. slots: (of the first piece, of the second, distance of further ones).
+    """
+    pairs = cutlass.const_expr(spec.padded_head_dim // 2)
+    for i in cutlass.range(cute.arch.thread_idx()[0], piece.heads * pairs, spec.num_warps * 32, unroll=1):
+        row, pair = i // pairs, i % pairs
+        state = cute.make_rmem_tensor(4, Float32)  # first, second, peak, total
+        state.fill(0.0)
+        state[2] = -Float32.inf
+        for p in cutlass.range(0, pieces, CHUNK, unroll=1):
+            parts = cute.make_rmem_tensor((3, CHUNK), Float32)
+            collect(words, slots, row, pair, p, pieces, tag, parts)
+            merge_parts(state, parts, pieces - p)
+        inverse = Float32(0.0) if state[3] == 0.0 else 1.0 / state[3]
+        for c in cutlass.range_constexpr(2):
+            if 2 * pair + c < spec.head_dim:
+                out[piece.row, piece.head + row, 2 * pair + c] = (state[c] * inverse).to(out.element_type)
+        if pair == 0:
+            lse[piece.row, piece.head + row] = (cute.math.log2(state[3]) + state[2]) * lse_factor(spec)
 
 
 @cute.jit
-def combine_row(spec: cutlass.Constexpr, partials: tuple, out: cute.Tensor, lse: cute.Tensor, num_splits: Int32, shared):
-    """Combines this CTA's row and query head into out [batch, num_heads, head_dim] and lse f32 [batch, num_heads]."""
-    block = cute.arch.block_idx()[0]
-    heads = Int32(out.shape[1])
-    row, head = block // heads, block % heads
-    columns = spec.padded_head_dim
-    sums = cute.make_tensor(shared.iterator, cute.make_layout((WARPS, columns), stride=(columns, 1)))
-    weights = cute.make_tensor(shared.iterator + WARPS * columns, cute.make_layout(MAX_SPLITS))
-    thread, lane, warp = cute.arch.thread_idx()[0], cute.arch.lane_idx(), cute.arch.warp_idx()
-    total = split_weights(partials[0][None, row, head], num_splits, weights)
-    vectors = cute.zipped_divide(partials[1][None, row, head, None], (1, VECTOR))
-    for c in cutlass.range_constexpr(-(-columns // (32 * VECTOR))):
-        column = c * 32 + lane
-        if column * VECTOR < columns:
-            acc = cute.make_rmem_tensor(VECTOR, Float32)
-            acc.fill(0.0)
-            for split in cutlass.range(warp, num_splits, WARPS, unroll=4):
-                values = cute.make_rmem_tensor(VECTOR, Float32)
-                cute.autovec_copy(vectors[(0, None), (split, column)], values)
-                weight = weights[split]
-                for i in cutlass.range_constexpr(VECTOR):
-                    acc[i] += 0.0 if weight == 0.0 else weight * values[i]  # an empty split wrote no output
-            for i in cutlass.range_constexpr(VECTOR):
-                sums[warp, column * VECTOR + i] = acc[i]
-    cute.arch.sync_threads()
-    for column in cutlass.range(thread, spec.head_dim, WARPS * 32):
-        value = Float32(0.0)
-        for w in cutlass.range_constexpr(WARPS):
-            value += sums[w, column]
-        out[row, head, column] = value.to(out.element_type)
-    if thread == 0:
-        lse[row, head] = total if cutlass.const_expr(spec.lse_base == "2") else total * LN_2
+def merge_parts(state: cute.Tensor, parts: cute.Tensor, count: Int32):
+    """Merges the first `count` of a chunk's parts (first, second, lse) into the running (first, second, peak, total).
+
+    One maximum for the chunk, so that the weights do not wait for each other.
+    """
+    peak = state[2]
+    for i in cutlass.range_constexpr(CHUNK):
+        parts[2, i] = cutlass.select_(i < count, parts[2, i], -Float32.inf)
+        peak = cute.arch.fmax(peak, parts[2, i])
+    shift = finite_or_zero(peak)
+    decay = cute.math.exp2(state[2] - shift, fastmath=True)
+    for c in cutlass.range_constexpr(4):
+        state[c] = peak if cutlass.const_expr(c == 2) else state[c] * decay
+    for i in cutlass.range_constexpr(CHUNK):
+        weight = cute.math.exp2(parts[2, i] - shift, fastmath=True)
+        if weight != 0.0:  # a part past the end repeats another, and its value may be anything
+            state[0] += parts[0, i] * weight
+            state[1] += parts[1, i] * weight
+            state[3] += weight
+
+
+@cute.jit
+def collect(words: cute.Tensor, slots: tuple, row: Int32, pair: Int32, p: Int32, pieces: Int32, tag: Int32, parts: cute.Tensor):
+    """Waits for pieces [p, p + CHUNK) of a pair of columns and clears their words. parts: (first, second, lse) of each.
+
+    All loads are in flight before the first tag is looked at; places past the last piece repeat it.
+    """
+    waiting = Boolean(True)
+    while waiting:
+        tags = cute.make_rmem_tensor(CHUNK, Int32)
+        for i in cutlass.range_constexpr(CHUNK):
+            word = word_at(words, pair, row, slot_of(slots, cutlass.min(p + i, pieces - 1)))
+            parts[0, i], parts[1, i], parts[2, i], tags[i] = receive(word)
+        waiting = Boolean(False)
+        for i in cutlass.range_constexpr(CHUNK):
+            waiting = waiting | (tags[i] != tag)
+    clear = Float32(0.0)
+    for i in cutlass.range_constexpr(CHUNK):
+        if p + i < pieces:
+            send(word_at(words, pair, row, slot_of(slots, p + i)), clear, clear, clear, Int32(0))
+
+
+def slot_of(slots: tuple, piece: Int32) -> Int32:
+    """The slot of a row's piece."""
+    opened, continued, stride = slots
+    return cutlass.select_(piece == 0, opened, continued + (piece - 1) * stride)

@@ -1,7 +1,7 @@
-"""Merges the warps' states and stores a row: the final output, or one split's partial state.
+"""Merges the warps' states of a piece and stores it: a row's final output, or one piece's partial state.
 
-An (out, lse) state is normalised: out = sum(p v) / sum(p), lse = log(sum(p)). The merge runs in warp order, so it is
-deterministic; an empty state is (0, -inf) and weighs nothing.
+An (out, lse) state is normalised: out = sum(p v) / sum(p), lse = log(sum(p)). The merge follows the order of the warps' tiles
+in the piece, so it is deterministic; an empty state is (0, -inf) and weighs nothing.
 """
 
 import math
@@ -10,28 +10,34 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from ..config import TILE_M, KernelSpec
+from ..config import MERGE_PADDING, TILE_M, KernelSpec
 from .attend import WarpState
+from .partials import send, word_at
 from .softmax import finite_or_zero, quad_sum, rows_of
+from .work_scheduler import Piece
 
 LN_2 = math.log(2.0)
 
 
-def state_layouts(spec: KernelSpec) -> tuple:
-    """Shared memory of the merge, f32: O [row, column, warp], then row_max and row_sum [row, warp]."""
-    warps, columns = spec.num_warps, spec.padded_head_dim
-    acc = cute.make_layout((TILE_M, columns, warps), stride=(columns, 1, TILE_M * columns))
-    return acc, cute.make_layout((TILE_M, warps))
+def lse_factor(spec: KernelSpec) -> float:
+    """From base 2 to the descriptor's base."""
+    return 1.0 if spec.lse_base == "2" else LN_2
+
+
+def merge_tensors(spec: KernelSpec, base: cute.Pointer) -> tuple:
+    """Shared memory of the merge, f32: O [row, column, order], then row_max and row_sum [row, order]."""
+    rows, warps, columns = spec.packed_rows, spec.num_warps, spec.padded_head_dim + MERGE_PADDING
+    states = cute.make_layout((rows, warps), stride=(1, rows))
+    acc = cute.make_layout((rows, columns, warps), stride=(columns, 1, rows * columns))
+    row_max = base + rows * columns * warps
+    return cute.make_tensor(base, acc), cute.make_tensor(row_max, states), cute.make_tensor(row_max + rows * warps, states)
 
 
 @cute.jit
-def share_state(spec: cutlass.Constexpr, base: cute.Pointer, thr_mma, state: WarpState, heads: Int32):
-    """Every warp writes its state; `base` is the start of the ring, which all warps have finished reading."""
-    acc_layout, row_layout = state_layouts(spec)
-    warp, lane = cute.arch.warp_idx(), cute.arch.lane_idx()
-    acc = cute.make_tensor(base, acc_layout)
-    row_max = cute.make_tensor(base + cute.cosize(acc_layout), row_layout)
-    row_sum = cute.make_tensor(base + cute.cosize(acc_layout) + cute.cosize(row_layout), row_layout)
+def share_state(spec: cutlass.Constexpr, merge: tuple, thr_mma, state: WarpState, heads: Int32, order: Int32):
+    """A warp writes its state at its place in the merge."""
+    acc, row_max, row_sum = merge
+    lane = cute.arch.lane_idx()
     outputs = rows_of(state.acc_o)
     coords = rows_of(thr_mma.partition_C(cute.make_identity_tensor((TILE_M, spec.padded_head_dim))))
     for r in cutlass.range_constexpr(2):
@@ -39,15 +45,14 @@ def share_state(spec: cutlass.Constexpr, base: cute.Pointer, thr_mma, state: War
         row = lane // 4 + 8 * r
         if row < heads:
             for c in cutlass.range_constexpr(cute.size(outputs, mode=[1])):
-                acc[row, coords[r, c][1], warp] = outputs[r, c]
+                acc[row, coords[r, c][1], order] = outputs[r, c]
             if lane % 4 == 0:
-                row_max[row, warp] = state.row_max[r]
-                row_sum[row, warp] = total
-    return acc, row_max, row_sum
+                row_max[row, order] = state.row_max[r]
+                row_sum[row, order] = total
 
 
 @cute.jit
-def merge_row(spec: cutlass.Constexpr, acc, row_max, row_sum, row: Int32, scale_log2: Float32):
+def merge_row(spec: cutlass.Constexpr, row_max, row_sum, row: Int32, scale_log2: Float32):
     """Weights of the warps' states of one row, and its lse in base 2 (-inf when empty)."""
     weights = cute.make_rmem_tensor(spec.num_warps, Float32)
     peak = -Float32.inf
@@ -66,26 +71,40 @@ def merge_row(spec: cutlass.Constexpr, acc, row_max, row_sum, row: Int32, scale_
 
 
 @cute.jit
-def store_state(spec: cutlass.Constexpr, shared: tuple, target, target_lse, heads: Int32, scale_log2: Float32):
-    """Merges the warps' states into target [rows, columns] (any dtype) and target_lse f32 [rows], in target_lse's base.
+def merged(spec: cutlass.Constexpr, acc, weights, row: Int32, column: Int32) -> Float32:
+    """One element of the merged output."""
+    value = Float32(0.0)
+    for w in cutlass.range_constexpr(spec.num_warps):
+        value += weights[w] * acc[row, column, w]
+    return value
 
-    target_lse takes base 2 for a partial state, the descriptor's base for a final one.
-    """
-    acc, row_max, row_sum = shared
-    columns = cute.size(target, mode=[1])
-    width = 2 if cutlass.const_expr(columns % 2 == 0) else 1
-    per_row = cutlass.const_expr(columns // width)
-    thread = cute.arch.thread_idx()[0]
-    values = cute.make_rmem_tensor(width, target.element_type)
+
+@cute.jit
+def store_final(spec: cutlass.Constexpr, merge: tuple, piece: Piece, out, lse, scale_log2: Float32):
+    """A whole row: the merged state is the result, in out [batch, num_heads, head_dim] and lse [batch, num_heads]."""
+    acc, row_max, row_sum = merge
+    target = cute.domain_offset((piece.head, 0), out[piece.row, None, None])
+    width = 2 if cutlass.const_expr(spec.head_dim % 2 == 0) else 1
+    per_row = cutlass.const_expr(spec.head_dim // width)
+    values = cute.make_rmem_tensor(width, out.element_type)
     targets = cute.zipped_divide(target, (1, width))
-    for i in cutlass.range(thread, heads * per_row, spec.num_warps * 32):
+    for i in cutlass.range(cute.arch.thread_idx()[0], piece.heads * per_row, spec.num_warps * 32):
         row, column = i // per_row, i % per_row
-        weights, lse = merge_row(spec, acc, row_max, row_sum, row, scale_log2)
+        weights, row_lse = merge_row(spec, row_max, row_sum, row, scale_log2)
         for c in cutlass.range_constexpr(width):
-            value = Float32(0.0)
-            for w in cutlass.range_constexpr(spec.num_warps):
-                value += weights[w] * acc[row, column * width + c, w]
-            values[c] = value.to(target.element_type)
+            values[c] = merged(spec, acc, weights, row, column * width + c).to(out.element_type)
         cute.autovec_copy(values, targets[(0, None), (row, column)])
         if column == 0:
-            target_lse[row] = lse if cutlass.const_expr(spec.split or spec.lse_base == "2") else lse * LN_2
+            lse[piece.row, piece.head + row] = row_lse * lse_factor(spec)
+
+
+@cute.jit
+def store_partial(spec: cutlass.Constexpr, merge: tuple, piece: Piece, words, slot: Int32, tag: Int32, scale_log2: Float32):
+    """A part of a row: the merged state goes to its slot of the workspace."""
+    acc, row_max, row_sum = merge
+    per_row = cutlass.const_expr(spec.padded_head_dim // 2)
+    for i in cutlass.range(cute.arch.thread_idx()[0], piece.heads * per_row, spec.num_warps * 32):
+        row, pair = i // per_row, i % per_row
+        weights, lse = merge_row(spec, row_max, row_sum, row, scale_log2)
+        first, second = merged(spec, acc, weights, row, 2 * pair), merged(spec, acc, weights, row, 2 * pair + 1)
+        send(word_at(words, pair, row, slot), first, second, lse, tag)

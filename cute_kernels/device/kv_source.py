@@ -1,55 +1,61 @@
 """Where the KV tokens of a row are: the length of the row, and the page that holds a token.
 
-A source is read once per CTA. `paged` follows a dense or CSR page table; `contiguous` is one page per row. The page of a
-token past the row's end is `num_pages`, one past the last: TMA fills such a box with zeros and no table entry is read.
+A source is dense (a table row), CSR (a slice of the indices) or contiguous (one page per row). The page of a token past the
+row's end is `num_pages`, one past the last: TMA fills such a box with zeros, and no table entry is read for it.
 """
-
-from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
 
-@dataclass(frozen=True)
-class RowSource:
-    """One row of the batch: its pages and length (tokens). `entries` is None when the cache is contiguous."""
-
-    entries: object
-    row: Int32
-    length: Int32
-    num_pages: Int32
-
-
 @cute.jit
-def find_page(source: RowSource, token: Int32, page_size: cutlass.Constexpr) -> Int32:
-    """The page that holds `token`, or num_pages past the row's end; the table is not read there."""
-    page = source.num_pages
-    if token < source.length:
-        page = source.row if cutlass.const_expr(source.entries is None) else source.entries[token // page_size]
-    return page
+def row_length(spec: cutlass.Constexpr, tables: tuple, k: cute.Tensor, row: Int32) -> Int32:
+    """Tokens of a row: a negative length counts as empty, one past the table's capacity as the capacity.
 
-
-@cute.jit
-def open_row(spec: cutlass.Constexpr, tables: tuple, k: cute.Tensor, row: Int32) -> RowSource:
-    """Reads the row's length: negative counts as empty, and a length past the table's capacity as the capacity.
-
-    k [pages, num_kv_heads, page_size, head_dim], or [batch, num_kv_heads, kv_len, head_dim] when contiguous.
+    k [pages, num_kv_heads, page_size, head_dim], or [batch, num_kv_heads, seq_len, head_dim] when contiguous.
     """
-    num_pages = Int32(k.shape[0])
     if cutlass.const_expr(spec.table_format == "dense"):
-        table, seq_lens = tables[0], tables[1]
-        entries = table[row, None]
-        capacity = Int32(table.shape[1]) * spec.page_size
-        length = cutlass.max(0, cutlass.min(seq_lens[row], capacity))
-        return RowSource(entries, row, length, num_pages)
+        table, seq_lens = tables
+        return cutlass.max(0, cutlass.min(seq_lens[row], Int32(table.shape[1]) * spec.page_size))
     if cutlass.const_expr(spec.table_format == "csr"):
         indices, indptr, last_page_len = tables
-        start = indptr[row]
-        pages = indptr[row + 1] - start
-        length = Int32(0)
-        if pages > 0:
-            length = (pages - 1) * spec.page_size + last_page_len[row]
-        entries = cute.domain_offset(start, indices)
-        return RowSource(entries, row, length, num_pages)
-    return RowSource(None, row, Int32(k.shape[2]), num_pages)
+        start, stop = indptr[row], indptr[row + 1]
+        pages = stop - start
+        length = cutlass.max(0, cutlass.min((pages - 1) * spec.page_size + last_page_len[row], pages * spec.page_size))
+        if start < 0 or stop > Int32(indices.shape[0]) or pages <= 0:
+            length = Int32(0)
+        return length
+    return Int32(k.shape[2])
+
+
+@cute.jit
+def open_row(spec: cutlass.Constexpr, tables: tuple, k: cute.Tensor, row: Int32) -> tuple[Int32, Int32]:
+    """(start, length) of a row; start is the row itself, or its first entry of the CSR indices."""
+    length, start = row_length(spec, tables, k, row), row
+    if cutlass.const_expr(spec.table_format == "csr"):
+        start = tables[1][row]
+    return start, length
+
+
+@cute.jit
+def open_row_or_nothing(spec: cutlass.Constexpr, tables: tuple, k: cute.Tensor, row: Int32, batch: Int32) -> tuple[Int32, Int32]:
+    """open_row, or an empty row past the batch."""
+    start, length = Int32(0), Int32(0)
+    if row < batch:
+        start, length = open_row(spec, tables, k, row)
+    return cute.arch.make_warp_uniform(start), cute.arch.make_warp_uniform(length)
+
+
+@cute.jit
+def find_page(spec: cutlass.Constexpr, tables: tuple, start: Int32, length: Int32, token: Int32, num_pages: Int32) -> Int32:
+    """The page that holds `token` of the row opened as (start, length), or num_pages past its end."""
+    page = num_pages
+    if token < length:
+        if cutlass.const_expr(spec.table_format == "dense"):
+            page = tables[0][start, token // spec.page_size]
+        elif cutlass.const_expr(spec.table_format == "csr"):
+            page = tables[0][start + token // spec.page_size]
+        else:
+            page = start
+    return page

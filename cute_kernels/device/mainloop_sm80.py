@@ -10,8 +10,9 @@ from cutlass import Boolean, Int16, Int32, Int64
 
 from ..config import ELEMENT_BYTES, KernelSpec
 from . import tile
-from .attend import TileReader, attend_tile
-from .kv_source import RowSource, find_page
+from .attend import attend_tile
+from .kv_source import find_page
+from .work_scheduler import Piece
 
 
 class CpAsyncMainloop:
@@ -19,7 +20,7 @@ class CpAsyncMainloop:
 
     def __init__(self, spec: KernelSpec):
         self.spec = spec
-        self.threads = spec.num_warps * 32
+        self.producer_warps = 0
         self.depth = spec.num_stages // spec.num_warps
         self.vector = spec.vector_bytes // ELEMENT_BYTES
 
@@ -27,59 +28,64 @@ class CpAsyncMainloop:
         """(K, V) caches [pages, heads, slots, head_dim] in any strides."""
         return (k, v)
 
-    def init_barriers(self, barriers: cute.Pointer):
-        """A ring per warp needs none."""
+    def order(self, piece: Piece) -> Int32:
+        """This warp's place in the merge: the residue of its tiles in the piece, so it depends on the piece alone."""
+        return cute.arch.warp_idx()
+
+    def prepare(self, operands: tuple, barriers: cute.Pointer):
+        """A ring per warp needs neither barriers nor tensor maps."""
 
     @cute.jit
-    def run(self, operands, rings, barriers, source, kv_head, first, end, tiled_mma, query, state, scale_log2):
-        """Warp w takes tiles w, w + num_warps, ... of [first, end), `depth` - 1 of them in flight."""
+    def consume(self, piece: Piece, kernel_state: tuple, operands, rings, barriers, tables: tuple):
+        """Warp w takes tiles w, w + num_warps, ... of the piece, `depth` - 1 of them in flight."""
         spec, depth = self.spec, self.depth
-        lane = cute.arch.lane_idx()
+        tiled_mma, readers, query, state, scale_log2 = kernel_state
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        readers = (TileReader(tiled_mma, lane, rings[0], False), TileReader(tiled_mma, lane, tile.transposed(rings[1]), True))
-        pages = self.lookup(source, first + warp)
+        begin = piece.first + warp
+        num_pages = Int32(operands[0].shape[0])
+        pages = self.lookup(tables, piece, begin, num_pages)
         for ahead in cutlass.range_constexpr(depth - 1):
-            upcoming = self.lookup(source, first + warp + (ahead + 1) * spec.num_warps)
-            self.fetch(operands, rings, source, kv_head, first + warp + ahead * spec.num_warps, end, warp * depth + ahead, pages)
+            upcoming = self.lookup(tables, piece, begin + (ahead + 1) * spec.num_warps, num_pages)
+            self.fetch(operands, rings, piece, begin + ahead * spec.num_warps, warp * depth + ahead, pages)
             pages = upcoming
-        turns = (end - first - warp + spec.num_warps - 1) // spec.num_warps
+        turns = (piece.stop - begin + spec.num_warps - 1) // spec.num_warps
         for i in cutlass.range(turns, unroll=1):
-            token_tile = first + warp + i * spec.num_warps
+            token_tile = begin + i * spec.num_warps
             cute.arch.cp_async_wait_group(depth - 2)
             cute.arch.sync_warp()
             later = token_tile + (depth - 1) * spec.num_warps
-            upcoming = self.lookup(source, later + spec.num_warps)
-            self.fetch(operands, rings, source, kv_head, later, end, warp * depth + (i + depth - 1) % depth, pages)
+            upcoming = self.lookup(tables, piece, later + spec.num_warps, num_pages)
+            self.fetch(operands, rings, piece, later, warp * depth + (i + depth - 1) % depth, pages)
             pages = upcoming
-            valid = source.length - token_tile * spec.tile_n
+            valid = piece.length - token_tile * spec.tile_n
             attend_tile(spec, tiled_mma, readers, rings[1], query, state, warp * depth + i % depth, valid, scale_log2)
             cute.arch.sync_warp()
         cute.arch.cp_async_wait_group(0)
 
     @cute.jit
-    def lookup(self, source: RowSource, token_tile: Int32) -> Int32:
+    def lookup(self, tables: tuple, piece: Piece, token_tile: Int32, num_pages: Int32) -> Int32:
         """Lane l holds the page of the tile's token l."""
-        return find_page(source, token_tile * self.spec.tile_n + cute.arch.lane_idx(), self.spec.page_size)
+        token = token_tile * self.spec.tile_n + cute.arch.lane_idx()
+        return find_page(self.spec, tables, piece.start, piece.length, token, num_pages)
 
     @cute.jit
-    def fetch(
-        self, operands, rings, source: RowSource, kv_head: Int32, token_tile: Int32, end: Int32, stage: Int32, pages: Int32
-    ):
-        """Starts the loads of one tile and commits them as a group; the group is empty past the range's end."""
+    def fetch(self, operands, rings, piece: Piece, token_tile: Int32, stage: Int32, pages: Int32):
+        """Starts the loads of one tile and commits them as a group; the group is empty past the piece's end."""
         spec = self.spec
         per_token = cutlass.const_expr(spec.padded_head_dim // self.vector)
-        if token_tile < end:
+        if token_tile < piece.stop:
             for i in cutlass.range(-(-spec.tile_n * per_token // 32), unroll=4):
                 index = i * 32 + cute.arch.lane_idx()
                 token, column = index // per_token, index % per_token * self.vector
                 page = cute.arch.shuffle_sync(pages, token)
                 if token < spec.tile_n:
                     position = token_tile * spec.tile_n + token
-                    inside = position < source.length and column < spec.head_dim and page >= 0 and page < source.num_pages
+                    inside = position < piece.length and column < spec.head_dim
+                    inside = inside and page >= 0 and page < Int32(operands[0].shape[0])
                     slot = position % spec.page_size if cutlass.const_expr(spec.page_size) else position
                     offset = self.swizzled(stage, token, column)
                     for cache, ring in zip(operands, rings, strict=True):
-                        self.fetch_vector(cache, ring, (page, kv_head, slot, column), offset, inside)
+                        self.fetch_vector(cache, ring, (page, piece.kv_head, slot, column), offset, inside)
         cute.arch.cp_async_commit_group()
 
     def swizzled(self, stage: Int32, token: Int32, column: Int32) -> Int32:

@@ -9,10 +9,11 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64
 from cutlass.cute.nvgpu import cpasync
 
-from ..config import ELEMENT_BYTES, KernelSpec
+from ..config import ELEMENT_BYTES, TILE_M, KernelSpec
 from . import tile
-from .attend import TileReader, WarpState, attend_tile
-from .kv_source import RowSource, find_page
+from .attend import attend_tile
+from .kv_source import find_page, open_row_or_nothing
+from .work_scheduler import Piece, Share, make_piece, unfinished
 
 EVICT_FIRST = 0x12F0000000000000  # L2 policy: KV is read once
 EVICT_NORMAL = 0x1000000000000000
@@ -23,7 +24,7 @@ class TmaMainloop:
 
     def __init__(self, spec: KernelSpec):
         self.spec = spec
-        self.threads = (spec.num_warps + 1) * 32
+        self.producer_warps = 1
         self.boxes = spec.tile_n // spec.box_rows
         self.stage_bytes = 2 * spec.tile_n * spec.padded_head_dim * ELEMENT_BYTES
 
@@ -39,7 +40,8 @@ class TmaMainloop:
         )
         view = cute.make_tensor(cache.iterator, layout)
         slab = cute.make_composed_layout(tile.swizzle(spec), 0, tile.slab_layout(spec))
-        return tuple(cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), view, slab, (spec.box_rows, columns)))[:2]
+        load = cpasync.CopyBulkTensorTileG2SOp()
+        return tuple(cpasync.make_tiled_tma_atom(load, view, slab, (spec.box_rows, columns)))[:2]
 
     def _partition(self, atom, coords: cute.Tensor, ring: cute.Tensor) -> tuple:
         """Boxes in shared memory [box, slab, stage] and global memory [box, slot block, head, page]."""
@@ -48,67 +50,86 @@ class TmaMainloop:
         boxes = cute.zipped_divide(coords, (spec.box_rows, tile.columns(spec)))
         return cpasync.tma_partition(atom, 0, cute.make_layout(1), cute.group_modes(slabs, 0, 2), boxes)
 
+    def order(self, piece: Piece) -> Int32:
+        """This warp's place in the merge: the residue of its tiles in the piece, so it depends on the piece alone."""
+        return (cute.arch.make_warp_uniform(cute.arch.warp_idx()) - piece.issued) & (
+            self.spec.num_warps - 1
+        )  # num_warps is a power of two
+
     @cute.jit
-    def init_barriers(self, barriers: cute.Pointer):
-        """Full barriers (the producer arrives), then empty ones (the stage's reader arrives)."""
+    def prepare(self, operands: tuple, barriers: cute.Pointer):
+        """Fetches the tensor maps ahead. Full barriers (the producer arrives), then empty ones (the stage's reader arrives)."""
         if cute.arch.thread_idx()[0] == 0:
+            for atom in (operands[0], operands[2]):
+                cpasync.prefetch_descriptor(atom)
             for stage in cutlass.range_constexpr(2 * self.spec.num_stages):
                 cute.arch.mbarrier_init(barriers + stage, 1)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
 
     @cute.jit
-    def run(self, operands, rings, barriers, source, kv_head, first, end, tiled_mma, query, state, scale_log2):
-        """The CTA's tiles [first, end): producer and consumers side by side."""
-        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        if warp == self.spec.num_warps:
-            self.produce(operands, rings, barriers, source, kv_head, first, end - first)
-        else:
-            self.consume(rings, barriers, source, first, end - first, warp, tiled_mma, query, state, scale_log2)
-
-    @cute.jit
-    def produce(self, operands, rings, barriers, source: RowSource, kv_head: Int32, first: Int32, tiles: Int32):
-        """Each lane looks up the page of one box, 32 boxes ahead; the whole warp then issues them tile by tile."""
+    def produce(self, operands, rings, barriers, tables: tuple, k: cute.Tensor, batch: Int32, share: Share):
+        """The producer warp: every tile of the share, in order. The next row's first pages are looked up a row ahead."""
         spec = self.spec
         atom_k, coords_k, atom_v, coords_v = operands
-        smem_k, gmem_k = self._partition(atom_k, coords_k, rings[0])
-        smem_v, gmem_v = self._partition(atom_v, coords_v, rings[1])
-        policy = Int64(EVICT_FIRST if cutlass.const_expr(spec.group_size <= 16) else EVICT_NORMAL)
+        copies = (atom_k, *self._partition(atom_k, coords_k, rings[0]), atom_v, *self._partition(atom_v, coords_v, rings[1]))
+        num_pages = Int32(k.shape[0])
+        row, tile, issued = share.row, share.tile, Int32(0)
+        start, length = open_row_or_nothing(spec, tables, k, row, batch)
+        pages = self.lookup(tables, start, length, tile, num_pages)
+        while unfinished(share, row, tile):
+            piece = make_piece(spec, share, row, start, length, tile, issued)
+            next_start, next_length = open_row_or_nothing(spec, tables, k, row + 1, batch)
+            next_pages = self.lookup(tables, next_start, next_length, Int32(0), num_pages)
+            self.issue(copies, barriers, tables, piece, num_pages, pages)
+            issued += piece.stop - piece.first
+            row, tile, start, length, pages = row + 1, Int32(0), next_start, next_length, next_pages
+
+    @cute.jit
+    def lookup(self, tables: tuple, start: Int32, length: Int32, tile: Int32, num_pages: Int32) -> Int32:
+        """Lane l holds the page of box l from `tile` on: 32 boxes ahead."""
+        token = tile * self.spec.tile_n + cute.arch.lane_idx() * self.spec.box_rows
+        return find_page(self.spec, tables, start, length, token, num_pages)
+
+    @cute.jit
+    def issue(self, copies, barriers, tables: tuple, piece: Piece, num_pages: Int32, pages: Int32):
+        """The tiles of one piece, box by box."""
+        spec = self.spec
+        atom_k, smem_k, gmem_k, atom_v, smem_v, gmem_v = copies
+        policy = Int64(EVICT_FIRST if cutlass.const_expr(spec.group_size <= TILE_M) else EVICT_NORMAL)
         tiles_ahead = cutlass.const_expr(32 // self.boxes)
-        token = first * spec.tile_n + cute.arch.lane_idx() * spec.box_rows
-        upcoming = find_page(source, token, spec.page_size)
-        pages = upcoming
-        for i in cutlass.range(tiles, unroll=1):
+        upcoming = pages
+        for i in cutlass.range(piece.stop - piece.first, unroll=1):
             ahead = i % tiles_ahead
             if ahead == 0:
                 pages = upcoming
-                token += tiles_ahead * spec.tile_n
-                upcoming = find_page(source, token, spec.page_size)
-            stage = i % spec.num_stages
+                upcoming = self.lookup(tables, piece.start, piece.length, piece.first + i + tiles_ahead, num_pages)
+            stage, turn = (piece.issued + i) % spec.num_stages, (piece.issued + i) // spec.num_stages
             full, empty = barriers + stage, barriers + spec.num_stages + stage
-            cute.arch.mbarrier_wait(empty, (i // spec.num_stages + 1) % 2)
+            cute.arch.mbarrier_wait(empty, (turn + 1) % 2)
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive_and_expect_tx(full, self.stage_bytes)
             for box in cutlass.range_constexpr(self.boxes):
                 page = cute.arch.shuffle_sync(pages, ahead * self.boxes + box)
-                slot = (first + i) * self.boxes + box
+                slot = (piece.first + i) * self.boxes + box
                 if cutlass.const_expr(spec.page_size):
                     slot = slot % (spec.page_size // spec.box_rows)
-                where = (slot, 0, kv_head, page)
-                cute.copy(atom_k, gmem_k[None, where], smem_k[None, box, stage], tma_bar_ptr=full, cache_policy=policy)
-                cute.copy(atom_v, gmem_v[None, where], smem_v[None, box, stage], tma_bar_ptr=full, cache_policy=policy)
+                box_of = (slot, 0, piece.kv_head, page)
+                cute.copy(atom_k, gmem_k[None, box_of], smem_k[None, box, stage], tma_bar_ptr=full, cache_policy=policy)
+                cute.copy(atom_v, gmem_v[None, box_of], smem_v[None, box, stage], tma_bar_ptr=full, cache_policy=policy)
 
     @cute.jit
-    def consume(self, rings, barriers, source: RowSource, first, tiles, warp, tiled_mma, query, state: WarpState, scale_log2):
-        """Warp `warp` takes tiles warp, warp + num_warps, ... of the CTA's range."""
+    def consume(self, piece: Piece, kernel_state: tuple, operands, rings, barriers, tables: tuple):
+        """This warp's tiles of one piece: those whose place in the CTA's stream is its own modulo num_warps."""
         spec = self.spec
-        lane = cute.arch.lane_idx()
-        readers = (TileReader(tiled_mma, lane, rings[0], False), TileReader(tiled_mma, lane, tile.transposed(rings[1]), True))
-        for i in cutlass.range(warp, tiles, spec.num_warps, unroll=1):
-            stage = i % spec.num_stages
-            cute.arch.mbarrier_wait(barriers + stage, (i // spec.num_stages) % 2)
-            valid = source.length - (first + i) * spec.tile_n
+        tiled_mma, readers, query, state, scale_log2 = kernel_state
+        for i in cutlass.range(self.order(piece), piece.stop - piece.first, spec.num_warps, unroll=1):
+            stage, wrap = (piece.issued + i) % spec.num_stages, (piece.issued + i) // spec.num_stages
+            cute.arch.mbarrier_wait(barriers + stage, wrap % 2)
+            valid = piece.length - (piece.first + i) * spec.tile_n
             attend_tile(spec, tiled_mma, readers, rings[1], query, state, stage, valid, scale_log2)
+            if valid < spec.tile_n:
+                cute.arch.fence_proxy("async.shared", space="cta")  # zeroed V rows, before TMA writes the stage again
             cute.arch.sync_warp()
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive(barriers + spec.num_stages + stage)

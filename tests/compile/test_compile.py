@@ -2,15 +2,20 @@
 
 import re
 import subprocess
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
 import pytest
+import torch
 
-from cute_kernels.config import ElementType, KernelSpec, Source, TableFormat, supports
+from cute_kernels.config import Arch, ElementType, KernelSpec, Source, TableFormat, Target, supports
+from cute_kernels.descriptors import DecodeProblem, KVDtype
 from cute_kernels.device.build import build
-from cute_kernels.heuristics import ring, tile_tokens
+from cute_kernels.dispatch import kernel_spec
+from cute_kernels.heuristics import choose
 
+DTYPES = {"f16": (torch.float16, KVDtype.F16), "bf16": (torch.bfloat16, KVDtype.BF16)}
 SOURCES: dict[str, tuple[Source, TableFormat, int]] = {
     "dense": ("paged", "dense", 16),
     "csr": ("paged", "csr", 64),
@@ -18,26 +23,31 @@ SOURCES: dict[str, tuple[Source, TableFormat, int]] = {
 }
 
 
-def spec_of(arch, target, source: str, dtype: ElementType, head_dim: int, vector_bytes: int = 16, **changes) -> KernelSpec:
-    kind, table, page_size = SOURCES[source]
-    tile_n = tile_tokens(head_dim, arch)
-    num_warps, num_stages = ring(head_dim, tile_n, arch, target)
-    knobs = {"group_size": 4, "page_size": page_size, "split": True, "lse_base": "e", "tile_n": tile_n}
-    knobs |= {"num_stages": num_stages, "num_warps": num_warps, **changes}
-    return KernelSpec(
-        arch=arch,
-        target=target,
+def spec_of(
+    arch: Arch, target: Target, source: str, dtype: ElementType, head_dim: int, vector_bytes: int = 16, batch: int = 64, **changes
+) -> KernelSpec:
+    """What the heuristic builds for a batch of 8,192-token rows, 4 query heads to each of 8 KV heads, then `changes`."""
+    kind, table_format, page_size = SOURCES[source]
+    q_dtype, kv_dtype = DTYPES[dtype]
+    problem = DecodeProblem(
         source=kind,
-        table_format=table,
-        element_type=dtype,
+        batch_size=batch,
+        num_heads=8 * changes.pop("group_size", 4),
+        num_kv_heads=8,
         head_dim=head_dim,
+        page_size=page_size,
+        q_dtype=q_dtype,
+        kv_dtype=kv_dtype,
+        table_format=table_format,
         vector_bytes=vector_bytes,
-        **knobs,
+        max_seq_len=8192,
+        lse_base="e",
     )
+    return replace(kernel_spec(problem, arch, target, choose(problem, arch, target, 132), split=True), **changes)
 
 
 def dump(spec: KernelSpec, folder: Path) -> tuple[str, str]:
-    """(PTX, SASS) of the decode and combine kernels."""
+    """(PTX, SASS) of the decode kernel."""
     assert supports(spec) == []
     folder.mkdir(exist_ok=True)
     build(spec, f"--keep-ptx --keep-cubin --dump-dir {folder}")
@@ -93,20 +103,28 @@ def test_sm80(head_dim: int, vector_bytes: int, source: str, target: str, tmp_pa
 
 @pytest.mark.parametrize(
     "changes",
-    [{"split": False}, {"lse_base": "2"}, {"group_size": 1}, {"group_size": 5}, {"group_size": 16}, {"group_size": 128}],
+    [
+        {"split": False},
+        {"lse_base": "2"},
+        {"group_size": 1},
+        {"group_size": 5},
+        {"group_size": 16},
+        {"group_size": 128},
+        {"batch": 1},
+    ],
     ids=str,
 )
 @pytest.mark.parametrize("arch", ["sm90", "sm80"])
 def test_other_pieces(arch: str, changes: dict, tmp_path: Path) -> None:
-    spec = spec_of(arch, "sm_90a", "dense", "bf16", 128, **changes)
+    spec = spec_of(arch, "sm_90a", "dense", "bf16", 128, **dict(changes))
     ptx, sass = dump(spec, tmp_path)
-    assert ptx.count(".entry") == (2 if spec.split else 1)
+    assert ("st.relaxed.gpu.global.b128" in ptx) == spec.split
     assert_no_spills(sass)
 
 
 def test_every_tile_that_supports_allows_keeps_its_registers(tmp_path: Path) -> None:
     """The largest tiles that `supports` accepts, with full rows."""
     for index, (head_dim, tile_n) in enumerate(product((64, 128, 192, 256), (16, 32, 64, 128))):
-        spec = spec_of("sm90", "sm_90a", "dense", "bf16", head_dim, tile_n=tile_n, num_warps=2, num_stages=2, group_size=16)
+        spec = spec_of("sm90", "sm_90a", "dense", "bf16", head_dim, group_size=16, tile_n=tile_n, num_warps=2, num_stages=2)
         if not supports(spec):
             assert_no_spills(dump(spec, tmp_path / str(index))[1])

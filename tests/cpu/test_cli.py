@@ -41,7 +41,7 @@ def test_explain_as_data(capfd, monkeypatch) -> None:
 def test_plan_prints_config_and_workspace(capfd, monkeypatch) -> None:
     code, out, _ = run(capfd, monkeypatch, "plan", "--batch", "1", "--seq-len", "131072", "--gpu", "h200")
     assert code == 0
-    for part in ("sm90a", "tile_n=", "num_splits=", "lse_partial", "out_partial", "bytes", "accumulator=f32"):
+    for part in ("sm90a", "tile_n=", "ctas_per_sm=", "partial_states", "bytes", "accumulator=f32"):
         assert part in out
 
 

@@ -100,29 +100,30 @@ def test_a_forced_variant_is_taken_or_refused_never_replaced() -> None:
         chosen(H200, ck.PlanPreference(arch="sm90"), page_size=1)
 
 
-def test_max_workspace_bytes_limits_the_splits() -> None:
+def test_rows_stay_whole_where_the_workspace_is_too_small() -> None:
     free = chosen(H200, batch_size=1, max_seq_len=131_072)
-    assert free.config.num_splits > 2
-    limit = workspace_bytes(problem(batch_size=1), 2)
-    assert chosen(H200, ck.PlanPreference(max_workspace_bytes=limit), batch_size=1, max_seq_len=131_072).config.num_splits == 2
-    none = chosen(H200, ck.PlanPreference(max_workspace_bytes=0), batch_size=1, max_seq_len=131_072)
-    assert (none.config.num_splits, none.spec.split) == (1, False)
+    assert free.spec.split
+    needed = workspace_bytes(problem(batch_size=1), free.cutting_ctas)
+    assert needed > 0
+    fits = chosen(H200, ck.PlanPreference(max_workspace_bytes=needed), batch_size=1, max_seq_len=131_072)
+    assert fits == free
+    none = chosen(H200, ck.PlanPreference(max_workspace_bytes=needed - 1), batch_size=1, max_seq_len=131_072)
+    assert (none.cutting_ctas, none.spec.split) == (0, False)
+    assert f"{needed:,} workspace bytes" in none.config_source
 
 
 def test_batch_invariant_configs_do_not_see_the_batch() -> None:
-    configs = {
-        chosen(H200, ck.PlanPreference(batch_invariant=True), batch_size=b, max_seq_len=8192).config for b in (1, 2, 64, 500)
-    }
-    assert len(configs) == 1
-    assert configs.pop().num_splits == 1
+    specs = {chosen(H200, ck.PlanPreference(batch_invariant=True), batch_size=b, max_seq_len=8192).spec for b in (1, 2, 64, 500)}
+    assert len(specs) == 1
+    assert not specs.pop().split
 
 
 def test_the_spec_is_what_changes_generated_code() -> None:
     """batch, heads and lengths are not in it; everything else is."""
-    config = DecodeConfig(tile_n=64, num_stages=4, num_warps=4, num_splits=1)
+    config = DecodeConfig(tile_n=64, num_stages=4, num_warps=4, ctas_per_sm=1)
 
     def spec(**changes):
-        return kernel_spec(problem(**changes), "sm90", "sm_90a", config)
+        return kernel_spec(problem(**changes), "sm90", "sm_90a", config, split=True)
 
     assert spec() == spec(batch_size=9) == spec(num_heads=16, num_kv_heads=4) == spec(max_seq_len=5)
     changes = [
@@ -145,7 +146,7 @@ def test_heuristics_are_a_function_of_the_problem() -> None:
 def test_explanations_print_and_are_data() -> None:
     explanation = explain(problem(page_size=1), H200)
     text = str(explanation)
-    for part in ("sm90_tma", "rejected", "page_size", "sm80_cp_async", "chosen", "num_splits=", "NVIDIA H200", "132 SMs"):
+    for part in ("sm90_tma", "rejected", "page_size", "sm80_cp_async", "chosen", "ctas_per_sm=", "NVIDIA H200", "132 SMs"):
         assert part in text
     data = json.loads(json.dumps(explanation.to_dict()))
     assert [candidate["verdict"] for candidate in data["candidates"]] == ["rejected", "chosen", "rejected"]

@@ -7,8 +7,8 @@ import torch
 
 import cute_kernels as ck
 from cute_kernels import geometry
-from cute_kernels.config import smem_bytes
-from cute_kernels.workspace import fitting_splits, workspace_bytes, workspace_regions
+from cute_kernels.config import grid_ctas, smem_bytes
+from cute_kernels.workspace import workspace_bytes, workspace_regions
 
 
 def test_block_and_page_bytes() -> None:
@@ -55,22 +55,22 @@ def test_group_size_and_threads() -> None:
     assert geometry.threads("sm80", 4) == 128
 
 
-def test_smem_of_the_ring() -> None:
-    assert smem_bytes(128, 64, 4) == 4 * 2 * 64 * 128 * 2 + 1024
+def test_smem_of_a_cta() -> None:
+    ring, query, merge = 4 * 2 * 64 * 128 * 2, 16 * 128 * 2, 4 * 3 * (128 + 8 + 2) * 4  # 4 warps, 3 query heads a KV head
+    assert smem_bytes(128, 3, 64, 4, 4) == ring + query + merge + 1024
+
+
+def test_grid_ctas() -> None:
+    assert grid_ctas(8, 132, 1) == 128
+    assert grid_ctas(8, 132, 2) == 264
+    assert grid_ctas(1, 132, 1) == 132
+    assert grid_ctas(200, 132, 1) == 200  # every unit needs a CTA
 
 
 def test_workspace_regions() -> None:
     problem = ck.PagedDecodeDescriptor(3, 6, 2, 40, 16, torch.float16).problem
-    lse, out = workspace_regions(problem, 5)
-    assert (lse.name, lse.offset, lse.nbytes) == ("lse_partial", 0, 5 * 3 * 6 * 4)  # 360 bytes
-    assert (out.name, out.offset, out.nbytes) == ("out_partial", 384, 5 * 3 * 6 * 48 * 4)  # head_dim padded to 48
-    assert workspace_bytes(problem, 5) == 384 + 17_280
-    assert workspace_bytes(problem, 1) == 0
-
-
-def test_fitting_splits() -> None:
-    problem = ck.PagedDecodeDescriptor(1, 8, 8, 128, 16, torch.float16).problem
-    assert fitting_splits(problem, 16, None) == 16
-    assert fitting_splits(problem, 16, workspace_bytes(problem, 7)) == 7
-    assert fitting_splits(problem, 16, workspace_bytes(problem, 7) - 1) == 6
-    assert fitting_splits(problem, 16, 0) == 1
+    (states,) = workspace_regions(problem, 5)
+    # two states a CTA, 3 packed rows, head_dim padded to 48: 24 pairs of columns, 16 bytes each
+    assert (states.name, states.offset, states.nbytes) == ("partial_states", 0, 2 * 5 * 3 * 24 * 16)
+    assert workspace_bytes(problem, 5) == 11_520
+    assert workspace_bytes(problem, 0) == 0

@@ -21,7 +21,7 @@ ENTRY = {
     "num_kv_heads": [1, 9],
     "batch_size": [1, 65],
     "max_seq_len": [4096, None],
-    "config": {"tile_n": 32, "num_stages": 8, "num_warps": 4, "num_splits": 3},
+    "config": {"tile_n": 32, "num_stages": 8, "num_warps": 4, "ctas_per_sm": 2},
 }
 
 
@@ -46,7 +46,7 @@ def test_shipped_tables_are_valid() -> None:
 
 def test_lookup_matches_half_open_buckets(tmp_path: Path) -> None:
     write(tmp_path, ENTRY)
-    config = DecodeConfig(tile_n=32, num_stages=8, num_warps=4, num_splits=3)
+    config = DecodeConfig(tile_n=32, num_stages=8, num_warps=4, ctas_per_sm=2)
     assert tuned.lookup(problem(), "sm90", "h200", tmp_path) == config
     assert tuned.lookup(problem(max_seq_len=4096), "sm90", "h200", tmp_path) == config
     misses = [{"batch_size": 65}, {"max_seq_len": 4095}, {"max_seq_len": None}, {"page_size": 64}, {"num_heads": 64}]
@@ -84,7 +84,7 @@ def test_a_tuned_config_that_does_not_fit_is_passed_over(tmp_path: Path, monkeyp
         ({"max_seq_len": [None, 5]}, "max_seq_len"),
         ({"num_kv_heads": 8}, "num_kv_heads"),
         ({"config": {"tile_n": 32}}, "config"),
-        ({"config": {**ENTRY["config"], "num_splits": 0}}, "num_splits"),
+        ({"config": {**ENTRY["config"], "ctas_per_sm": 0}}, "ctas_per_sm"),
         ({"extra": 1}, "extra"),
     ],
 )

@@ -61,7 +61,7 @@ def _load(held: list[torch.Tensor], table: ck.PageTable, q: torch.Tensor, inputs
 def test_a_thousand_repeats_are_bitwise_equal(arch: str) -> None:
     shape = Shape(num_heads=32, num_kv_heads=8, lengths=(3000, 1, 700, 4096), max_seq_len=4096)
     plan, inputs = select(shape, arch), make_inputs(shape, "cuda")
-    assert plan.num_splits > 1
+    assert plan.workspace_size() > 0
     table, first = inputs.table(), run(plan, inputs)
     for _ in range(1000):
         assert_bitwise(run(plan, inputs, table=table), first)
