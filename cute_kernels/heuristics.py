@@ -11,13 +11,13 @@ from .descriptors import DecodeProblem
 TILE_BYTES = {"sm90": 16_384, "sm80": 8_192}  # K and V of one tile
 LARGEST_TILE_N = {"sm90": 64, "sm80": 32}
 RING_BYTES = 131_072  # in flight on an SM, over all its CTAs: more gains nothing
-WARPS = {"sm_90a": 4, "sm_80": 2}  # with four, ptxas spills for sm_80: it aims at three CTAs an SM
 SHALLOWEST = {"sm90": 1, "sm80": 2}  # stages a warp
 ASSUMED_SEQ_LEN = 8192  # tokens a row where the descriptor gives no max_seq_len
 SHORT_STREAM = 64e6  # KV bytes up to which latency counts: eight warps on half tiles end 0.9 us sooner at 1 x 8k
 LONG_STREAM = (
     400e6  # KV bytes from which two CTAs an SM pay: 2% at 64 x 8k, 3% ragged; below, one with the whole ring ends sooner
 )
+WIDE_GROUP = 8  # query heads a KV head from which larger tiles pay: 1% at 64 x 8k with 8/1
 TWO_CTAS_HEAD_DIM = 128  # above, two CTAs need more registers than an SM has
 
 
@@ -26,8 +26,13 @@ def choose(problem: DecodeProblem, arch: Arch, target: Target, sm_count: int) ->
     two = target == "sm_90a" and kv_bytes(problem) >= LONG_STREAM and problem.head_dim <= TWO_CTAS_HEAD_DIM
     short = arch == "sm90" and kv_bytes(problem) <= SHORT_STREAM
     ctas_per_sm = 2 if two else 1
-    tile_n = tile_tokens(problem.head_dim, arch, TILE_BYTES[arch] // 2 if short else TILE_BYTES[arch])
-    num_warps, num_stages = ring(problem, tile_n, 8 if short else WARPS[target], ctas_per_sm, arch, target)
+    tile_bytes = TILE_BYTES[arch]
+    if short:
+        tile_bytes //= 2
+    elif problem.group_size >= WIDE_GROUP and arch == "sm90" and not two and problem.head_dim <= TWO_CTAS_HEAD_DIM:
+        tile_bytes *= 2
+    tile_n = tile_tokens(problem.head_dim, arch, tile_bytes)
+    num_warps, num_stages = ring(problem, tile_n, 8 if short else 4, ctas_per_sm, arch, target)
     return DecodeConfig(tile_n, num_stages, num_warps, ctas_per_sm)
 
 

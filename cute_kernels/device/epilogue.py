@@ -40,7 +40,7 @@ def share_state(spec: cutlass.Constexpr, merge: tuple, thr_mma, state: WarpState
     lane = cute.arch.lane_idx()
     outputs = rows_of(state.acc_o)
     coords = rows_of(thr_mma.partition_C(cute.make_identity_tensor((TILE_M, spec.padded_head_dim))))
-    for r in cutlass.range_constexpr(2):
+    for r in cutlass.range_constexpr(cute.size(state.row_max)):
         total = quad_sum(state.row_sum[r])
         row = lane // 4 + 8 * r
         if row < heads:
@@ -88,7 +88,7 @@ def store_final(spec: cutlass.Constexpr, merge: tuple, piece: Piece, out, lse, s
     per_row = cutlass.const_expr(spec.head_dim // width)
     values = cute.make_rmem_tensor(width, out.element_type)
     targets = cute.zipped_divide(target, (1, width))
-    for i in cutlass.range(cute.arch.thread_idx()[0], piece.heads * per_row, spec.num_warps * 32):
+    for i in cutlass.range(cute.arch.thread_idx()[0], piece.heads * per_row, spec.num_warps * 32, unroll=1):
         row, column = i // per_row, i % per_row
         weights, row_lse = merge_row(spec, row_max, row_sum, row, scale_log2)
         for c in cutlass.range_constexpr(width):
@@ -103,7 +103,7 @@ def store_partial(spec: cutlass.Constexpr, merge: tuple, piece: Piece, words, sl
     """A part of a row: the merged state goes to its slot of the workspace."""
     acc, row_max, row_sum = merge
     per_row = cutlass.const_expr(spec.padded_head_dim // 2)
-    for i in cutlass.range(cute.arch.thread_idx()[0], piece.heads * per_row, spec.num_warps * 32):
+    for i in cutlass.range(cute.arch.thread_idx()[0], piece.heads * per_row, spec.num_warps * 32, unroll=1):
         row, pair = i // per_row, i % per_row
         weights, lse = merge_row(spec, row_max, row_sum, row, scale_log2)
         first, second = merged(spec, acc, weights, row, 2 * pair), merged(spec, acc, weights, row, 2 * pair + 1)

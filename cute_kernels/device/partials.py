@@ -1,7 +1,7 @@
 """Partial states in the workspace: 16-byte words that announce themselves.
 
-A word holds two neighbouring columns of a piece's normalised output, the piece's lse (base 2) and a tag. It is written and read as
-one atomic access, so a reader that sees the tag has the word: no counter, no fence (the idea of NCCL's LL protocol). The
+A word holds two neighbouring columns of a piece's normalised output, the piece's lse (base 2) and a tag. It is written and read
+as one atomic access, so a reader that sees the tag has the word: no counter, no fence (the idea of NCCL's LL protocol). The
 reader clears what it has read. The tag is random per plan: what the workspace held before its first launch is no data.
 """
 
@@ -13,13 +13,15 @@ from ..config import KernelSpec
 WORD = 4  # 32-bit parts: first value, second value, lse, tag
 
 
-def open_workspace(spec: KernelSpec, workspace: cute.Tensor, ctas: Int32) -> cute.Tensor:
+def open_workspace(spec: KernelSpec, workspace: cute.Tensor) -> cute.Tensor:
     """Words [part, pair of columns, packed row, slot] of 32-bit parts; a CTA has two slots.
 
     Slot 2c holds the piece with which CTA c continues a row, slot 2c + 1 the one with which it opens a row.
     """
     pairs, rows = spec.padded_head_dim // 2, spec.packed_rows
-    layout = cute.make_layout((WORD, pairs, rows, 2 * ctas), stride=(1, WORD, WORD * pairs, WORD * pairs * rows))
+    layout = cute.make_layout(
+        (WORD, pairs, rows, 2 * cute.arch.grid_dim()[0]), stride=(1, WORD, WORD * pairs, WORD * pairs * rows)
+    )
     return cute.make_tensor(cute.recast_ptr(workspace.iterator, dtype=Int32), layout)
 
 

@@ -1,7 +1,7 @@
 """Online softmax over the KV tiles of one warp (Milakov and Gimelshein 2018, as in FlashAttention), in base 2.
 
-Each thread owns two rows of the m16n8 accumulators: their maxima and its own part of their sums. Scores stay unscaled;
-(score - max) is taken before scaling, so that logits of any size keep f32's relative precision.
+Each thread owns two rows of the m16n8 accumulators, lane / 4 and lane / 4 + 8: their maxima and its own part of their sums. The
+second is left alone where the tile holds at most 8 query heads. Scores stay unscaled; (score - max) is taken before scaling, so that logits of any size keep f32's relative precision.
 """
 
 import cutlass
@@ -45,10 +45,10 @@ def finite_or_zero(value: Float32) -> Float32:
 def online_softmax(acc_s: cute.Tensor, acc_o: cute.Tensor, row_max: cute.Tensor, row_sum: cute.Tensor, scale_log2: Float32):
     """acc_s becomes exp2((acc_s - row_max) * scale_log2); row_max, row_sum and acc_o move to the new maximum.
 
-    acc_s, acc_o: f32 accumulators of one warp; row_max, row_sum: f32 [2]; row_sum holds this thread's columns only.
+    acc_s, acc_o: f32 accumulators of one warp; row_max, row_sum: f32 [rows in use]; row_sum holds this thread's columns only.
     """
     scores, outputs = rows_of(acc_s), rows_of(acc_o)
-    for r in cutlass.range_constexpr(2):
+    for r in cutlass.range_constexpr(cute.size(row_max)):
         row = scores[r, None].load()
         peak = row.reduce(cute.ReductionOp.MAX, row_max[r], 0)
         peak = quad_max(peak)

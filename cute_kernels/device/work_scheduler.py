@@ -4,7 +4,7 @@ A unit is one KV head and one m-tile. CTA i works for unit i % units, so CTAs th
 slice i // units of the batch: rows laid end to end cost their KV tiles plus PIECE_COST each, and the slices cut that line
 into equal parts. So every batch is balanced to a tile however ragged, and a captured graph stays balanced when lengths
 change. A row that a cut splits leaves partial states. A cut closer than MIN_TILES to a row's end moves there, and no slice is
-smaller than MIN_SHARE: a small batch uses fewer CTAs.
+smaller than min_share: a small batch uses fewer CTAs.
 """
 
 from dataclasses import dataclass
@@ -57,6 +57,11 @@ class Piece:
 def m_tiles(spec: KernelSpec) -> int:
     """Tensor-core tiles that hold the query heads of one KV head."""
     return -(-spec.group_size // TILE_M)
+
+
+def min_share(spec: KernelSpec) -> int:
+    """Tiles of the smallest slice: a piece's state grows with its rows, and reading states must not outweigh reading KV."""
+    return max(MIN_SHARE, spec.packed_rows)
 
 
 def tiles_of(spec: KernelSpec, length: Int32) -> Int32:
@@ -133,7 +138,7 @@ def take_share(spec: cutlass.Constexpr, tables: tuple, k: cute.Tensor, batch: In
     for row in cutlass.range(lane + 32, batch, 32):
         cost += row_cost(spec, tables, k, row, batch)
     cost = cute.arch.shuffle_sync(inclusive, 31) + cute.arch.warp_reduction_sum(cost)
-    slices = cutlass.max(cutlass.min(cost // MIN_SHARE, most), 1)
+    slices = cutlass.max(cutlass.min(cost // min_share(spec), most), 1)
     row, tile, prefix, end_row, end_tile = batch, Int32(0), cost, batch, Int32(0)
     if index < slices:
         row, tile, prefix = find_cut(spec, tables, k, batch, cut_of(cost, slices, index), first_cost, inclusive)
@@ -151,18 +156,21 @@ def cut_of(cost: Int32, slices: Int32, index: Int32) -> Int32:
 
 
 @cute.jit
-def first_cut_from(share: Share, position: Int32) -> Int32:
+def first_cut_from(cost: Int32, slices: Int32, position: Int32) -> Int32:
     """The least index whose cut_of is at least `position`."""
-    step, longer = share.cost // share.slices, share.cost % share.slices
+    step, longer = cost // slices, cost % slices
     index = (position + step) // (step + 1)
     if position > longer * (step + 1):
         index = longer + (position - longer * (step + 1) + step - 1) // step
     return index
 
 
-def contributors(share: Share, prefix: Int32, tiles: Int32) -> tuple[Int32, Int32]:
-    """(first slice, number of slices) of a cut row: those whose cuts fall inside it, and the one before."""
-    opening = prefix + PIECE_COST
-    first = first_cut_from(share, opening + MIN_TILES)
-    after = first_cut_from(share, opening + tiles - MIN_TILES + 1)
+def contributors(schedule: cute.Tensor, tiles: Int32) -> tuple[Int32, Int32]:
+    """(first slice, number of slices) of a cut row: those whose cuts fall inside it, and the one before.
+
+    schedule: (cost of the rows before this one, cost of the batch, slices).
+    """
+    opening, cost, slices = schedule[0] + PIECE_COST, schedule[1], schedule[2]
+    first = first_cut_from(cost, slices, opening + MIN_TILES)
+    after = first_cut_from(cost, slices, opening + tiles - MIN_TILES + 1)
     return first - 1, after - first + 1
