@@ -2,7 +2,7 @@
 
 Row r of m-tile m is query head kv_head * group_size + m * TILE_M + r. Rows past the group and columns past head_dim are zero on
 load; such rows are never stored. The tile is kept as m16n8k16 A fragments, eight elements a lane and k16 step, in shared
-memory; heads of at most MAX_REGISTER_HEAD_DIM columns are held in registers while a piece lasts.
+memory, and held in registers while a piece lasts where they fit.
 """
 
 import cutlass
@@ -12,7 +12,6 @@ from cutlass import Uint32
 from ..config import MMA_K, KernelSpec
 from .work_scheduler import Piece
 
-MAX_REGISTER_HEAD_DIM = 192  # above, the query's registers would make the output's spill
 FRAGMENT = 8  # elements of one lane's A fragment of a k16 step
 
 
@@ -51,9 +50,14 @@ def load_query(spec: cutlass.Constexpr, q: cute.Tensor, piece: Piece, shared: cu
         cute.autovec_copy(fragment, shared[None, lane, step])
 
 
+def in_registers(spec: KernelSpec) -> bool:
+    """Whether the query stays in registers: at head_dim 256, or 128 with one query head, others would spill (read from SASS)."""
+    return spec.padded_head_dim <= (192 if spec.packed_rows > 1 else 96)
+
+
 def hold_query(spec: KernelSpec, shared: cute.Tensor) -> cute.Tensor:
     """Registers for the whole query, or the shared tensor itself where it is read step by step."""
-    if spec.padded_head_dim > MAX_REGISTER_HEAD_DIM:
+    if not in_registers(spec):
         return shared
     return cute.make_rmem_tensor((FRAGMENT, spec.padded_head_dim // MMA_K), shared.element_type)
 
@@ -61,14 +65,14 @@ def hold_query(spec: KernelSpec, shared: cute.Tensor) -> cute.Tensor:
 @cute.jit
 def refresh_query(spec: cutlass.Constexpr, shared: cute.Tensor, held: cute.Tensor):
     """Reads a new piece's query into registers, where it is held there."""
-    if cutlass.const_expr(spec.padded_head_dim <= MAX_REGISTER_HEAD_DIM):
+    if cutlass.const_expr(in_registers(spec)):
         for step in cutlass.range_constexpr(spec.padded_head_dim // MMA_K):
             cute.autovec_copy(shared[None, cute.arch.lane_idx(), step], held[None, step])
 
 
 def query_step(spec: KernelSpec, held: cute.Tensor, step: int) -> cute.Tensor:
     """The A fragment of one k16 step."""
-    if spec.padded_head_dim <= MAX_REGISTER_HEAD_DIM:
+    if in_registers(spec):
         return fragments(held)[None, None, step]
     fragment = cute.make_rmem_tensor(FRAGMENT, held.element_type)
     cute.autovec_copy(held[None, cute.arch.lane_idx(), step], fragment)

@@ -1,7 +1,8 @@
 """Online softmax over the KV tiles of one warp (Milakov and Gimelshein 2018, as in FlashAttention), in base 2.
 
 Each thread owns two rows of the m16n8 accumulators, lane / 4 and lane / 4 + 8: their maxima and its own part of their sums. The
-second is left alone where the tile holds at most 8 query heads. Scores stay unscaled; (score - max) is taken before scaling, so that logits of any size keep f32's relative precision.
+second is left alone where the tile holds at most 8 query heads. Scores stay unscaled; (score - max) is taken before scaling,
+so that logits of any size keep f32's relative precision.
 """
 
 import cutlass
