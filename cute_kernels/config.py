@@ -108,11 +108,12 @@ def column_block(head_dim: int) -> int:
 
 
 def smem_bytes(head_dim: int, group_size: int, tile_n: int, num_stages: int, num_warps: int) -> int:
-    """Bytes of the ring of K and V tiles, the query, the warps' states while they merge, and 1 KiB for barriers."""
+    """Bytes of the ring of K and V tiles, the query, the warps' states while they merge, the barriers, and 1 KiB."""
     ring = 2 * num_stages * tile_n * padded_head_dim(head_dim) * ELEMENT_BYTES
     query = TILE_M * padded_head_dim(head_dim) * ELEMENT_BYTES
     merge = num_warps * min(group_size, TILE_M) * (padded_head_dim(head_dim) + MERGE_PADDING + 2) * 4
-    return ring + query + merge + 1024
+    barriers = 2 * num_stages * 8
+    return ring + query + merge + barriers + 1024  # alignment and a few words
 
 
 def supports(spec: KernelSpec) -> list[str]:

@@ -14,9 +14,7 @@ RING_BYTES = 131_072  # in flight on an SM, over all its CTAs: more gains nothin
 SHALLOWEST = {"sm90": 1, "sm80": 2}  # stages a warp
 ASSUMED_SEQ_LEN = 8192  # tokens a row where the descriptor gives no max_seq_len
 SHORT_STREAM = 64e6  # KV bytes up to which latency counts: eight warps on half tiles end 0.9 us sooner at 1 x 8k
-LONG_STREAM = (
-    400e6  # KV bytes from which two CTAs an SM pay: 2% at 64 x 8k, 3% ragged; below, one with the whole ring ends sooner
-)
+LONG_STREAM = 400e6  # KV bytes from which two CTAs an SM pay: 2% at 64 x 8k, 3% ragged; below, one ends sooner
 WIDE_GROUP = 8  # query heads a KV head from which larger tiles pay: 1% at 64 x 8k with 8/1
 TWO_CTAS_HEAD_DIM = 128  # above, two CTAs need more registers than an SM has
 

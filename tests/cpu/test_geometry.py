@@ -57,7 +57,7 @@ def test_group_size_and_threads() -> None:
 
 def test_smem_of_a_cta() -> None:
     ring, query, merge = 4 * 2 * 64 * 128 * 2, 16 * 128 * 2, 4 * 3 * (128 + 8 + 2) * 4  # 4 warps, 3 query heads a KV head
-    assert smem_bytes(128, 3, 64, 4, 4) == ring + query + merge + 1024
+    assert smem_bytes(128, 3, 64, 4, 4) == ring + query + merge + 4 * 2 * 8 + 1024
 
 
 def test_grid_ctas() -> None:
