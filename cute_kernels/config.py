@@ -23,6 +23,7 @@ MAX_TILE_ELEMENTS = 8192  # tile_n x padded head_dim of a 16-row tile: above, re
 MIN_BOX_ROWS = 8  # rows of one 128-byte swizzle atom: the smallest page part that one TMA box may bring
 SMEM_BYTES = {"sm_90a": 232_448, "sm_80": 101_376}  # what one CTA may use (227 KiB; 99 KiB serves 8.0, 8.6 and 8.9)
 ELEMENT_BYTES = 2
+TWO_CTAS_HEAD_DIM = 128  # above, two CTAs need more registers than an SM has
 MERGE_PADDING = 8  # f32 between rows of the merge buffer: a warp's stores then hit every bank
 PIECE_COST = 2  # tiles that opening a piece of work costs: its query, the merge of its warps, its store
 MIN_TILES = 2  # no cut leaves less of a unit on either side
@@ -85,6 +86,11 @@ class KernelSpec:
     def packed_rows(self) -> int:
         """Rows of a tensor-core tile that hold a query head."""
         return min(self.group_size, TILE_M)
+
+    @property
+    def min_ctas_per_sm(self) -> int:
+        """CTAs that an SM's registers must hold, a limit to the compiler: 168 a thread for two CTAs of five warps."""
+        return 2 if self.arch == "sm90" and self.num_warps <= 4 and self.padded_head_dim <= TWO_CTAS_HEAD_DIM else 1
 
     @property
     def smem_bytes(self) -> int:

@@ -5,7 +5,7 @@ Constants are measured on an H200 (docs/notes/kernel-log.md).
 
 from __future__ import annotations
 
-from .config import ELEMENT_BYTES, SMEM_BYTES, Arch, DecodeConfig, Target, padded_head_dim, smem_bytes
+from .config import ELEMENT_BYTES, SMEM_BYTES, TWO_CTAS_HEAD_DIM, Arch, DecodeConfig, Target, padded_head_dim, smem_bytes
 from .descriptors import DecodeProblem
 
 TILE_BYTES = {"sm90": 16_384, "sm80": 8_192}  # K and V of one tile
@@ -16,7 +16,6 @@ ASSUMED_SEQ_LEN = 8192  # tokens a row where the descriptor gives no max_seq_len
 SHORT_STREAM = 64e6  # KV bytes up to which latency counts: eight warps on half tiles end 0.9 us sooner at 1 x 8k
 LONG_STREAM = 400e6  # KV bytes from which two CTAs an SM pay: 2% at 64 x 8k, 3% ragged; below, one ends sooner
 WIDE_GROUP = 8  # query heads a KV head from which larger tiles pay: 1% at 64 x 8k with 8/1
-TWO_CTAS_HEAD_DIM = 128  # above, two CTAs need more registers than an SM has
 
 
 def choose(problem: DecodeProblem, arch: Arch, target: Target, sm_count: int) -> DecodeConfig:

@@ -76,6 +76,8 @@ class DecodeKernel:
             grid=(num_ctas, 1, 1),
             block=(self.threads, 1, 1),
             smem=self.spec.smem_bytes,
+            min_blocks_per_mp=self.spec.min_ctas_per_sm,
+            preferred_smem_carveout=100,
             stream=stream,
             use_pdl=self.overlap,
         )
