@@ -21,7 +21,7 @@ test: lint ## lint, types and every test that needs no GPU
 	@echo "make test: passed"
 
 gpu-test: $(SETUP) ## the tests that need a GPU
-	$(PYTHON) -m pytest -m gpu tests -q
+	$(PYTHON) -m pytest -m gpu -n 8 -q tests
 
 lint: $(SETUP) ## ruff and mypy
 	$(PYTHON) -m ruff check .
