@@ -7,6 +7,7 @@ second is announced on stderr when that is a terminal, and always in the log.
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -14,6 +15,8 @@ from typing import Any
 
 from .config import KernelSpec, supports
 from .errors import CompileFailed, Unsupported
+
+NOTICE_AFTER = 1.0  # seconds
 
 logger = logging.getLogger("cute_kernels")
 _lock = threading.Lock()
@@ -46,9 +49,20 @@ def _compile(spec: KernelSpec, options: str = "") -> Any:
     from .device.build import build
 
     started = time.perf_counter()
+    notice = threading.Timer(NOTICE_AFTER, _announce, [spec])
+    notice.daemon = True
+    notice.start()
     try:
         kernel = build(spec, options)
     except Exception as error:
         raise CompileFailed(f"spec={spec}: {error}") from error
+    finally:
+        notice.cancel()
     logger.info("compiled %s in %.1f s", spec, time.perf_counter() - started)
     return kernel.__tvm_ffi_object__() or kernel  # the raw function costs 0.6 us less a call; None where no GPU can load it
+
+
+def _announce(spec: KernelSpec) -> None:
+    logger.info("compiling %s", spec)
+    if sys.stderr.isatty():
+        print(f"cute_kernels: compiling {spec.arch} decode, head_dim {spec.head_dim}, {spec.element_type} ...", file=sys.stderr)
