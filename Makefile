@@ -10,7 +10,7 @@ setup: .venv/.installed ## make .venv with everything installed (once)
 
 .venv/.installed: pyproject.toml constraints.txt
 	python3 -m venv .venv
-	$(VENV) -m pip install -q -c constraints.txt -e '.[dev]'
+	$(VENV) -m pip install -q -c constraints.txt -e '.[dev,cu13]'
 	@touch $@
 
 demo: $(SETUP) ## a small language model decodes through a paged cache
