@@ -32,7 +32,7 @@ def decode_attention(
     q, out: [batch, num_heads, head_dim], also with one unit query axis. page_table: a PageTable, or an int32 table [batch,
     max_pages] with `seq_lens` (int32 [batch] or an int); then the caches are pages in `layout`. Without a page_table
     they are contiguous, [batch, num_kv_heads, seq_len, head_dim] ("NHD": the middle axes swapped). lse: f32 [batch,
-    num_heads] in `lse_base`. softmax_scale: head_dim ** -0.5 by default. max_seq_len: a hint for the number of splits.
+    num_heads] in `lse_base`. softmax_scale: head_dim ** -0.5 by default. max_seq_len: a hint for the choice of a configuration.
 
     Raises what the descriptors, `select` and `run` raise.
     """

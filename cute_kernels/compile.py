@@ -45,7 +45,7 @@ def compile_decode(spec: KernelSpec) -> Callable[..., None]:
         return _kernels[spec]
 
 
-def _compile(spec: KernelSpec, options: str = "") -> Any:
+def _compile(spec: KernelSpec) -> Any:
     from .device.build import build
 
     started = time.perf_counter()
@@ -53,7 +53,7 @@ def _compile(spec: KernelSpec, options: str = "") -> Any:
     notice.daemon = True
     notice.start()
     try:
-        kernel = build(spec, options)
+        kernel = build(spec)
     except Exception as error:
         raise CompileFailed(f"spec={spec}: {error}") from error
     finally:

@@ -26,7 +26,7 @@ ELEMENT_BYTES = 2
 TWO_CTAS_HEAD_DIM = 128  # above, two CTAs need more registers than an SM has
 MERGE_PADDING = 8  # f32 between rows of the merge buffer: a warp's stores then hit every bank
 PIECE_COST = 2  # tiles that opening a piece of work costs: its query, the merge of its warps, its store
-MIN_TILES = 2  # no cut leaves less of a unit on either side
+MIN_TILES = 2  # no cut leaves less of a row on either side
 MIN_SHARE = 4  # tiles of the smallest share of a CTA; at least MIN_TILES, so two cuts never meet
 MAX_CP_ASYNC_TILE_N = 32  # each lane of a warp looks up the page of one token of the tile
 
@@ -85,7 +85,17 @@ class KernelSpec:
     @property
     def packed_rows(self) -> int:
         """Rows of a tensor-core tile that hold a query head."""
-        return min(self.group_size, TILE_M)
+        return packed_rows(self.group_size)
+
+    @property
+    def m_tiles(self) -> int:
+        """Tensor-core tiles that hold the query heads of one KV head."""
+        return m_tiles(self.group_size)
+
+    @property
+    def merge_floats(self) -> int:
+        """f32 of the buffer in which the warps' states are merged."""
+        return merge_floats(self.head_dim, self.group_size, self.num_warps)
 
     @property
     def min_ctas_per_sm(self) -> int:
@@ -96,6 +106,21 @@ class KernelSpec:
     def smem_bytes(self) -> int:
         """Shared memory of one CTA in bytes."""
         return smem_bytes(self.head_dim, self.group_size, self.tile_n, self.num_stages, self.num_warps)
+
+
+def packed_rows(group_size: int) -> int:
+    """Rows of a tensor-core tile that hold a query head."""
+    return min(group_size, TILE_M)
+
+
+def m_tiles(group_size: int) -> int:
+    """Tensor-core tiles that hold the query heads of one KV head."""
+    return -(-group_size // TILE_M)
+
+
+def merge_floats(head_dim: int, group_size: int, num_warps: int) -> int:
+    """f32 of the merge buffer: for each warp and packed row its padded output, maximum and sum."""
+    return num_warps * packed_rows(group_size) * (padded_head_dim(head_dim) + MERGE_PADDING + 2)
 
 
 def grid_ctas(units: int, sm_count: int, ctas_per_sm: int) -> int:
@@ -117,7 +142,7 @@ def smem_bytes(head_dim: int, group_size: int, tile_n: int, num_stages: int, num
     """Bytes of the ring of K and V tiles, the query, the warps' states while they merge, the barriers, and 1 KiB."""
     ring = 2 * num_stages * tile_n * padded_head_dim(head_dim) * ELEMENT_BYTES
     query = TILE_M * padded_head_dim(head_dim) * ELEMENT_BYTES
-    merge = num_warps * min(group_size, TILE_M) * (padded_head_dim(head_dim) + MERGE_PADDING + 2) * 4
+    merge = merge_floats(head_dim, group_size, num_warps) * 4
     barriers = 2 * num_stages * 8
     return ring + query + merge + barriers + 1024  # alignment and a few words
 

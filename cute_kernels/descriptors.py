@@ -9,7 +9,7 @@ from typing import ClassVar, Literal
 
 import torch
 
-from .config import TILE_M, LseBase, Source, TableFormat
+from .config import LseBase, Source, TableFormat, m_tiles
 from .errors import InvalidProblem, Unsupported
 
 MAX_EXTENT = 2**31 - 1  # extents and lengths are int32 on the device
@@ -116,7 +116,7 @@ class DecodeProblem:
     """What variants, heuristics and tuned plans see of a descriptor: one query row a request over a cache.
 
     page_size: 0 when the cache is contiguous. vector_bytes: the largest power of two, at most 16, that divides a row of
-    a cache, its strides and its pointers. max_seq_len: a hint for the choice of splits; None when unknown.
+    a cache, its strides and its pointers. max_seq_len: a hint for the choice of a configuration; None when unknown.
     """
 
     source: Source
@@ -140,7 +140,7 @@ class DecodeProblem:
     @property
     def units(self) -> int:
         """Units of work of a row: a KV head and at most TILE_M of its query heads each."""
-        return self.num_kv_heads * -(-self.group_size // TILE_M)
+        return self.num_kv_heads * m_tiles(self.group_size)
 
     @property
     def element_type(self) -> str:
@@ -179,8 +179,8 @@ class PagedDecodeDescriptor(_GroupedHeads):
     """Decode attention of one query row a request over a paged cache. Frozen and hashable: it is a cache key.
 
     q and out are [batch_size, num_heads, head_dim] of q_dtype; lse is f32 [batch_size, num_heads] in `lse_base`. kv_dtype
-    defaults to q's dtype. num_pages, when given, is what both caches must have. max_seq_len is a hint for the number of
-    splits, never a bound on correctness. softmax_scale defaults to head_dim ** -0.5. batch_size 0 is legal.
+    defaults to q's dtype. num_pages, when given, is what both caches must have. max_seq_len is a hint for the choice
+    of a configuration, never a bound on correctness. softmax_scale defaults to head_dim ** -0.5. batch_size 0 is legal.
 
     Raises InvalidProblem for an extent, a divisibility, a scale or a choice that breaks its rule, in this order, then
     Unsupported for a q_dtype that no variant knows.

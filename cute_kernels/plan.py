@@ -84,7 +84,7 @@ class DecodePlan:
         self._rules = rules
         self._workspace_bytes = workspace_bytes(problem, chosen.cutting_ctas)
         self._scale = descriptor.scale
-        self._tag = secrets.randbits(31) | 1  # marks this plan's counters in a workspace that may hold anything
+        self._tag = secrets.randbits(31) | 1  # marks this plan's words in a workspace that may hold anything
         self._several_gpus = device.type == "cuda" and torch.cuda.device_count() > 1
         self._checked: dict[object, Passage] = {}
         self._launch = _launch_of(chosen.spec, descriptor)
@@ -130,13 +130,11 @@ class DecodePlan:
             passage = self._check(key, Operands(q, k, v, *table, out, lse, workspace))
         elsewhere = self._several_gpus and torch.cuda.current_device() != self.device.index
         if self._workspace_bytes == 0:
-            workspace = None
+            workspace = None  # a kernel that keeps rows whole takes none
         if passage is not Passage.DIRECT or stream is not None or elsewhere:
             return self._run_slowly(passage, Operands(q, k, v, *table, out, lse, workspace), stream)
         if self._rules.nhd:
             k, v = k.transpose(1, 2), v.transpose(1, 2)
-        if not self._workspace_bytes:
-            workspace = None  # a kernel that keeps rows whole takes none
         try:
             self._launch(q, k, v, *table, out, lse, workspace, self._scale, self.num_ctas, self._tag)
         except (RuntimeError, TypeError, ValueError) as error:
@@ -168,8 +166,6 @@ class DecodePlan:
                 operands.lse.fill_(-math.inf)
             elif passage is not Passage.NOTHING:
                 seen = checks.normalised(self._rules, operands)
-                if not self._workspace_bytes:
-                    seen = seen._replace(workspace=None)
                 try:
                     self._launch(*seen, self._scale, self.num_ctas, self._tag)
                 except (RuntimeError, TypeError, ValueError) as error:

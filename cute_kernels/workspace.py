@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .config import TILE_M, padded_head_dim
+from .config import packed_rows, padded_head_dim
 from .descriptors import DecodeProblem
 
 REGION_ALIGNMENT = 128  # bytes: a region starts and ends on a cache line
@@ -30,7 +30,7 @@ def workspace_regions(problem: DecodeProblem, num_ctas: int) -> tuple[WorkspaceR
     """
     if num_ctas == 0 or problem.batch_size == 0:
         return ()
-    words = SLOTS * num_ctas * min(problem.group_size, TILE_M) * padded_head_dim(problem.head_dim) // 2
+    words = SLOTS * num_ctas * packed_rows(problem.group_size) * padded_head_dim(problem.head_dim) // 2
     return (WorkspaceRegion("partial_states", 0, words * WORD_BYTES),)
 
 

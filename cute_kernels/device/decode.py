@@ -1,7 +1,7 @@
 """The decode kernel: a persistent grid in which each CTA attends to its share of all (row, KV head, KV tile) work.
 
 It composes who works on what (work_scheduler), where a tile is (kv_source), how the machine moves it (mainloop_sm90 or
-mainloop_sm80), what is computed on it (attend) and where a state goes (epilogue; combine where a unit was cut).
+mainloop_sm80), what is computed on it (attend) and where a state goes (epilogue; combine where a row was cut).
 """
 
 import math
@@ -11,7 +11,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
-from ..config import MERGE_PADDING, KernelSpec
+from ..config import KernelSpec
 from . import tile
 from .attend import TileReader, make_mma, make_state, reset_state
 from .combine import combine_row
@@ -107,8 +107,7 @@ class DecodeKernel:
         ring, swizzle = tile.ring_layout(spec), tile.swizzle(spec)
         rings = tuple(smem.allocate_tensor(element_type, ring, byte_alignment=1024, swizzle=swizzle) for _ in range(2))
         query = smem.allocate_tensor(element_type, query_layout(spec), byte_alignment=128)
-        floats = spec.num_warps * spec.packed_rows * (spec.padded_head_dim + MERGE_PADDING + 2)
-        merge = merge_tensors(spec, smem.allocate_array(Float32, floats, byte_alignment=16))
+        merge = merge_tensors(spec, smem.allocate_array(Float32, spec.merge_floats, byte_alignment=16))
         barriers = smem.allocate_array(Int64, 2 * spec.num_stages)
         return Shared(rings, query, merge, barriers, cute.make_tensor(smem.allocate_array(Int32, 3), cute.make_layout(3)))
 

@@ -52,9 +52,8 @@ class TmaMainloop:
 
     def order(self, piece: Piece) -> Int32:
         """This warp's place in the merge: the residue of its tiles in the piece, so it depends on the piece alone."""
-        return (cute.arch.make_warp_uniform(cute.arch.warp_idx()) - piece.issued) & (
-            self.spec.num_warps - 1
-        )  # num_warps is a power of two
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        return (warp - piece.issued) & (self.spec.num_warps - 1)  # num_warps is a power of two
 
     @cute.jit
     def prepare(self, operands: tuple, barriers: cute.Pointer):

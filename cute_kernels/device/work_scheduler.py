@@ -54,11 +54,6 @@ class Piece:
     issued: Int32
 
 
-def m_tiles(spec: KernelSpec) -> int:
-    """Tensor-core tiles that hold the query heads of one KV head."""
-    return -(-spec.group_size // TILE_M)
-
-
 def min_share(spec: KernelSpec) -> int:
     """Tiles of the smallest slice: a piece's state grows with its rows, and reading states must not outweigh reading KV."""
     return max(MIN_SHARE, spec.packed_rows)
@@ -71,7 +66,7 @@ def tiles_of(spec: KernelSpec, length: Int32) -> Int32:
 
 def make_piece(spec: KernelSpec, share: Share, row: Int32, start: Int32, length: Int32, first: Int32, issued: Int32) -> Piece:
     """The piece of the share that begins at tile `first` of an opened row."""
-    kv_head, m_tile = share.unit // m_tiles(spec), share.unit % m_tiles(spec)
+    kv_head, m_tile = share.unit // spec.m_tiles, share.unit % spec.m_tiles
     head = kv_head * spec.group_size + m_tile * TILE_M
     heads = cutlass.min(spec.group_size - m_tile * TILE_M, TILE_M)
     tiles = tiles_of(spec, length)
@@ -130,7 +125,7 @@ def take_share(spec: cutlass.Constexpr, tables: tuple, k: cute.Tensor, batch: In
     """This CTA's share, computed by each warp for itself. A CTA beyond the last slice gets an empty one."""
     lane = cute.arch.lane_idx()
     first_cost = row_cost(spec, tables, k, lane, batch)
-    units = Int32(k.shape[1]) * m_tiles(spec)
+    units = Int32(k.shape[1]) * spec.m_tiles
     unit, index = cute.arch.block_idx()[0] % units, cute.arch.block_idx()[0] // units
     most = cute.arch.grid_dim()[0] // units
     inclusive = warp_prefix(first_cost)

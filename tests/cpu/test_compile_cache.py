@@ -22,7 +22,7 @@ class Compiled:
 def builds(monkeypatch: pytest.MonkeyPatch) -> list[KernelSpec]:
     seen: list[KernelSpec] = []
 
-    def slow(spec: KernelSpec, options: str) -> Compiled:
+    def slow(spec: KernelSpec) -> Compiled:
         seen.append(spec)
         time.sleep(0.05)
         return Compiled()
@@ -56,7 +56,7 @@ def test_a_slow_compile_is_announced(
 
 
 def test_failures_are_typed_and_not_kept(monkeypatch: pytest.MonkeyPatch, builds: list[KernelSpec]) -> None:
-    def refuse(spec: KernelSpec, options: str) -> None:
+    def refuse(spec: KernelSpec) -> None:
         raise RuntimeError("ptxas says no")
 
     with monkeypatch.context() as patch:

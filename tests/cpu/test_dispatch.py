@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import product
 
 import pytest
 import torch
@@ -157,3 +158,12 @@ def test_explanations_print_and_are_data() -> None:
 )
 def test_slugs(gpu: str, slug: str) -> None:
     assert PRETEND[gpu].slug == slug
+
+
+@pytest.mark.parametrize(("gpu", "arch"), [("h200", "sm90"), ("h200", "sm80"), ("a100", "sm80"), ("l40s", "sm80")])
+def test_the_heuristic_fits_every_head_and_group(gpu: str, arch: str) -> None:
+    """No shape is rejected because the heuristic chose a configuration that `supports` refuses."""
+    for head_dim, group, (batch, length) in product(range(16, 257, 16), (1, 4, 8, 16, 128), ((1, None), (1, 1024), (64, 8192))):
+        described = problem(batch_size=batch, num_heads=2 * group, num_kv_heads=2, head_dim=head_dim, max_seq_len=length)
+        (candidate,) = (c for c in explain(described, PRETEND[gpu], ck.PlanPreference(arch=arch)).candidates if c.arch == arch)
+        assert candidate.reasons == ()
