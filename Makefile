@@ -2,9 +2,10 @@
 VENV := .venv/bin/python
 PYTHON ?= $(VENV)
 SETUP := $(if $(filter $(VENV),$(PYTHON)),.venv/.installed)
+SANITIZERS := memcheck racecheck synccheck initcheck
 
 .DEFAULT_GOAL := help
-.PHONY: setup demo test gpu-test lint format clean help
+.PHONY: setup demo test gpu-test sanitize lint format clean help
 
 setup: .venv/.installed ## make .venv with everything installed (once)
 
@@ -21,7 +22,17 @@ test: lint ## lint, types and every test that needs no GPU
 	@echo "make test: passed"
 
 gpu-test: $(SETUP) ## the tests that need a GPU
-	$(PYTHON) -m pytest -m gpu -n 8 -q tests
+	$(PYTHON) -m pytest -m "gpu and not exclusive" -n 8 -q tests
+	$(PYTHON) -m pytest -m "gpu and exclusive" -q tests
+
+sanitize: $(SETUP) ## every 16-bit variant under each tool of compute-sanitizer
+	@failed=; for tool in $(SANITIZERS); do \
+		echo "== $$tool"; \
+		PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool $$tool --error-exitcode 1 $(PYTHON) tests/sanitize.py \
+			|| failed="$$failed $$tool"; \
+	done; \
+	if [ -n "$$failed" ]; then echo "make sanitize: FAILED under$$failed"; exit 1; fi
+	@echo "make sanitize: 0 reports from $(SANITIZERS)"
 
 lint: $(SETUP) ## ruff and mypy
 	$(PYTHON) -m ruff check .

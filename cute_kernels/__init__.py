@@ -25,6 +25,8 @@ if TYPE_CHECKING:
         Unsupported,
         WorkspaceTooSmall,
     )
+    from .faults import Fault
+    from .merge_states import MergeStatesDescriptor, MergeStatesPlan
     from .page_table import PageTable
     from .plan import FlashDecodingPlan, PagedDecodePlan, PrecisionGuarantee, Sku
     from .workspace import WorkspaceRegion
@@ -36,6 +38,7 @@ __all__ = [
     "DecodeConfig",
     "DeviceFacts",
     "Explanation",
+    "Fault",
     "FlashDecodingDescriptor",
     "FlashDecodingPlan",
     "InvalidArgument",
@@ -45,6 +48,8 @@ __all__ = [
     "KVLayout",
     "KernelSpec",
     "LaunchFailed",
+    "MergeStatesDescriptor",
+    "MergeStatesPlan",
     "MisalignedOperand",
     "PageTable",
     "PagedDecodeDescriptor",
@@ -63,6 +68,8 @@ _HOMES = {
     "config": ("DecodeConfig", "KernelSpec"),
     "descriptors": ("FlashDecodingDescriptor", "KVDtype", "KVLayout", "PagedDecodeDescriptor"),
     "dispatch": ("DeviceFacts", "Explanation", "PlanPreference"),
+    "faults": ("Fault",),
+    "merge_states": ("MergeStatesDescriptor", "MergeStatesPlan"),
     "page_table": ("PageTable",),
     "plan": ("FlashDecodingPlan", "PagedDecodePlan", "PrecisionGuarantee", "Sku"),
     "workspace": ("WorkspaceRegion",),

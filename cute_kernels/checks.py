@@ -46,12 +46,13 @@ class Passage(Enum):
 
 @dataclass(frozen=True)
 class Rules:
-    """What a plan demands of its tensors. num_pages: None when any number will do. seq_len: of a contiguous cache."""
+    """What a plan demands of its tensors. num_pages, max_pages: None when any number will do. seq_len: of a contiguous cache."""
 
     problem: DecodeProblem
     device: torch.device
     nhd: bool = False
     num_pages: int | None = None
+    max_pages: int | None = None
     seq_len: int = 0
 
     @property
@@ -143,6 +144,8 @@ def check_page_table(problem: DecodeProblem, page_table: Any) -> None:
         raise InvalidArgument(
             "page_table", f"is {page_table.format}, must be {problem.table_format}: the descriptor's table_format"
         )
+    if len(page_table.operands) != 3 or (page_table.format == "dense" and page_table.operands[2] is not None):
+        raise InvalidArgument("page_table", "has operands of neither format, must be made by PageTable.dense or PageTable.csr")
 
 
 def normalised(rules: Rules, operands: Operands) -> Operands:
@@ -193,10 +196,24 @@ def _check_table(rules: Rules, operands: Operands) -> None:
         _check_shape(names[2], operands.table2, (batch,), "[batch_size]")
     for name, tensor in zip(names, tensors, strict=True):
         _check_unit_last(name, tensor)
+    _check_max_pages(rules, names[0], operands.table0)
     entries = operands.table0.numel()
     if entries * rules.problem.page_size + batch * MIN_TILE_N >= MAX_TOKENS:
         reason = f"{names[0]} holds {entries:,} entries: the tokens of a batch, by capacity, must stay below {MAX_TOKENS:,}"
         raise Unsupported([reason])
+
+
+def _check_max_pages(rules: Rules, name: str, table: Tensor) -> None:
+    """A dense table has at most max_pages columns, the indices of a CSR table as many for each row."""
+    if rules.max_pages is None:
+        return
+    if rules.problem.table_format == "dense":
+        most, rule = rules.max_pages, f"must have at most max_pages = {rules.max_pages} columns"
+    else:
+        most = rules.problem.batch_size * rules.max_pages
+        rule = f"must hold at most batch_size * max_pages = {most} entries"
+    if table.shape[-1] > most:
+        raise InvalidProblem(f"{name}.shape", tuple(table.shape), rule)
 
 
 def _check_tensor(rules: Rules, name: str, tensor: Any, dtype: torch.dtype) -> None:

@@ -1,4 +1,4 @@
-"""Compiles decode kernels and keeps them in memory, one per kernel spec.
+"""Compiles kernels and keeps them in memory, one per kernel spec.
 
 `cute.compile` is not thread-safe: one lock serves the process. A compile takes two to four seconds; one that takes over a
 second is announced on stderr when that is a terminal, and always in the log.
@@ -15,41 +15,59 @@ from typing import Any
 
 from .config import KernelSpec, supports
 from .errors import CompileFailed, Unsupported
+from .merge_spec import MergeSpec, merge_supports
+
+Spec = KernelSpec | MergeSpec
 
 NOTICE_AFTER = 1.0  # seconds
 
 logger = logging.getLogger("cute_kernels")
 _lock = threading.Lock()
-_kernels: dict[KernelSpec, Callable[..., None]] = {}
+_kernels: dict[Spec, Callable[..., None]] = {}
 
 
-def compiled_specs() -> list[KernelSpec]:
+def compiled_specs() -> list[Spec]:
     """The specs compiled so far, in order."""
     return list(_kernels)
 
 
 def compile_decode(spec: KernelSpec) -> Callable[..., None]:
-    """Returns fn(q, k, v, table0, table1, table2, out, lse, workspace, softmax_scale, num_ctas, tag), compiled at most once.
+    """Returns fn(q, k, v, table0, table1, table2, out, lse, workspace, softmax_scale, num_ctas, tag, status).
 
-    Needs no GPU. Raises Unsupported when `supports` rejects the spec, CompileFailed when the compiler fails.
+    Compiled at most once. Needs no GPU. Raises Unsupported when `supports` rejects the spec, CompileFailed when the compiler fails.
     """
-    kernel = _kernels.get(spec)
-    if kernel is not None:
-        return kernel
-    reasons = supports(spec)
+    return _kernels.get(spec) or _compile_once(spec, supports(spec), f"{spec.arch} decode", _build_decode)
+
+
+def compile_merge(spec: MergeSpec) -> Callable[..., None]:
+    """Returns fn(outs, lses, out, lse), compiled at most once. Needs no GPU; raises as compile_decode does."""
+    return _kernels.get(spec) or _compile_once(spec, merge_supports(spec), f"{spec.target} merge", _build_merge)
+
+
+def _build_decode(spec: Any) -> Any:
+    from .device.build import build
+
+    return build(spec)
+
+
+def _build_merge(spec: Any) -> Any:
+    from .device.build_merge import build_merge
+
+    return build_merge(spec)
+
+
+def _compile_once(spec: Spec, reasons: list[str], what: str, build: Callable[[Any], Any]) -> Callable[..., None]:
     if reasons:
         raise Unsupported(reasons)
     with _lock:
         if spec not in _kernels:
-            _kernels[spec] = _compile(spec)
+            _kernels[spec] = _compile(spec, what, build)
         return _kernels[spec]
 
 
-def _compile(spec: KernelSpec) -> Any:
-    from .device.build import build
-
+def _compile(spec: Spec, what: str, build: Callable[[Any], Any]) -> Any:
     started = time.perf_counter()
-    notice = threading.Timer(NOTICE_AFTER, _announce, [spec])
+    notice = threading.Timer(NOTICE_AFTER, _announce, [spec, what])
     notice.daemon = True
     notice.start()
     try:
@@ -62,7 +80,7 @@ def _compile(spec: KernelSpec) -> Any:
     return kernel.__tvm_ffi_object__() or kernel  # the raw function costs 0.6 us less a call; None where no GPU can load it
 
 
-def _announce(spec: KernelSpec) -> None:
+def _announce(spec: Spec, what: str) -> None:
     logger.info("compiling %s", spec)
     if sys.stderr.isatty():
-        print(f"cute_kernels: compiling {spec.arch} decode, head_dim {spec.head_dim}, {spec.element_type} ...", file=sys.stderr)
+        print(f"cute_kernels: compiling {what}, head_dim {spec.head_dim}, {spec.element_type} ...", file=sys.stderr)

@@ -16,6 +16,7 @@ Source = Literal["paged", "contiguous"]
 TableFormat = Literal["dense", "csr", "none"]
 ElementType = Literal["f16", "bf16"]
 LseBase = Literal["e", "2"]
+Partition = Literal["whole", "balanced", "invariant"]
 
 MMA_K = 16  # depth of one m16n8k16 step: head_dim is padded to it
 TILE_M = 16  # packed query rows of one tensor-core tile
@@ -25,9 +26,16 @@ SMEM_BYTES = {"sm_90a": 232_448, "sm_80": 101_376}  # what one CTA may use (227 
 ELEMENT_BYTES = 2
 TWO_CTAS_HEAD_DIM = 128  # above, two CTAs need more registers than an SM has
 MERGE_PADDING = 8  # f32 between rows of the merge buffer: a warp's stores then hit every bank
-PIECE_COST = 2  # tiles that opening a piece of work costs: its query, the merge of its warps, its store
+PIECE_BYTES = 49_152  # KV bytes that stream while a piece of work is opened, its warps merged and its state stored
+SHARE_BYTES = 65_536  # KV bytes of the smallest share of a CTA
 MIN_TILES = 2  # no cut leaves less of a row on either side
-MIN_SHARE = 4  # tiles of the smallest share of a CTA; at least MIN_TILES, so two cuts never meet
+MAX_BLOCKS = 32  # parts of a row under the invariant partition
+MIN_BLOCK = 16  # tiles of the smallest of them
+SLOTS: dict[Partition, int] = {  # partial states that a CTA may leave in the workspace
+    "whole": 0,
+    "balanced": 2,  # of the row it continues and of the row it opens
+    "invariant": 2 * MAX_BLOCKS,  # every block of the row it works on alone and of the row it opens for others
+}
 MAX_CP_ASYNC_TILE_N = 32  # each lane of a warp looks up the page of one token of the tile
 
 
@@ -47,7 +55,8 @@ class KernelSpec:
 
     arch: the mainloop ("sm90": one TMA producer warp and a ring of mbarriers; "sm80": a cp.async ring per warp).
     target: what it is compiled for. vector_bytes: bytes one cp.async moves (16 for TMA). page_size: 0 when contiguous.
-    split: whether rows may be cut between CTAs, so that partial states go through the workspace.
+    partition: how rows are divided between CTAs. "whole": not at all; "balanced": wherever the shares of the CTAs end;
+    "invariant": at places that depend on the row's length only. Parts of a row meet in the workspace.
     """
 
     arch: Arch
@@ -62,8 +71,13 @@ class KernelSpec:
     tile_n: int
     num_stages: int
     num_warps: int
-    split: bool
+    partition: Partition
     lse_base: LseBase
+
+    @property
+    def split(self) -> bool:
+        """Whether rows may be cut between CTAs, so that partial states go through the workspace."""
+        return self.partition != "whole"
 
     @property
     def padded_head_dim(self) -> int:
@@ -83,6 +97,11 @@ class KernelSpec:
         return math.gcd(self.page_size, self.tile_n)
 
     @property
+    def hole_tokens(self) -> int:
+        """KV tokens that one page lookup serves: those of a TMA box, or one for cp.async."""
+        return self.box_rows if self.arch == "sm90" else 1
+
+    @property
     def packed_rows(self) -> int:
         """Rows of a tensor-core tile that hold a query head."""
         return packed_rows(self.group_size)
@@ -93,6 +112,24 @@ class KernelSpec:
         return m_tiles(self.group_size)
 
     @property
+    def tile_bytes(self) -> int:
+        """Bytes of K and V of one tile."""
+        return 2 * self.tile_n * self.padded_head_dim * ELEMENT_BYTES
+
+    @property
+    def piece_cost(self) -> int:
+        """What opening a piece of work costs, in tiles."""
+        return max(1, PIECE_BYTES // self.tile_bytes)
+
+    @property
+    def min_share(self) -> int:
+        """Tiles of a CTA's smallest share: a state grows with its rows, and reading states must not outweigh reading KV.
+
+        More than twice MIN_TILES, so that two cuts never meet.
+        """
+        return max(2 * MIN_TILES, SHARE_BYTES // self.tile_bytes, self.packed_rows)
+
+    @property
     def merge_floats(self) -> int:
         """f32 of the buffer in which the warps' states are merged."""
         return merge_floats(self.head_dim, self.group_size, self.num_warps)
@@ -100,7 +137,8 @@ class KernelSpec:
     @property
     def min_ctas_per_sm(self) -> int:
         """CTAs that an SM's registers must hold, a limit to the compiler: 168 a thread for two CTAs of five warps."""
-        return 2 if self.arch == "sm90" and self.num_warps <= 4 and self.padded_head_dim <= TWO_CTAS_HEAD_DIM else 1
+        two = self.padded_head_dim <= TWO_CTAS_HEAD_DIM and 2 * self.smem_bytes <= SMEM_BYTES[self.target]
+        return 2 if self.arch == "sm90" and self.num_warps <= 4 and two else 1
 
     @property
     def smem_bytes(self) -> int:
@@ -139,11 +177,11 @@ def column_block(head_dim: int) -> int:
 
 
 def smem_bytes(head_dim: int, group_size: int, tile_n: int, num_stages: int, num_warps: int) -> int:
-    """Bytes of the ring of K and V tiles, the query, the warps' states while they merge, the barriers, and 1 KiB."""
+    """Bytes of the ring of K and V tiles, two queries, the warps' states while they merge, the barriers, and 1 KiB."""
     ring = 2 * num_stages * tile_n * padded_head_dim(head_dim) * ELEMENT_BYTES
-    query = TILE_M * padded_head_dim(head_dim) * ELEMENT_BYTES
+    query = 2 * TILE_M * padded_head_dim(head_dim) * ELEMENT_BYTES
     merge = merge_floats(head_dim, group_size, num_warps) * 4
-    barriers = 2 * num_stages * 8
+    barriers = num_stages * (2 * 8 + 4)  # full, empty, and the tile's holes
     return ring + query + merge + barriers + 1024  # alignment and a few words
 
 

@@ -179,8 +179,10 @@ class PagedDecodeDescriptor(_GroupedHeads):
     """Decode attention of one query row a request over a paged cache. Frozen and hashable: it is a cache key.
 
     q and out are [batch_size, num_heads, head_dim] of q_dtype; lse is f32 [batch_size, num_heads] in `lse_base`. kv_dtype
-    defaults to q's dtype. num_pages, when given, is what both caches must have. max_seq_len is a hint for the choice
-    of a configuration, never a bound on correctness. softmax_scale defaults to head_dim ** -0.5. batch_size 0 is legal.
+    defaults to q's dtype. num_pages, when given, is what both caches must have; max_pages, when given, is what a row's table
+    may have: the most columns of a dense table, and batch_size * max_pages the most indices of a CSR table. max_seq_len is
+    a hint for the choice of a configuration, never a bound on correctness. softmax_scale defaults to head_dim ** -0.5.
+    batch_size 0 is legal.
 
     Raises InvalidProblem for an extent, a divisibility, a scale or a choice that breaks its rule, in this order, then
     Unsupported for a q_dtype that no variant knows.
@@ -196,6 +198,7 @@ class PagedDecodeDescriptor(_GroupedHeads):
     layout: KVLayout = KVLayout.HND
     table_format: Literal["dense", "csr"] = "dense"
     num_pages: int | None = None
+    max_pages: int | None = None
     max_seq_len: int | None = None
     softmax_scale: float | None = None
     lse_base: LseBase = "e"
@@ -204,7 +207,7 @@ class PagedDecodeDescriptor(_GroupedHeads):
         _check_extent("batch_size", self.batch_size, least=0)
         for name in ("num_heads", "num_kv_heads", "head_dim", "page_size"):
             _check_extent(name, getattr(self, name))
-        for name in ("num_pages", "max_seq_len"):
+        for name in ("num_pages", "max_pages", "max_seq_len"):
             if getattr(self, name) is not None:
                 _check_extent(name, getattr(self, name))
         _check_group(self.num_heads, self.num_kv_heads)

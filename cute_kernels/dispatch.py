@@ -10,7 +10,7 @@ from typing import Any, Literal, cast
 import torch
 
 from . import heuristics, tuned
-from .config import Arch, DecodeConfig, ElementType, KernelSpec, Target, grid_ctas, supports
+from .config import Arch, DecodeConfig, ElementType, KernelSpec, Partition, Target, grid_ctas, supports
 from .descriptors import QUERY_DTYPES, DecodeProblem, KVDtype
 from .errors import InvalidArgument, Unsupported
 from .workspace import workspace_bytes
@@ -18,6 +18,7 @@ from .workspace import workspace_bytes
 VariantArch = Literal["sm90", "sm80", "cpu"]
 Verdict = Literal["chosen", "fits", "rejected", "excluded"]
 Launch = Callable[..., object]
+INVARIANT_BATCH = 8  # rows that an invariant plan's config is chosen for, whatever the batch
 
 
 @dataclass(frozen=True)
@@ -65,12 +66,15 @@ class PlanPreference:
 
     max_workspace_bytes: rows stay whole where cutting them needs more. arch: force "sm90", "sm80" or "cpu"; Unsupported if it
     cannot serve. deterministic: every variant is. batch_invariant: a row's bits may not depend on the rest of the batch.
+    validate: a debugging aid. `run` first checks lengths and page ids on the device, which synchronises with it and cannot
+    be captured in a graph, and raises InvalidArgument for the first bad row.
     """
 
     max_workspace_bytes: int | None = None
     arch: VariantArch | None = None
     deterministic: bool = True
     batch_invariant: bool = False
+    validate: bool = False
 
     def __post_init__(self) -> None:
         limit = self.max_workspace_bytes
@@ -78,7 +82,7 @@ class PlanPreference:
             raise InvalidArgument("max_workspace_bytes", f"got {limit!r}, must be an int of at least 0, or None")
         if self.arch not in (None, "sm90", "sm80", "cpu"):
             raise InvalidArgument("arch", f'got {self.arch!r}, must be "sm90", "sm80", "cpu" or None')
-        for name in ("deterministic", "batch_invariant"):
+        for name in ("deterministic", "batch_invariant", "validate"):
             if not isinstance(getattr(self, name), bool):
                 raise InvalidArgument(name, f"got {getattr(self, name)!r}, must be a bool")
 
@@ -107,7 +111,7 @@ VARIANTS = (
 class Candidate:
     """One variant's answer: the verdict, its reasons, and what it would run. The CPU variant has neither config nor spec.
 
-    num_ctas: the grid. config_source: what chose the config, and whether rows stay whole.
+    num_ctas: the grid. config_source: what chose the config, and why rows stay whole where they could be cut.
     """
 
     variant: str
@@ -120,9 +124,9 @@ class Candidate:
     num_ctas: int = 1
 
     @property
-    def cutting_ctas(self) -> int:
-        """CTAs that may cut rows and so need a part of the workspace: all or none."""
-        return self.num_ctas if self.spec is not None and self.spec.split else 0
+    def partition(self) -> Partition:
+        """How rows are divided between CTAs; the CPU variant keeps them whole."""
+        return "whole" if self.spec is None else self.spec.partition
 
 
 @dataclass(frozen=True)
@@ -182,21 +186,20 @@ def _evaluate(variant: Variant, problem: DecodeProblem, facts: DeviceFacts, pref
     target = variant.target(facts) or variant.targets[-1][1]  # elsewhere: what it would lack besides the device
     config, source = _config(variant.arch, target, problem, facts, preference)
     num_ctas = grid_ctas(problem.units, facts.sm_count, config.ctas_per_sm)
-    whole = _whole_rows(problem, num_ctas, preference)
-    spec = kernel_spec(problem, variant.arch, target, config, split=not whole)
+    partition, why = _partition(problem, num_ctas, preference)
+    spec = kernel_spec(problem, variant.arch, target, config, partition=partition)
     reasons += supports(spec)
     verdict: Verdict = "rejected" if reasons else "fits"
-    return Candidate(variant.name, variant.arch, verdict, tuple(reasons), config, spec, source + whole, num_ctas)
+    return Candidate(variant.name, variant.arch, verdict, tuple(reasons), config, spec, source + why, num_ctas)
 
 
-def _whole_rows(problem: DecodeProblem, num_ctas: int, preference: PlanPreference) -> str:
-    """Why rows must not be cut between CTAs; empty when they may be."""
-    if preference.batch_invariant:
-        return ", whole rows: batch invariant"
-    limit, needed = preference.max_workspace_bytes, workspace_bytes(problem, num_ctas)
+def _partition(problem: DecodeProblem, num_ctas: int, preference: PlanPreference) -> tuple[Partition, str]:
+    """How rows are divided between CTAs, and why they must stay whole where they must."""
+    partition: Partition = "invariant" if preference.batch_invariant else "balanced"
+    limit, needed = preference.max_workspace_bytes, workspace_bytes(problem, num_ctas, partition)
     if limit is not None and needed > limit:
-        return f", whole rows: cutting them needs {needed:,} workspace bytes"
-    return ""
+        return "whole", f", whole rows: cutting them needs {needed:,} workspace bytes"
+    return partition, ""
 
 
 def _device_reasons(variant: Variant, facts: DeviceFacts) -> list[str]:
@@ -222,15 +225,16 @@ def _dtype_reasons(variant: Variant, problem: DecodeProblem) -> list[str]:
 def _config(
     arch: Arch, target: Target, problem: DecodeProblem, facts: DeviceFacts, preference: PlanPreference
 ) -> tuple[DecodeConfig, str]:
-    if preference.batch_invariant:  # nothing that a row's bits depend on may see the batch
-        return heuristics.choose(replace(problem, batch_size=1), arch, target, facts.sm_count), "heuristics for one row"
+    if preference.batch_invariant:  # nothing that a row's bits depend on may see the batch or its lengths
+        any_batch = replace(problem, batch_size=INVARIANT_BATCH, max_seq_len=None)
+        return heuristics.choose(any_batch, arch, target, facts.sm_count), "heuristics for any batch"
     config, source = tuned.lookup(problem, arch, facts.slug), f"plans/{facts.slug}.json"
-    if config is None or supports(kernel_spec(problem, arch, target, config, split=True)):
+    if config is None or supports(kernel_spec(problem, arch, target, config, partition="balanced")):
         config, source = heuristics.choose(problem, arch, target, facts.sm_count), "heuristics"
     return config, source
 
 
-def kernel_spec(problem: DecodeProblem, arch: Arch, target: Target, config: DecodeConfig, *, split: bool) -> KernelSpec:
+def kernel_spec(problem: DecodeProblem, arch: Arch, target: Target, config: DecodeConfig, *, partition: Partition) -> KernelSpec:
     """The compile key of `problem` with `config`: what changes generated code, and no more."""
     return KernelSpec(
         arch=arch,
@@ -245,7 +249,7 @@ def kernel_spec(problem: DecodeProblem, arch: Arch, target: Target, config: Deco
         tile_n=config.tile_n,
         num_stages=config.num_stages,
         num_warps=config.num_warps,
-        split=split,
+        partition=partition,
         lse_base=problem.lse_base,
     )
 

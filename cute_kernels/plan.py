@@ -1,58 +1,30 @@
-"""Plans: select -> can_implement -> workspace_size -> run."""
+"""Decode plans: select -> can_implement -> workspace_size -> run."""
 
 from __future__ import annotations
 
-import contextlib
 import math
 import secrets
-from collections.abc import Iterator
-from dataclasses import dataclass
+from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor
 
 from . import checks
 from .checks import Operands, Passage, Rules
-from .config import DecodeConfig, KernelSpec
+from .config import KernelSpec
 from .descriptors import DecodeProblem, FlashDecodingDescriptor, PagedDecodeDescriptor
-from .dispatch import Candidate, DeviceFacts, Explanation, Launch, PlanPreference, explain
-from .errors import CompileFailed, InvalidArgument, LaunchFailed, Unsupported
+from .dispatch import Candidate, DeviceFacts, Launch, PlanPreference, explain
+from .errors import CompileFailed, InvalidArgument
+from .faults import Fault, first_fault, new_status, read
 from .page_table import PageTable
-from .workspace import WorkspaceRegion, workspace_bytes, workspace_regions
+from .plan_base import ANY_VARIANT, LAUNCH_ERRORS, SKU_ARCH, Plan, PrecisionGuarantee, Sku, _device, remembered
+from .seen import Setting, Shortcut, never, shortcut
+from .workspace import workspace_bytes, workspace_regions
 
 MAX_CHECKED = 4096  # signatures that a plan remembers
-SKU_ARCH = {"sm90": "sm90a", "sm80": "sm80", "cpu": "cpu"}
-NO_TABLE = (None, None, None)
-
-
-@dataclass(frozen=True)
-class PrecisionGuarantee:
-    """What a plan promises about its numbers.
-
-    The error against f64 is at most `error_ratio` times that of PyTorch in the same dtype, plus `error_ulps` units in the
-    last place of the output dtype. batch_invariant: a row's bits do not depend on the other rows.
-    """
-
-    accumulator: str = "f32"
-    deterministic: bool = True
-    bit_stable_on_same_hardware: bool = True
-    batch_invariant: bool = False
-    error_ratio: float = 1.25
-    error_ulps: int = 2
-
-
-@dataclass(frozen=True)
-class Sku:
-    """What really runs. config: None for the CPU variant, which has no knobs."""
-
-    operation: str
-    q_dtype: str
-    kv_dtype: str
-    out_dtype: str
-    arch: str
-    variant: str
-    config: DecodeConfig | None
-    precision_guarantee: PrecisionGuarantee
+MAX_SHORTCUTS = 512  # runs whose tensors it remembers, one a K cache
+NO_PAGE_TABLE = ("none", (None, None, None))  # what stands for the PageTable of a contiguous cache
 
 
 def sku_of(problem: DecodeProblem, chosen: Candidate, preference: PlanPreference) -> Sku:
@@ -63,62 +35,64 @@ def sku_of(problem: DecodeProblem, chosen: Candidate, preference: PlanPreference
     return Sku(operation, *dtypes, SKU_ARCH[chosen.arch], chosen.variant, chosen.config, guarantee)
 
 
-class DecodePlan:
+class DecodePlan(Plan):
     """What the plans of one query row a request share. Make one with `select`; its attributes are read-only facts."""
 
     def __init__(
-        self,
-        descriptor: PagedDecodeDescriptor | FlashDecodingDescriptor,
-        device: torch.device,
-        rules: Rules,
-        preference: PlanPreference,
+        self, descriptor: PagedDecodeDescriptor | FlashDecodingDescriptor, rules: Rules, preference: PlanPreference
     ) -> None:
-        facts, problem = DeviceFacts.of(device), rules.problem
-        self._explanation = explain(problem, facts, preference)
-        chosen = self._explanation.chosen
+        device, problem, facts = rules.device, rules.problem, DeviceFacts.of(rules.device)
+        explanation = explain(problem, facts, preference)
+        chosen = explanation.chosen
+        grid = (problem, chosen.num_ctas, chosen.partition)
+        sku = sku_of(problem, chosen, preference)
+        super().__init__(device, facts.sm_count, sku, explanation, workspace_bytes(*grid), workspace_regions(*grid))
         self.descriptor = descriptor
-        self.device = device
-        self.sm_count = facts.sm_count
         self.num_ctas = chosen.num_ctas
-        self.sku = sku_of(problem, chosen, preference)
-        self._rules = rules
-        self._workspace_bytes = workspace_bytes(problem, chosen.cutting_ctas)
-        self._scale = descriptor.scale
-        self._tag = secrets.randbits(31) | 1  # marks this plan's words in a workspace that may hold anything
-        self._several_gpus = device.type == "cuda" and torch.cuda.device_count() > 1
-        self._checked: dict[object, Passage] = {}
         self._launch = _launch_of(chosen.spec, descriptor)
+        self._rules = rules
+        self._validate = preference.validate
+        self._tag = secrets.randbits(31) | 1  # marks this plan's words in a workspace that may hold anything
+        self._words = new_status(device)
+        status = self._words.data_ptr() if chosen.spec else self._words  # the reference writes the words themselves
+        self._constants = (descriptor.scale, self.num_ctas, self._tag, status)
+        device_index = device.index if self._several_gpus else None
+        self._setting = Setting(self._constants, self._workspace_bytes > 0, rules.nhd, device_index, self._name)
+        self._checked: dict[object, Passage] = {}
+        self._shortcuts: dict[int, Shortcut] = {}  # by the id of the K cache, as the next
+        self._last_q: dict[int, ref[Tensor]] = {}
 
-    @property
-    def precision_guarantee(self) -> PrecisionGuarantee:
-        """What the plan promises about its numbers."""
-        return self.sku.precision_guarantee
+    def status(self) -> Fault | None:
+        """Bad metadata that a run has met since `clear_status`: one such fault, None where there was none.
 
-    def explain(self) -> Explanation:
-        """Every variant and why it was taken or rejected; print it, or take its `to_dict()`."""
-        return self._explanation
+        Waits for the plan's device; raises InvalidArgument inside a graph capture. Callers that select the same descriptor,
+        device and preference share the plan and so its status. A cache or a table without pages launches nothing and records
+        nothing.
+        """
+        self._refuse_capture("status")
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)  # a run may be on any stream
+        return read(self._words, self._tag)
 
-    def workspace_size(self) -> int:
-        """Exact bytes of the workspace that `run` needs; 0 where none is needed."""
-        return self._workspace_bytes
-
-    def workspace_regions(self) -> tuple[WorkspaceRegion, ...]:
-        """The named regions of the workspace, in bytes."""
-        return workspace_regions(self._rules.problem, self._explanation.chosen.cutting_ctas)
+    def clear_status(self) -> None:
+        """Forgets the fault that `status` tells of, in the order of the current stream; nothing else does."""
+        self._words.zero_()
 
     def _run(
         self,
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        table: tuple[Tensor | None, Tensor | None, Tensor | None],
+        page_table: Any,
         out: Tensor | None,
         lse: Tensor | None,
         workspace: Tensor | None,
         stream: torch.cuda.Stream | None,
     ) -> tuple[Tensor, Tensor]:
+        """Launches where no shortcut knows the operands: after the checks that their signature still needs."""
         if out is None or lse is None:
             out, lse = self._allocate(q, out, lse)
+        table: tuple[Any, Any, Any] = page_table[1]
         key: object = None
         passage = None
         try:
@@ -128,17 +102,17 @@ class DecodePlan:
             pass  # not a tensor: the check names it
         if passage is None:
             passage = self._check(key, Operands(q, k, v, *table, out, lse, workspace))
-        elsewhere = self._several_gpus and torch.cuda.current_device() != self.device.index
-        if self._workspace_bytes == 0:
-            workspace = None  # a kernel that keeps rows whole takes none
-        if passage is not Passage.DIRECT or stream is not None or elsewhere:
-            return self._run_slowly(passage, Operands(q, k, v, *table, out, lse, workspace), stream)
+        if passage is not Passage.DIRECT or stream is not None or self._validate or (self._several_gpus and self._elsewhere()):
+            self._run_slowly(passage, Operands(q, k, v, *table, out, lse, workspace), stream)
+            return out, lse
+        last_q = self._last_q.get(id(k))
+        if last_q is not None and last_q() is q:  # a third run may be the same: for tensors made anew it would not pay
+            self._shortcuts[id(k)] = shortcut(self._launch, self._setting, q, k, v, page_table, out, lse, workspace)
+        else:
+            self._expect(q, k)
         if self._rules.nhd:
             k, v = k.transpose(1, 2), v.transpose(1, 2)
-        try:
-            self._launch(q, k, v, *table, out, lse, workspace, self._scale, self.num_ctas, self._tag)
-        except (RuntimeError, TypeError, ValueError) as error:
-            raise LaunchFailed(f"{self.sku.variant} on {self.device}: {error}") from error
+        self._start(q, k, v, *table, out, lse, workspace)
         return out, lse
 
     def _allocate(self, q: Tensor, out: Tensor | None, lse: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -158,34 +132,67 @@ class DecodePlan:
         self._checked[key] = passage
         return passage
 
-    def _run_slowly(self, passage: Passage, operands: Operands, stream: torch.cuda.Stream | None) -> tuple[Tensor, Tensor]:
-        """The same for odd strides, nothing to read, a stream of the caller's, or a device that is not current."""
+    def _expect(self, q: Tensor, k: Tensor) -> None:
+        """A second run with q and this K cache makes a shortcut."""
+        if len(self._last_q) >= MAX_SHORTCUTS:
+            self._last_q.clear()
+            self._shortcuts.clear()
+        self._last_q[id(k)] = ref(q)
+
+    def _run_slowly(self, passage: Passage, operands: Operands, stream: torch.cuda.Stream | None) -> None:
+        """The same for odd strides, nothing to read, a stream of the caller's, validation, or a device that is not current."""
         with self._on(stream):
+            if self._validate:
+                self._check_metadata(operands)
             if passage is Passage.EMPTY:
                 operands.out.zero_()
                 operands.lse.fill_(-math.inf)
             elif passage is not Passage.NOTHING:
-                seen = checks.normalised(self._rules, operands)
-                try:
-                    self._launch(*seen, self._scale, self.num_ctas, self._tag)
-                except (RuntimeError, TypeError, ValueError) as error:
-                    raise LaunchFailed(f"{self.sku.variant} on {self.device}: {error}") from error
-        return operands.out, operands.lse
+                self._start(*checks.normalised(self._rules, operands))
 
-    @contextlib.contextmanager
-    def _on(self, stream: torch.cuda.Stream | None) -> Iterator[None]:
-        """The plan's device and the given stream are current inside, the caller's again after."""
-        if stream is None and self.device.type != "cuda":
-            yield
+    def _start(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        table0: Tensor | None,
+        table1: Tensor | None,
+        table2: Tensor | None,
+        out: Tensor,
+        lse: Tensor,
+        workspace: Tensor | None,
+    ) -> None:
+        """One launch; k and v are HND. A kernel that keeps rows whole takes no workspace."""
+        if self._workspace_bytes == 0:
+            workspace = None
+        try:
+            self._launch(q, k, v, table0, table1, table2, out, lse, workspace, *self._constants)
+        except LAUNCH_ERRORS as error:
+            raise self._launch_failed(error) from error
+
+    def _check_metadata(self, operands: Operands) -> None:
+        """Raises InvalidArgument for the first row whose length, indptr or page ids break their rule; synchronises."""
+        problem = self._rules.problem
+        if problem.table_format == "none":
             return
-        if stream is not None and (not isinstance(stream, torch.cuda.Stream) or stream.device != self.device):
-            raise InvalidArgument("stream", f"got {stream!r}, must be a torch.cuda.Stream of the plan's device, {self.device}")
-        with torch.cuda.device(self.device), torch.cuda.stream(stream):
-            yield
+        self._refuse_capture("validate")
+        table = PageTable(problem.table_format, (operands.table0, operands.table1, operands.table2))
+        fault = first_fault(table, problem.page_size, operands.k_cache.shape[0])
+        if fault is not None:
+            raise fault.error(table)
+
+    def _refuse_capture(self, name: str) -> None:
+        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise InvalidArgument(name, "reads from the device and waits for it, must not be used inside a graph capture")
 
 
 class PagedDecodePlan(DecodePlan):
     """Decode attention of one query row a request over a paged cache."""
+
+    def __init__(self, descriptor: PagedDecodeDescriptor, device: torch.device, preference: PlanPreference) -> None:
+        nhd, num_pages, max_pages = descriptor.layout.order == "NHD", descriptor.num_pages, descriptor.max_pages
+        rules = Rules(descriptor.problem, device, nhd=nhd, num_pages=num_pages, max_pages=max_pages)
+        super().__init__(descriptor, rules, preference)
 
     @classmethod
     def select(
@@ -196,16 +203,14 @@ class PagedDecodePlan(DecodePlan):
     ) -> PagedDecodePlan:
         """The first variant that serves `descriptor` on `device` (default: the current GPU, else the CPU), compiled.
 
-        Raises Unsupported with every reason when none does, or not the one that `preference` forces; CompileFailed when
-        it cannot be compiled, also inside a graph capture.
+        The same descriptor, device and preference give the same plan, which is kept. Raises Unsupported with every reason
+        when no variant serves, or not the one that `preference` forces; CompileFailed when it cannot be compiled, also inside
+        a graph capture.
         """
         if not isinstance(descriptor, PagedDecodeDescriptor):
             raise InvalidArgument("descriptor", f"got {type(descriptor).__name__}, must be a PagedDecodeDescriptor")
-        preference = preference or PlanPreference()
-        where = _device(device, preference)
-        nhd = descriptor.layout.order == "NHD"
-        rules = Rules(descriptor.problem, where, nhd=nhd, num_pages=descriptor.num_pages)
-        return cls(descriptor, where, rules, preference)
+        preference = ANY_VARIANT if preference is None else preference
+        return remembered(cls, descriptor, _device(device, preference), preference)
 
     def can_implement(
         self,
@@ -239,14 +244,23 @@ class PagedDecodePlan(DecodePlan):
         [batch, num_heads]; workspace: uint8 [workspace_size() or more]. Allocates only the outputs that are not given.
         No host-device synchronisation. Raises, before anything is written, InvalidProblem (an extent), InvalidArgument
         (type, dtype, device, overlap), MisalignedOperand, Unsupported (strides), WorkspaceTooSmall; then LaunchFailed.
+
+        Bad lengths and page ids on the device are masked, as `reference` says, and recorded for `status`; under
+        PlanPreference(validate=True) they raise InvalidArgument before anything is written, which synchronises.
         """
-        if type(page_table) is not PageTable or page_table.format != self._rules.problem.table_format:
-            checks.check_page_table(self._rules.problem, page_table)
-        return self._run(q, k_cache, v_cache, page_table.operands, out, lse, workspace, stream)
+        if stream is None:
+            done = self._shortcuts.get(id(k_cache), never)(q, k_cache, v_cache, page_table, out, lse, workspace)
+            if done is not None:
+                return done
+        checks.check_page_table(self._rules.problem, page_table)
+        return self._run(q, k_cache, v_cache, page_table, out, lse, workspace, stream)
 
 
 class FlashDecodingPlan(DecodePlan):
     """Decode attention of one query row a request over a contiguous cache."""
+
+    def __init__(self, descriptor: FlashDecodingDescriptor, device: torch.device, preference: PlanPreference) -> None:
+        super().__init__(descriptor, Rules(descriptor.problem, device, seq_len=descriptor.seq_len), preference)
 
     @classmethod
     def select(
@@ -258,13 +272,12 @@ class FlashDecodingPlan(DecodePlan):
         """As PagedDecodePlan.select."""
         if not isinstance(descriptor, FlashDecodingDescriptor):
             raise InvalidArgument("descriptor", f"got {type(descriptor).__name__}, must be a FlashDecodingDescriptor")
-        preference = preference or PlanPreference()
-        where = _device(device, preference)
-        return cls(descriptor, where, Rules(descriptor.problem, where, seq_len=descriptor.seq_len), preference)
+        preference = ANY_VARIANT if preference is None else preference
+        return remembered(cls, descriptor, _device(device, preference), preference)
 
     def can_implement(self, q: Tensor, k: Tensor, v: Tensor, *, out: Tensor | None = None, lse: Tensor | None = None) -> None:
         """Checks shapes, dtypes, strides, alignment, devices and overlap as `run` does; raises its typed errors."""
-        checks.check(self._rules, Operands(q, k, v, *NO_TABLE, out, lse, None))
+        checks.check(self._rules, Operands(q, k, v, *NO_PAGE_TABLE[1], out, lse, None))
 
     def run(
         self,
@@ -278,24 +291,11 @@ class FlashDecodingPlan(DecodePlan):
         stream: torch.cuda.Stream | None = None,
     ) -> tuple[Tensor, Tensor]:
         """As PagedDecodePlan.run, with k and v [batch, num_kv_heads, seq_len, head_dim]."""
-        return self._run(q, k, v, NO_TABLE, out, lse, workspace, stream)
-
-
-def _device(device: torch.device | str | None, preference: PlanPreference) -> torch.device:
-    """The device with its index. Raises Unsupported for one that this machine lacks."""
-    if device is None:
-        device = "cuda" if torch.cuda.is_available() and preference.arch != "cpu" else "cpu"
-    try:
-        found = torch.device(device)
-    except (RuntimeError, TypeError) as error:
-        raise InvalidArgument("device", f"got {device!r}, must be a torch.device or its name") from error
-    if found.type == "cpu":
-        return torch.device("cpu")
-    if found.type != "cuda":
-        raise Unsupported([f"device = {found}: must be a CUDA device or the CPU"])
-    if not torch.cuda.is_available() or (found.index or 0) >= torch.cuda.device_count():
-        raise Unsupported([f"device = {found}: this machine has {torch.cuda.device_count()} CUDA devices"])
-    return torch.device("cuda", torch.cuda.current_device() if found.index is None else found.index)
+        if stream is None:
+            done = self._shortcuts.get(id(k), never)(q, k, v, NO_PAGE_TABLE, out, lse, workspace)
+            if done is not None:
+                return done
+        return self._run(q, k, v, NO_PAGE_TABLE, out, lse, workspace, stream)
 
 
 def _launch_of(spec: KernelSpec | None, descriptor: PagedDecodeDescriptor | FlashDecodingDescriptor) -> Launch:

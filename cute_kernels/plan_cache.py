@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,11 +14,12 @@ from .descriptors import MAX_EXTENT, FlashDecodingDescriptor, KVDtype, KVLayout,
 from .errors import InvalidArgument, InvalidProblem
 from .page_table import PageTable
 from .plan import DecodePlan, FlashDecodingPlan, PagedDecodePlan
+from .plan_base import MAX_PLANS
 
-MAX_PLANS = 256
 MAX_WORKSPACES = 64
 KV_DTYPES = {kv_dtype.torch_dtype: kv_dtype for kv_dtype in KVDtype}
 
+_layout = functools.cache(KVLayout)
 _workspaces: dict[tuple[DecodePlan, int], Tensor] = {}
 
 
@@ -44,9 +46,10 @@ def run_paged(
         # the table's width bounds the length; in powers of two, so that a growing table seldom asks for another plan
         max_seq_len = min(1 << max(0, table0.shape[1] * page_size - 1).bit_length(), MAX_EXTENT)
     table = PageTable("dense" if table2 is None else "csr", (table0, table1, table2))
-    shape = (batch, heads, k_cache.shape[head_axis], dim, page_size, q.dtype, k_cache.dtype)
-    rules = (layout, alignment(k_cache, v_cache), table.format, max_seq_len, softmax_scale, lse_base)
-    plan = _paged_plan(shape, rules, q.device)
+    cache = (_kv_dtype(k_cache.dtype), _layout(layout, alignment(k_cache, v_cache)))
+    shape = (batch, heads, k_cache.shape[head_axis], dim, page_size, q.dtype)
+    fields = (*shape, *cache, table.format, None, None, max_seq_len, softmax_scale, lse_base)
+    plan = _plan(PagedDecodePlan, PagedDecodeDescriptor, fields, q.device)
     plan.run(q, k_cache, v_cache, table, out=out, lse=lse, workspace=_workspace(plan))
 
 
@@ -62,8 +65,8 @@ def run_contiguous(
     """Runs the plan of these tensors' problem over a contiguous cache [batch, num_kv_heads, seq_len, head_dim]."""
     batch, heads, dim = _query_extents(q)
     _check_cache_axes(k)
-    shape = (batch, heads, k.shape[1], k.shape[2], dim, q.dtype)
-    plan = _flash_plan(shape, (softmax_scale, lse_base, alignment(k, v)), q.device)
+    fields = (batch, heads, k.shape[1], k.shape[2], dim, q.dtype, softmax_scale, lse_base, alignment(k, v))
+    plan = _plan(FlashDecodingPlan, FlashDecodingDescriptor, fields, q.device)
     plan.run(q, k, v, out=out, lse=lse, workspace=_workspace(plan))
 
 
@@ -78,29 +81,9 @@ def alignment(*tensors: Tensor) -> int:
 
 
 @functools.lru_cache(maxsize=MAX_PLANS)
-def _paged_plan(shape: tuple[Any, ...], rules: tuple[Any, ...], device: torch.device) -> PagedDecodePlan:
-    batch, heads, kv_heads, dim, page_size, q_dtype, cache_dtype = shape
-    order, aligned, table_format, max_seq_len, softmax_scale, lse_base = rules
-    descriptor = PagedDecodeDescriptor(
-        batch,
-        heads,
-        kv_heads,
-        dim,
-        page_size,
-        q_dtype,
-        _kv_dtype(cache_dtype),
-        KVLayout(order, aligned),
-        table_format,
-        max_seq_len=max_seq_len,
-        softmax_scale=softmax_scale,
-        lse_base=lse_base,
-    )
-    return PagedDecodePlan.select(descriptor, device)
-
-
-@functools.lru_cache(maxsize=MAX_PLANS)
-def _flash_plan(shape: tuple[Any, ...], rules: tuple[Any, ...], device: torch.device) -> FlashDecodingPlan:
-    return FlashDecodingPlan.select(FlashDecodingDescriptor(*shape, *rules), device)
+def _plan(kind: Any, describe: Callable[..., Any], fields: tuple[Any, ...], device: torch.device) -> Any:
+    """The plan of `describe(*fields)`: `select` keeps it too, but this spares a call the descriptor."""
+    return kind.select(describe(*fields), device)
 
 
 def _workspace(plan: DecodePlan) -> Tensor | None:

@@ -2,6 +2,9 @@
 
 A row attends to the tokens t < length whose page the table holds and the pool has. No other byte of a cache is read, so
 whatever it holds cannot reach a result. A row without tokens gives out = 0 and lse = -inf.
+
+Bad metadata is masked row by row: tokens of a page outside the pool are left out, a negative length counts as 0, a length past
+what the row's part of the table holds as that, and a row whose indptr is negative, decreasing or past the indices is empty.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from torch import Tensor
 from .config import LseBase
 from .descriptors import DecodeProblem
 from .dispatch import Launch
+from .faults import first_fault, record
 from .page_table import PageTable
 
 LOG2_E = math.log2(math.e)
@@ -77,7 +81,10 @@ def attend(
 
 
 def cpu_variant(problem: DecodeProblem) -> Launch:
-    """The CPU variant for `problem`, called as a compiled kernel is; it needs no workspace."""
+    """The CPU variant for `problem`, called as a compiled kernel is, but with the status words themselves, not their address.
+
+    It needs no workspace.
+    """
 
     def launch(
         q: Tensor,
@@ -92,12 +99,16 @@ def cpu_variant(problem: DecodeProblem) -> Launch:
         softmax_scale: float,
         num_ctas: int,
         tag: int,
+        status: Tensor,
     ) -> None:
         if table0 is None or table1 is None:
             result = decode_contiguous(q, k, v, softmax_scale=softmax_scale, lse_base=problem.lse_base)
         else:
             table = PageTable("dense" if table2 is None else "csr", (table0, table1, table2))
             result = decode_paged(q, k, v, table, softmax_scale=softmax_scale, lse_base=problem.lse_base)
+            fault = first_fault(table, k.shape[2], k.shape[0])
+            if fault is not None:
+                record(status, tag, fault)
         out.copy_(result[0])
         lse.copy_(result[1])
 

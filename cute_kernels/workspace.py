@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .config import packed_rows, padded_head_dim
+from .config import SLOTS, Partition, packed_rows, padded_head_dim
 from .descriptors import DecodeProblem
 
 REGION_ALIGNMENT = 128  # bytes: a region starts and ends on a cache line
 WORKSPACE_ALIGNMENT = 16  # bytes: what the workspace's own pointer must keep
 WORD_BYTES = 16  # two neighbouring columns, the lse and a tag
-SLOTS = 2  # partial states a CTA may leave: of the row it continues and of the row it opens
 
 
 @dataclass(frozen=True)
@@ -22,21 +21,22 @@ class WorkspaceRegion:
     nbytes: int
 
 
-def workspace_regions(problem: DecodeProblem, num_ctas: int) -> tuple[WorkspaceRegion, ...]:
-    """The regions of a grid of `num_ctas` CTAs that may cut rows; none for 0 or an empty batch. Lengths do not matter.
+def workspace_regions(problem: DecodeProblem, num_ctas: int, partition: Partition) -> tuple[WorkspaceRegion, ...]:
+    """The regions of a grid of `num_ctas` CTAs; none where rows stay whole or the batch is empty. Lengths do not matter.
 
-    partial_states: words [2 num_ctas, min(group_size, 16), padded head_dim / 2] of out, lse and a tag, as device/partials.py
-    lays them out. What they hold before a launch is ignored.
+    partial_states: words [SLOTS num_ctas, min(group_size, 16), padded head_dim / 2] of out, lse and a tag, as
+    device/partials.py lays them out. What they hold before a launch is ignored.
     """
-    if num_ctas == 0 or problem.batch_size == 0:
+    slots = SLOTS[partition] * num_ctas
+    if slots == 0 or problem.batch_size == 0:
         return ()
-    words = SLOTS * num_ctas * packed_rows(problem.group_size) * padded_head_dim(problem.head_dim) // 2
+    words = slots * packed_rows(problem.group_size) * padded_head_dim(problem.head_dim) // 2
     return (WorkspaceRegion("partial_states", 0, words * WORD_BYTES),)
 
 
-def workspace_bytes(problem: DecodeProblem, num_ctas: int) -> int:
+def workspace_bytes(problem: DecodeProblem, num_ctas: int, partition: Partition) -> int:
     """Exact bytes of the workspace: the end of the last region, rounded up to 128."""
-    regions = workspace_regions(problem, num_ctas)
+    regions = workspace_regions(problem, num_ctas, partition)
     return _aligned(regions[-1].offset + regions[-1].nbytes) if regions else 0
 
 

@@ -11,7 +11,7 @@ from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import warp
 
 from ..config import TILE_M, KernelSpec
-from .mask import mask_scores, zero_rows
+from .mask import mask_holes, mask_scores, zero_rows
 from .pack_gqa import fragments, query_step
 from .softmax import online_softmax
 
@@ -82,9 +82,10 @@ def attend_tile(
     state: WarpState,
     stage: Int32,
     valid: Int32,
+    holes: Int32,
     scale_log2: Float32,
 ):
-    """Adds tile `stage` to the warp's state. valid: tokens of the tile inside the row (may exceed tile_n)."""
+    """Adds tile `stage` to the warp's state. valid: tokens of the tile inside the row (may exceed tile_n); holes: mask.py."""
     lane = cute.arch.lane_idx()
     reader_k, reader_v = readers
     thr_mma = tiled_mma.get_slice(lane)
@@ -92,9 +93,12 @@ def attend_tile(
     acc_s.fill(0.0)
     for step in cutlass.range_constexpr(spec.padded_head_dim // 16):
         cute.gemm(tiled_mma, acc_s, query_step(spec, query, step), reader_k.load(step, stage)[None, None, 0], acc_s)
+    coords = thr_mma.partition_C(cute.make_identity_tensor((TILE_M, spec.tile_n)))
     if valid < spec.tile_n:
-        mask_scores(acc_s, thr_mma.partition_C(cute.make_identity_tensor((TILE_M, spec.tile_n))), valid)
+        mask_scores(acc_s, coords, valid)
         zero_rows(spec, ring_v[None, None, stage], valid, lane)
+    if holes != 0:
+        mask_holes(acc_s, coords, holes, spec.hole_tokens)
     online_softmax(acc_s, state.acc_o, state.row_max, state.row_sum, scale_log2)
     p = probabilities(acc_s, ring_v.element_type)
     for step in cutlass.range_constexpr(spec.tile_n // 16):

@@ -1,23 +1,13 @@
 """Traces and compiles a decode kernel from fake tensors: shapes and strides are dynamic, so one kernel serves any cache."""
 
-import warnings
-
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
-from cutlass.base_dsl.ast_helpers import DSLOptimizationWarning
+from cutlass import Float32, Int32, Int64
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
 from ..config import ELEMENT_BYTES, KernelSpec
 from .decode import DecodeKernel
-
-ELEMENT_TYPES = {"f16": cutlass.Float16, "bf16": cutlass.BFloat16}
-
-
-def _rows(dtype: type, shape: tuple, divisibility: int, align: int):
-    """A tensor with a unit last stride and any other strides that are multiples of `divisibility` elements."""
-    strides = tuple(cute.sym_int64(divisibility=divisibility) for _ in shape[:-1])
-    return make_fake_tensor(dtype, shape, (*strides, 1), assumed_align=align)
+from .tracing import ELEMENT_TYPES, compile_kernel, rows, scalars
 
 
 def _tables(spec: KernelSpec) -> tuple:
@@ -27,7 +17,7 @@ def _tables(spec: KernelSpec) -> tuple:
         return make_fake_tensor(Int32, (cute.sym_int64(),), (1,), assumed_align=4)
 
     if spec.table_format == "dense":
-        return _rows(Int32, (cute.sym_int64(), cute.sym_int64()), 1, 4), vector(), None
+        return rows(Int32, (cute.sym_int64(), cute.sym_int64()), 1, 4), vector(), None
     if spec.table_format == "csr":
         return vector(), vector(), vector()
     return None, None, None
@@ -38,22 +28,19 @@ def arguments(spec: KernelSpec) -> tuple:
     dtype = ELEMENT_TYPES[spec.element_type]
     batch, heads, kv_heads = cute.sym_int64(), cute.sym_int64(), cute.sym_int64()
     pair = 2 if spec.head_dim % 2 == 0 else 1
-    query = [_rows(dtype, (batch, heads, spec.head_dim), pair, pair * ELEMENT_BYTES) for _ in range(2)]
+    query = [rows(dtype, (batch, heads, spec.head_dim), pair, pair * ELEMENT_BYTES) for _ in range(2)]
     slots = spec.page_size or cute.sym_int64()
     pages = cute.sym_int64()
     caches = [
-        _rows(dtype, (pages, kv_heads, slots, spec.head_dim), spec.vector_bytes // ELEMENT_BYTES, spec.vector_bytes)
+        rows(dtype, (pages, kv_heads, slots, spec.head_dim), spec.vector_bytes // ELEMENT_BYTES, spec.vector_bytes)
         for _ in range(2)
     ]
-    lse = make_fake_tensor(Float32, (batch, heads), (cute.sym_int64(), cute.sym_int64()), assumed_align=4)
+    lse = scalars(Float32, (batch, heads))
     workspace = make_fake_tensor(cutlass.Uint8, (cute.sym_int64(),), (1,), assumed_align=16) if spec.split else None
     stream = make_fake_stream(use_tvm_ffi_env_stream=True)
-    return (query[0], *caches, *_tables(spec), query[1], lse, workspace, Float32(1.0), Int32(1), Int32(1), stream)
+    return (query[0], *caches, *_tables(spec), query[1], lse, workspace, Float32(1.0), Int32(1), Int32(1), Int64(0), stream)
 
 
 def build(spec: KernelSpec, options: str = ""):
     """Compiles `spec` for its target; needs no GPU. `options` are further compiler options, such as --keep-ptx."""
-    flags = f"--gpu-arch {spec.target} --enable-tvm-ffi {options}"
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DSLOptimizationWarning)  # fragments are unrolled on purpose
-        return cute.compile(DecodeKernel(spec), *arguments(spec), options=flags)
+    return compile_kernel(DecodeKernel(spec), arguments(spec), spec.target, options)

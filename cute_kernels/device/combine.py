@@ -1,9 +1,12 @@
 """Combines the partial states of a cut row: out = sum_p w_p out_p with w_p = 2^(lse_p - lse), in piece order.
 
-Every CTA stores its pieces and goes on. The CTA that holds a row's last piece combines at the end of its share, in piece order,
-so the result is deterministic and there is no second launch. It waits only for CTAs of a lower index, which the hardware
-starts no later than itself.
+Every CTA stores its pieces and goes on; those that combine do so at the end of their share. A row in few pieces is combined
+by the CTA that holds its last one. In a row of many, the last piece of each group combines the group into one state, in
+parallel, and the row's last combines those states and its own group. The order is fixed, so the result is deterministic, and
+there is no second launch. A CTA waits only for CTAs of a lower index, which the hardware starts no later than itself.
 """
+
+from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
@@ -15,49 +18,104 @@ from .partials import receive, send, word_at
 from .softmax import finite_or_zero
 from .work_scheduler import Piece
 
-IN_FLIGHT = 8  # words a thread waits for together: more costs registers that two CTAs an SM need
+IN_FLIGHT = 16  # words a thread waits for together
 
 
-def shape_of(spec: KernelSpec) -> tuple[int, int]:
-    """(pieces, pairs of columns) that a thread takes together: two pairs where a row has more pairs than the CTA threads."""
-    pairs = 1 if spec.packed_rows * spec.padded_head_dim // 2 <= spec.num_warps * 32 else 2
-    return IN_FLIGHT // pairs, pairs
+@dataclass(frozen=True)
+class Parts:
+    """The `count` states to combine: those of the first `groups` groups, then pieces `low`, low + 1, ...
+
+    opened: slot of the row's piece 0; continued: slot of its piece 1; stride: slots from there to the next piece.
+    tag: what the words carry.
+    """
+
+    count: Int32
+    groups: Int32
+    low: Int32
+    opened: Int32
+    continued: Int32
+    stride: Int32
+    tag: Int32
+
+
+def pairs_of(spec: KernelSpec) -> int:
+    """Pairs of columns that a thread takes together: two where a row has more pairs than the CTA threads."""
+    return 1 if spec.packed_rows * spec.padded_head_dim // 2 <= spec.num_warps * 32 else 2
+
+
+def group_of(spec: KernelSpec) -> int:
+    """Pieces of a group: as many as a thread waits for together."""
+    return IN_FLIGHT // pairs_of(spec)
+
+
+def find_part(spec: KernelSpec, parts: Parts, index: Int32) -> Int32:
+    """The slot of one of the parts."""
+    group = group_of(spec)
+    piece = cutlass.select_(index < parts.groups, index * group + group - 1, parts.low + index - parts.groups)
+    slot = cutlass.select_(piece == 0, parts.opened, parts.continued + (piece - 1) * parts.stride)
+    return slot + (index < parts.groups)
 
 
 @cute.jit
-def combine_row(spec: cutlass.Constexpr, words: cute.Tensor, slots: tuple, piece: Piece, pieces: Int32, tag: Int32, out, lse):
-    """Combines the `pieces` states of a row's unit into out [batch, num_heads, head_dim] and lse [batch, num_heads].
+def combine_row(spec: cutlass.Constexpr, words: cute.Tensor, parts: Parts, piece: Piece, out, lse):
+    """Combines the parts of a whole row into out [batch, num_heads, head_dim] and lse [batch, num_heads]."""
+    threads = cutlass.const_expr(spec.num_warps * 32 * pairs_of(spec))
+    for begin in cutlass.range(cute.arch.thread_idx()[0], piece.heads * (spec.padded_head_dim // 2), threads, unroll=1):
+        states = gather(spec, words, parts, piece.heads, begin)
+        for j in cutlass.range_constexpr(pairs_of(spec)):
+            index = begin + j * spec.num_warps * 32
+            if index < piece.heads * (spec.padded_head_dim // 2):
+                store_pair(spec, states[None, j], piece, index, out, lse)
 
-    slots: (of the first piece, of the second, distance of further ones).
-    """
-    chunk, pairs = shape_of(spec)
-    threads = cutlass.const_expr(spec.num_warps * 32)
-    work = piece.heads * (spec.padded_head_dim // 2)
-    for begin in cutlass.range(cute.arch.thread_idx()[0], work, threads * pairs, unroll=1):
-        states = cute.make_rmem_tensor((4, pairs), Float32)  # first, second, peak, total
-        states.fill(0.0)
+
+@cute.jit
+def combine_group(spec: cutlass.Constexpr, words: cute.Tensor, parts: Parts, piece: Piece):
+    """Combines a group's parts into one, in the slot beside its last piece: that CTA opens no row, or it would hold the last."""
+    pairs = cutlass.const_expr(spec.padded_head_dim // 2)
+    threads = cutlass.const_expr(spec.num_warps * 32 * pairs_of(spec))
+    slot = find_part(spec, parts, parts.count - 1) + 1
+    for begin in cutlass.range(cute.arch.thread_idx()[0], piece.heads * pairs, threads, unroll=1):
+        states = gather(spec, words, parts, piece.heads, begin)
+        for j in cutlass.range_constexpr(pairs_of(spec)):
+            index = begin + j * spec.num_warps * 32
+            if index < piece.heads * pairs:
+                first, second, row_lse = normalised(states[None, j])
+                send(word_at(words, index % pairs, index // pairs, slot), first, second, row_lse, parts.tag)
+
+
+@cute.jit
+def gather(spec: cutlass.Constexpr, words: cute.Tensor, parts: Parts, heads: Int32, begin: Int32) -> cute.Tensor:
+    """This thread's pairs from `begin` on, over all parts: (first, second, peak, total) x pairs."""
+    pairs, chunk = cutlass.const_expr(pairs_of(spec)), cutlass.const_expr(group_of(spec))
+    states = cute.make_rmem_tensor((4, pairs), Float32)
+    states.fill(0.0)
+    for j in cutlass.range_constexpr(pairs):
+        states[2, j] = -Float32.inf
+    for p in cutlass.range(0, parts.count, chunk, unroll=1):
+        found = cute.make_rmem_tensor((3, chunk, pairs), Float32)
+        collect(spec, words, parts, heads * (spec.padded_head_dim // 2), begin, p, found)
         for j in cutlass.range_constexpr(pairs):
-            states[2, j] = -Float32.inf
-        for p in cutlass.range(0, pieces, chunk, unroll=1):
-            parts = cute.make_rmem_tensor((3, chunk, pairs), Float32)
-            collect(spec, words, slots, begin, work, p, pieces, tag, parts)
-            for j in cutlass.range_constexpr(pairs):
-                merge_parts(states[None, j], parts[None, None, j], pieces - p)
-        for j in cutlass.range_constexpr(pairs):
-            if begin + j * threads < work:
-                store_pair(spec, states[None, j], piece, begin + j * threads, out, lse)
+            merge_parts(states[None, j], found[None, None, j], parts.count - p)
+    return states
+
+
+@cute.jit
+def normalised(state: cute.Tensor) -> tuple[Float32, Float32, Float32]:
+    """(first, second, lse in base 2) of a running (first, second, peak, total); (0, 0, -inf) when it is empty."""
+    inverse = Float32(0.0) if state[3] == 0.0 else 1.0 / state[3]
+    return state[0] * inverse, state[1] * inverse, cute.math.log2(state[3]) + state[2]
 
 
 @cute.jit
 def store_pair(spec: cutlass.Constexpr, state: cute.Tensor, piece: Piece, index: Int32, out: cute.Tensor, lse: cute.Tensor):
     """Writes a combined pair of columns, and the lse beside a head's first pair."""
     head, column = piece.head + index // (spec.padded_head_dim // 2), index % (spec.padded_head_dim // 2) * 2
-    inverse = Float32(0.0) if state[3] == 0.0 else 1.0 / state[3]
+    first, second, row_lse = normalised(state)
     for c in cutlass.range_constexpr(2):
         if column + c < spec.head_dim:
-            out[piece.row, head, column + c] = (state[c] * inverse).to(out.element_type)
+            out[piece.row, head, column + c] = (second if cutlass.const_expr(c) else first).to(out.element_type)
     if column == 0:
-        lse[piece.row, head] = (cute.math.log2(state[3]) + state[2]) * lse_factor(spec)
+        lse[piece.row, head] = row_lse * lse_factor(spec)
 
 
 @cute.jit
@@ -76,41 +134,44 @@ def merge_parts(state: cute.Tensor, parts: cute.Tensor, count: Int32):
         state[c] = peak if cutlass.const_expr(c == 2) else state[c] * decay
     for i in cutlass.range_constexpr(cute.size(parts, mode=[1])):
         weight = cute.math.exp2(parts[2, i] - shift, fastmath=True)
-        if weight != 0.0:  # a part past the end repeats another, and its value may be anything
+        if weight != 0.0:  # an empty part weighs nothing, whatever its value
             state[0] += parts[0, i] * weight
             state[1] += parts[1, i] * weight
             state[3] += weight
 
 
 @cute.jit
-def collect(spec: cutlass.Constexpr, words, slots: tuple, begin: Int32, work: Int32, p: Int32, pieces: Int32, tag: Int32, parts):
-    """Waits for pieces [p, p + chunk) of a thread's pairs and clears their words. parts: (first, second, lse) of each.
+def collect(spec: cutlass.Constexpr, words: cute.Tensor, parts: Parts, work: Int32, begin: Int32, p: Int32, found: cute.Tensor):
+    """Waits for parts [p, p + chunk) of a thread's pairs and clears their words. found: (first, second, lse) of each.
 
-    All loads are in flight before the first tag is looked at; places past an end repeat one of the thread's own words.
+    All loads of a round are in flight together, and a round asks only for what is missing.
     """
     threads = cutlass.const_expr(spec.num_warps * 32)
-    chunk, pairs = shape_of(spec)
+    chunk, pairs = group_of(spec), pairs_of(spec)
+    seen = cute.make_rmem_tensor((chunk, pairs), Int32)
+    found.fill(0.0)
+    for j in cutlass.range_constexpr(pairs):
+        for i in cutlass.range_constexpr(chunk):
+            seen[i, j] = cutlass.select_((p + i < parts.count) & (begin + j * threads < work), 0, parts.tag)
     waiting = Boolean(True)
     while waiting:
-        tags = cute.make_rmem_tensor((chunk, pairs), Int32)
-        for j in cutlass.range_constexpr(pairs):
-            index = cutlass.select_(begin + j * threads < work, begin + j * threads, begin)
-            for i in cutlass.range_constexpr(chunk):
-                word = part_at(spec, words, slots, index, cutlass.min(p + i, pieces - 1))
-                parts[0, i, j], parts[1, i, j], parts[2, i, j], tags[i, j] = receive(word)
         waiting = Boolean(False)
-        for i in cutlass.range_constexpr(chunk * pairs):
-            waiting = waiting | (tags[i] != tag)
+        for j in cutlass.range_constexpr(pairs):
+            for i in cutlass.range_constexpr(chunk):
+                word = part_at(spec, words, parts, begin + j * threads, p + i)
+                known = (found[0, i, j], found[1, i, j], found[2, i, j], seen[i, j])
+                found[0, i, j], found[1, i, j], found[2, i, j], seen[i, j] = receive(word, parts.tag, known)
+        for j in cutlass.range_constexpr(pairs):
+            for i in cutlass.range_constexpr(chunk):
+                waiting = waiting | (seen[i, j] != parts.tag)
     clear = Float32(0.0)
     for j in cutlass.range_constexpr(pairs):
         for i in cutlass.range_constexpr(chunk):
-            if p + i < pieces and begin + j * threads < work:
-                send(part_at(spec, words, slots, begin + j * threads, p + i), clear, clear, clear, Int32(0))
+            if p + i < parts.count and begin + j * threads < work:
+                send(part_at(spec, words, parts, begin + j * threads, p + i), clear, clear, clear, Int32(0))
 
 
-def part_at(spec: KernelSpec, words: cute.Tensor, slots: tuple, index: Int32, piece: Int32) -> cute.Pointer:
-    """The word of one piece at pair `index` of the row's heads."""
-    opened, continued, stride = slots
+def part_at(spec: KernelSpec, words: cute.Tensor, parts: Parts, index: Int32, part: Int32) -> cute.Pointer:
+    """The word of one part at pair `index` of the row's heads."""
     pairs = spec.padded_head_dim // 2
-    slot = cutlass.select_(piece == 0, opened, continued + (piece - 1) * stride)
-    return word_at(words, index % pairs, index // pairs, slot)
+    return word_at(words, index % pairs, index // pairs, find_part(spec, parts, part))

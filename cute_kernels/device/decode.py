@@ -9,19 +9,32 @@ from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64
+from cutlass import Boolean, Float32, Int32, Int64
 
-from ..config import KernelSpec
+from ..config import MAX_BLOCKS, KernelSpec
 from . import tile
 from .attend import TileReader, make_mma, make_state, reset_state
-from .combine import combine_row
-from .epilogue import merge_tensors, share_state, store_final, store_partial
+from .combine import Parts, combine_group, combine_row, group_of
+from .epilogue import share_state, store_final, store_partial
 from .kv_source import open_row, open_row_or_nothing
 from .mainloop_sm80 import CpAsyncMainloop
 from .mainloop_sm90 import TmaMainloop
-from .pack_gqa import hold_query, load_query, query_layout, refresh_query
+from .pack_gqa import fetch_query, hold_query, refresh_query
 from .partials import open_workspace
-from .work_scheduler import Piece, Share, contributors, make_piece, take_share, unfinished
+from .shared import Shared, allocate
+from .work_scheduler import (
+    Piece,
+    Share,
+    after,
+    block_of,
+    first_slice,
+    heads_of,
+    locate,
+    make_piece,
+    take_share,
+    tiles_of,
+    unfinished,
+)
 
 LOG2_E = math.log2(math.e)
 CONSUMERS = 1  # named barrier of the consumer warps; 0 is the CTA's
@@ -31,7 +44,8 @@ CONSUMERS = 1  # named barrier of the consumer warps; 0 is the CTA's
 class Problem:
     """Tensors of a launch: q, out [batch, num_heads, head_dim]; lse [batch, num_heads]; caches as the mainloop takes them.
 
-    k [pages, num_kv_heads, page_size, head_dim] gives extents only. tables: the page table's tensors.
+    k [pages, num_kv_heads, page_size, head_dim] gives extents only. tables: the page table's tensors. status: where faults in
+    them are reported, and the plan's tag.
     """
 
     q: cute.Tensor
@@ -40,20 +54,7 @@ class Problem:
     tables: tuple
     out: cute.Tensor
     lse: cute.Tensor
-
-
-@dataclass(frozen=True)
-class Shared:
-    """Shared memory of a CTA: the K and V rings, swizzled; the query; the merge buffer; the mbarriers.
-
-    schedule: (prefix, cost, slices) of the share, which only its end needs: three registers fewer in the loop.
-    """
-
-    rings: tuple
-    query: cute.Tensor
-    merge: tuple
-    barriers: cute.Pointer
-    schedule: cute.Tensor
+    status: tuple
 
 
 class DecodeKernel:
@@ -67,12 +68,29 @@ class DecodeKernel:
 
     @cute.jit
     def __call__(
-        self, q, k, v, table0, table1, table2, out, lse, workspace, softmax_scale: Float32, num_ctas: Int32, tag: Int32, stream
+        self,
+        q: cute.Tensor,
+        k: cute.Tensor,
+        v: cute.Tensor,
+        table0: cute.Tensor | None,
+        table1: cute.Tensor | None,
+        table2: cute.Tensor | None,
+        out: cute.Tensor,
+        lse: cute.Tensor,
+        workspace: cute.Tensor | None,
+        softmax_scale: Float32,
+        num_ctas: Int32,
+        tag: Int32,
+        status: Int64,
+        stream,
     ):
-        """q, out [batch, num_heads, head_dim]; k, v [pages, num_kv_heads, page_size, head_dim] (contiguous: a page per row)."""
+        """q, out [batch, num_heads, head_dim]; k, v [pages, num_kv_heads, page_size, head_dim] (contiguous: a page per row).
+
+        tag: marks this plan's words, odd and positive; status: address of the plan's 4 int32 status words.
+        """
         tables = tuple(t for t in (table0, table1, table2) if t is not None)
         caches = self.mainloop.operands(k, v)
-        self.decode(q, k, caches, tables, out, lse, workspace, softmax_scale * LOG2_E, tag).launch(
+        self.decode(q, k, caches, tables, out, lse, workspace, softmax_scale * LOG2_E, tag, status).launch(
             grid=(num_ctas, 1, 1),
             block=(self.threads, 1, 1),
             smem=self.spec.smem_bytes,
@@ -83,85 +101,140 @@ class DecodeKernel:
         )
 
     @cute.kernel
-    def decode(self, q, k, caches, tables, out, lse, workspace, scale_log2: Float32, tag: Int32):
+    def decode(self, q, k, caches, tables, out, lse, workspace, scale_log2: Float32, tag: Int32, status: Int64):
         """One CTA's share: a producer warp runs ahead, consumer warps attend, merge and store piece by piece."""
         spec = self.spec
-        problem, shared = Problem(q, k, caches, tables, out, lse), self.allocate(q.element_type)
+        problem, shared = Problem(q, k, caches, tables, out, lse, (status, tag)), allocate(spec, q.element_type)
         self.mainloop.prepare(caches, shared.barriers)
+        located = locate(spec, k)
         if cutlass.const_expr(self.overlap):
             cute.arch.griddepcontrol_launch_dependents()
             cute.arch.griddepcontrol_wait()
         batch = Int32(q.shape[0])
-        share = take_share(spec, tables, k, batch)
+        share = take_share(spec, tables, k, batch, located)
         if cutlass.const_expr(self.mainloop.producer_warps > 0):
             if cute.arch.make_warp_uniform(cute.arch.warp_idx()) == spec.num_warps:
-                self.mainloop.produce(caches, shared.rings, shared.barriers, tables, k, batch, share)
+                self.mainloop.produce(caches, shared, tables, k, batch, share, problem.status)
             else:
-                self.consume(problem, shared, workspace, share, scale_log2, tag)
+                self.consume(problem, shared, workspace, share, scale_log2)
         else:
-            self.consume(problem, shared, workspace, share, scale_log2, tag)
-
-    def allocate(self, element_type: type) -> Shared:
-        """Lays out the CTA's shared memory."""
-        spec, smem = self.spec, cutlass.memory.SmemAllocator()
-        ring, swizzle = tile.ring_layout(spec), tile.swizzle(spec)
-        rings = tuple(smem.allocate_tensor(element_type, ring, byte_alignment=1024, swizzle=swizzle) for _ in range(2))
-        query = smem.allocate_tensor(element_type, query_layout(spec), byte_alignment=128)
-        merge = merge_tensors(spec, smem.allocate_array(Float32, spec.merge_floats, byte_alignment=16))
-        barriers = smem.allocate_array(Int64, 2 * spec.num_stages)
-        return Shared(rings, query, merge, barriers, cute.make_tensor(smem.allocate_array(Int32, 3), cute.make_layout(3)))
+            self.consume(problem, shared, workspace, share, scale_log2)
 
     @cute.jit
-    def consume(self, problem: Problem, shared: Shared, workspace, share: Share, scale_log2: Float32, tag: Int32):
-        """The consumer warps: every piece of the share, in order, then the row that the share ended for others."""
-        spec, lane, threads = self.spec, cute.arch.lane_idx(), cutlass.const_expr(self.spec.num_warps * 32)
+    def consume(self, problem: Problem, shared: Shared, workspace, share: Share, scale_log2: Float32):
+        """The consumer warps: every piece of the share, in order, then what the share combines for others."""
+        spec, lane = self.spec, cute.arch.lane_idx()
         batch = Int32(problem.q.shape[0])
         tiled_mma = make_mma(problem.q.element_type)
         thr_mma = tiled_mma.get_slice(lane)
         reader_k = TileReader(tiled_mma, lane, shared.rings[0], transpose=False)
         reader_v = TileReader(tiled_mma, lane, tile.transposed(shared.rings[1]), transpose=True)
-        query, state = hold_query(spec, shared.query), make_state(spec, thr_mma)
-        attention = (tiled_mma, (reader_k, reader_v), query, state, scale_log2)
-        if cute.arch.thread_idx()[0] == 0:
-            shared.schedule[0], shared.schedule[1], shared.schedule[2] = share.prefix, share.cost, share.slices
+        held, state = hold_query(spec, shared.query), make_state(spec, thr_mma)
+        _, head, heads = heads_of(spec, share.unit)
         row, first, issued = share.row, share.tile, Int32(0)
+        if unfinished(share, row, first):
+            fetch_query(spec, problem.q, row, head, heads, shared.query[None, None, None, row % 2])
         start, length = open_row_or_nothing(spec, problem.tables, problem.k, row, batch)
+        if cutlass.const_expr(spec.split):
+            self.remember(shared, share, length)
         while unfinished(share, row, first):
             piece = make_piece(spec, share, row, start, length, first, issued)
-            load_query(spec, problem.q, piece, shared.query)
+            next_row, next_first = after(spec, piece)
+            cute.arch.cp_async_wait_group(0)
+            self.sync()
+            query = refresh_query(spec, shared.query[None, None, None, row % 2], held)
+            if next_row > row and unfinished(share, next_row, next_first):
+                fetch_query(spec, problem.q, next_row, head, heads, shared.query[None, None, None, next_row % 2])
             reset_state(state)
-            cute.arch.barrier(barrier_id=CONSUMERS, number_of_threads=threads)
-            refresh_query(spec, shared.query, query)
-            self.mainloop.consume(piece, attention, problem.caches, shared.rings, shared.barriers, problem.tables)
-            cute.arch.barrier(barrier_id=CONSUMERS, number_of_threads=threads)
-            share_state(spec, shared.merge, thr_mma, state, piece.heads, self.mainloop.order(piece))
-            cute.arch.barrier(barrier_id=CONSUMERS, number_of_threads=threads)
-            self.store(problem, shared, workspace, piece, scale_log2, tag)
+            attention = (tiled_mma, (reader_k, reader_v), query, state, scale_log2)
+            self.mainloop.consume(piece, attention, problem.caches, shared, problem.tables, problem.status)
+            start, length = open_row_or_nothing(spec, problem.tables, problem.k, next_row, batch)
+            share_state(spec, shared.merge, thr_mma, state, heads, self.mainloop.order(piece))
+            self.sync()
+            self.store(problem, shared, workspace, share, piece, scale_log2)
             issued += piece.stop - piece.first
-            row, first = row + 1, Int32(0)
-            start, length = open_row_or_nothing(spec, problem.tables, problem.k, row, batch)
+            row, first = next_row, next_first
         if cutlass.const_expr(spec.split):
-            self.finish(problem, shared, workspace, share, tag)
+            self.finish(problem, shared, workspace, share)
+
+    def sync(self):
+        """Barrier of the consumer warps."""
+        cute.arch.barrier(barrier_id=CONSUMERS, number_of_threads=self.spec.num_warps * 32)
 
     @cute.jit
-    def store(self, problem: Problem, shared: Shared, workspace, piece: Piece, scale_log2: Float32, tag: Int32):
-        """A whole row is a result; a part of one goes to this CTA's slot of the workspace."""
+    def remember(self, shared: Shared, share: Share, length: Int32):
+        """Leaves in shared memory what the end of the share needs of the schedule. length: of the share's first row."""
+        if cute.arch.thread_idx()[0] == 0:
+            shared.schedule[0], shared.schedule[1], shared.schedule[2] = share.prefix, share.cost, share.slices
+            if share.tile > 0:
+                shared.schedule[3] = first_slice(self.spec, shared.schedule, tiles_of(self.spec, length))
+
+    @cute.jit
+    def store(self, problem: Problem, shared: Shared, workspace, share: Share, piece: Piece, scale_log2: Float32):
+        """A whole row is a result; a part of one goes to the workspace."""
+        spec = self.spec
         if piece.first > 0 or piece.stop < piece.tiles:
-            if cutlass.const_expr(self.spec.split):
-                words = open_workspace(self.spec, workspace)
-                slot = 2 * cute.arch.block_idx()[0] + (piece.first == 0)
-                store_partial(self.spec, shared.merge, piece, words, slot, tag, scale_log2)
+            if cutlass.const_expr(spec.split):
+                words, tag = open_workspace(spec, workspace), problem.status[1]
+                slot = self.slot_of(shared, share, piece)
+                store_partial(spec, shared.merge, piece, words, slot, tag, scale_log2)
+                if cutlass.const_expr(spec.partition == "invariant"):
+                    self.combine_alone(problem, words, share, piece, slot)
         else:
-            store_final(self.spec, shared.merge, piece, problem.out, problem.lse, scale_log2)
+            store_final(spec, shared.merge, piece, problem.out, problem.lse, scale_log2)
 
     @cute.jit
-    def finish(self, problem: Problem, shared: Shared, workspace, share: Share, tag: Int32):
-        """Combines the row that this share began inside and ended, if there is one."""
-        if share.tile > 0 and share.row < share.end_row:
-            start, length = open_row(self.spec, problem.tables, problem.k, share.row)
-            piece = make_piece(self.spec, share, share.row, start, length, share.tile, Int32(0))
-            slice_of_first, pieces = contributors(shared.schedule, piece.tiles)
-            first = slice_of_first * share.units + share.unit
-            words = open_workspace(self.spec, workspace)
-            slots = (2 * first + 1, 2 * (first + share.units), 2 * share.units)
-            combine_row(self.spec, words, slots, piece, pieces, tag, problem.out, problem.lse)
+    def combine_alone(self, problem: Problem, words, share: Share, piece: Piece, slot: Int32):
+        """Combines the blocks of a row that this CTA works on alone, after its last one."""
+        if piece.stop == piece.tiles and not self.continued(share, piece):
+            parts = self.blocks(slot, piece, problem.status[1])
+            combine_row(self.spec, words, parts, piece, problem.out, problem.lse)
+
+    def continued(self, share: Share, piece: Piece) -> Boolean:
+        """Whether the piece is of a row that an earlier CTA opened."""
+        return (piece.row == share.row) & (share.tile > 0)
+
+    def slot_of(self, shared: Shared, share: Share, piece: Piece) -> Int32:
+        """Where the state of a piece goes (partials.open_workspace)."""
+        cta = cute.arch.block_idx()[0]
+        if self.spec.partition == "balanced":
+            return 2 * cta + (piece.first == 0)
+        others = self.continued(share, piece)
+        owner = cutlass.select_(others, shared.schedule[3] * share.units + share.unit, cta)
+        region = 2 * owner + (others | (piece.end < piece.tiles))
+        return region * MAX_BLOCKS + piece.first // block_of(piece.tiles)
+
+    def blocks(self, last: Int32, piece: Piece, tag: Int32) -> Parts:
+        """All blocks of a row whose last one is in slot `last`."""
+        count = (piece.tiles + block_of(piece.tiles) - 1) // block_of(piece.tiles)
+        first = last - count + 1
+        return Parts(count, Int32(0), Int32(0), first, first + 1, Int32(1), tag)
+
+    @cute.jit
+    def finish(self, problem: Problem, shared: Shared, workspace, share: Share):
+        """Combines the row that this share began inside, if it ended it; or the group of pieces that it ended."""
+        spec, tag = self.spec, problem.status[1]
+        if share.tile > 0 and unfinished(share, share.row, share.tile):
+            start, length = open_row(spec, problem.tables, problem.k, share.row)
+            piece = make_piece(spec, share, share.row, start, length, share.tile, Int32(0))
+            words = open_workspace(spec, workspace)
+            if cutlass.const_expr(spec.partition == "invariant"):
+                if piece.end == piece.tiles:
+                    slot = self.slot_of(shared, share, piece)
+                    last = slot - piece.first // block_of(piece.tiles) + (piece.tiles - 1) // block_of(piece.tiles)
+                    combine_row(spec, words, self.blocks(last, piece, tag), piece, problem.out, problem.lse)
+            else:
+                self.finish_pieces(problem, shared, words, share, piece, tag)
+
+    @cute.jit
+    def finish_pieces(self, problem: Problem, shared: Shared, words, share: Share, piece: Piece, tag: Int32):
+        """Under the balanced partition: combines the row, or a group, whose last piece this share began with."""
+        spec, group = self.spec, cutlass.const_expr(group_of(self.spec))
+        opener, index = shared.schedule[3], cute.arch.block_idx()[0] // share.units - shared.schedule[3]
+        low, slot = index // group * group, 2 * (opener * share.units + share.unit)
+        places = (slot + 1, slot + 2 * share.units, 2 * share.units, tag)
+        if piece.stop == piece.tiles:
+            groups = index // group
+            combine_row(spec, words, Parts(groups + index - low + 1, groups, low, *places), piece, problem.out, problem.lse)
+        elif index == low + group - 1:
+            combine_group(spec, words, Parts(Int32(group), Int32(0), low, *places), piece)

@@ -1,12 +1,23 @@
 """Where the KV tokens of a row are: the length of the row, and the page that holds a token.
 
 A source is dense (a table row), CSR (a slice of the indices) or contiguous (one page per row). The page of a token past the
-row's end is `num_pages`, one past the last: TMA fills such a box with zeros, and no table entry is read for it.
+row's end is `num_pages`, one past the last: TMA fills such a box with zeros, and no table entry is read for it. Page ids and
+lengths come from the caller's device memory and are not trusted: what is out of range is never read, and is reported.
 """
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Int32, Int64
+
+from .partials import store_words
+
+LONGEST = 2**31 - 1
+PAGE_FAULT, LENGTH_FAULT, INDPTR_FAULT = 1, 2, 3  # kinds in the status words
+
+
+def bounded(pages: Int32, page_size: int) -> Int32:
+    """Tokens of `pages` pages, at most LONGEST."""
+    return Int32(cutlass.min(Int64(pages) * page_size, Int64(LONGEST)))
 
 
 @cute.jit
@@ -17,13 +28,14 @@ def row_length(spec: cutlass.Constexpr, tables: tuple, k: cute.Tensor, row: Int3
     """
     if cutlass.const_expr(spec.table_format == "dense"):
         table, seq_lens = tables
-        return cutlass.max(0, cutlass.min(seq_lens[row], Int32(table.shape[1]) * spec.page_size))
+        return cutlass.max(0, cutlass.min(seq_lens[row], bounded(Int32(table.shape[1]), spec.page_size)))
     if cutlass.const_expr(spec.table_format == "csr"):
         indices, indptr, last_page_len = tables
         start, stop = indptr[row], indptr[row + 1]
         pages = stop - start
-        length = cutlass.max(0, cutlass.min((pages - 1) * spec.page_size + last_page_len[row], pages * spec.page_size))
-        if start < 0 or stop > Int32(indices.shape[0]) or pages <= 0:
+        full = bounded(pages - 1, spec.page_size)
+        length = cutlass.max(0, full + cutlass.min(last_page_len[row], spec.page_size))
+        if start < 0 or stop > Int32(indices.shape[0]) or stop <= start:  # not by `pages`, which may have wrapped
             length = Int32(0)
         return length
     return Int32(k.shape[2])
@@ -59,3 +71,37 @@ def find_page(spec: cutlass.Constexpr, tables: tuple, start: Int32, length: Int3
         else:
             page = start
     return page
+
+
+@cute.jit
+def find_holes(token: Int32, length: Int32, page: Int32, num_pages: Int32, row: Int32, status: tuple) -> Int32:
+    """Bit l: the page that lane l looked up for a token of the row is not in the pool. Reports such a page."""
+    hole = token < length and (page < 0 or page >= num_pages)
+    holes = cute.arch.vote_ballot_sync(hole)
+    if hole:
+        report(status, row, PAGE_FAULT, page)
+    return holes
+
+
+@cute.jit
+def inspect_row(spec: cutlass.Constexpr, tables: tuple, row: Int32, status: tuple):
+    """Reports a length or an indptr that row_length had to correct."""
+    if cutlass.const_expr(spec.table_format == "dense"):
+        length = tables[1][row]
+        if length < 0 or length > bounded(Int32(tables[0].shape[1]), spec.page_size):
+            report(status, row, LENGTH_FAULT, length)
+    if cutlass.const_expr(spec.table_format == "csr"):
+        indices, indptr, last_page_len = tables
+        start, stop, last = indptr[row], indptr[row + 1], last_page_len[row]
+        length = (Int64(stop) - start - 1) * spec.page_size + last
+        if start < 0 or stop < start or stop > Int32(indices.shape[0]):
+            report(status, row, INDPTR_FAULT, start)
+        elif stop > start and (length < 0 or last > spec.page_size):
+            report(status, row, LENGTH_FAULT, Int32(cutlass.min(length, Int64(LONGEST))))
+
+
+@cute.jit
+def report(status: tuple, row: Int32, kind: cutlass.Constexpr, value: Int32):
+    """Writes the plan's status words. status: (address of 4 int32, the plan's tag)."""
+    address, tag = status
+    store_words(address, tag, row, Int32(kind), value)

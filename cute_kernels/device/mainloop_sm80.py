@@ -11,7 +11,8 @@ from cutlass import Boolean, Int16, Int32, Int64
 from ..config import ELEMENT_BYTES, KernelSpec
 from . import tile
 from .attend import attend_tile
-from .kv_source import find_page
+from .kv_source import find_holes, find_page, inspect_row
+from .shared import Shared
 from .work_scheduler import Piece
 
 
@@ -36,7 +37,7 @@ class CpAsyncMainloop:
         """A ring per warp needs neither barriers nor tensor maps."""
 
     @cute.jit
-    def consume(self, piece: Piece, kernel_state: tuple, operands, rings, barriers, tables: tuple):
+    def consume(self, piece: Piece, kernel_state: tuple, operands, shared: Shared, tables: tuple, status: tuple):
         """Warp w takes tiles w, w + num_warps, ... of the piece, `depth` - 1 of them in flight."""
         spec, depth = self.spec, self.depth
         tiled_mma, readers, query, state, scale_log2 = kernel_state
@@ -46,7 +47,7 @@ class CpAsyncMainloop:
         pages = self.lookup(tables, piece, begin, num_pages)
         for ahead in cutlass.range_constexpr(depth - 1):
             upcoming = self.lookup(tables, piece, begin + (ahead + 1) * spec.num_warps, num_pages)
-            self.fetch(operands, rings, piece, begin + ahead * spec.num_warps, warp * depth + ahead, pages)
+            self.fetch(operands, shared, piece, begin + ahead * spec.num_warps, warp * depth + ahead, pages, status)
             pages = upcoming
         turns = (piece.stop - begin + spec.num_warps - 1) // spec.num_warps
         for i in cutlass.range(turns, unroll=1):
@@ -55,12 +56,15 @@ class CpAsyncMainloop:
             cute.arch.sync_warp()
             later = token_tile + (depth - 1) * spec.num_warps
             upcoming = self.lookup(tables, piece, later + spec.num_warps, num_pages)
-            self.fetch(operands, rings, piece, later, warp * depth + (i + depth - 1) % depth, pages)
+            self.fetch(operands, shared, piece, later, warp * depth + (i + depth - 1) % depth, pages, status)
             pages = upcoming
-            valid = piece.length - token_tile * spec.tile_n
-            attend_tile(spec, tiled_mma, readers, rings[1], query, state, warp * depth + i % depth, valid, scale_log2)
+            stage, valid = warp * depth + i % depth, piece.length - token_tile * spec.tile_n
+            holes = shared.holes[stage] if cutlass.const_expr(spec.source == "paged") else Int32(0)
+            attend_tile(spec, tiled_mma, readers, shared.rings[1], query, state, stage, valid, holes, scale_log2)
             cute.arch.sync_warp()
         cute.arch.cp_async_wait_group(0)
+        if piece.first == 0 and cute.arch.thread_idx()[0] == 0:
+            inspect_row(spec, tables, piece.row, status)
 
     @cute.jit
     def lookup(self, tables: tuple, piece: Piece, token_tile: Int32, num_pages: Int32) -> Int32:
@@ -69,11 +73,16 @@ class CpAsyncMainloop:
         return find_page(self.spec, tables, piece.start, piece.length, token, num_pages)
 
     @cute.jit
-    def fetch(self, operands, rings, piece: Piece, token_tile: Int32, stage: Int32, pages: Int32):
+    def fetch(self, operands, shared: Shared, piece: Piece, token_tile: Int32, stage: Int32, pages: Int32, status: tuple):
         """Starts the loads of one tile and commits them as a group; the group is empty past the piece's end."""
         spec = self.spec
         per_token = cutlass.const_expr(spec.padded_head_dim // self.vector)
         if token_tile < piece.stop:
+            if cutlass.const_expr(spec.source == "paged"):
+                mine, num_pages = token_tile * spec.tile_n + cute.arch.lane_idx(), Int32(operands[0].shape[0])
+                holes = find_holes(mine, piece.length, pages, num_pages, piece.row, status)
+                if cute.arch.lane_idx() == 0:
+                    shared.holes[stage] = holes
             for i in cutlass.range(-(-spec.tile_n * per_token // 32), unroll=4):
                 index = i * 32 + cute.arch.lane_idx()
                 token, column = index // per_token, index % per_token * self.vector
@@ -84,7 +93,7 @@ class CpAsyncMainloop:
                     inside = inside and page >= 0 and page < Int32(operands[0].shape[0])
                     slot = position % spec.page_size if cutlass.const_expr(spec.page_size) else position
                     offset = self.swizzled(stage, token, column)
-                    for cache, ring in zip(operands, rings, strict=True):
+                    for cache, ring in zip(operands, shared.rings, strict=True):
                         self.fetch_vector(cache, ring, (page, piece.kv_head, slot, column), offset, inside)
         cute.arch.cp_async_commit_group()
 

@@ -12,8 +12,9 @@ from cutlass.cute.nvgpu import cpasync
 from ..config import ELEMENT_BYTES, TILE_M, KernelSpec
 from . import tile
 from .attend import attend_tile
-from .kv_source import find_page, open_row_or_nothing
-from .work_scheduler import Piece, Share, make_piece, unfinished
+from .kv_source import find_holes, find_page, inspect_row, open_row_or_nothing
+from .shared import Shared
+from .work_scheduler import Piece, Share, after, make_piece, unfinished
 
 EVICT_FIRST = 0x12F0000000000000  # L2 policy: KV is read once
 EVICT_NORMAL = 0x1000000000000000
@@ -67,46 +68,56 @@ class TmaMainloop:
         cute.arch.sync_threads()
 
     @cute.jit
-    def produce(self, operands, rings, barriers, tables: tuple, k: cute.Tensor, batch: Int32, share: Share):
-        """The producer warp: every tile of the share, in order. The next row's first pages are looked up a row ahead."""
+    def produce(self, operands, shared: Shared, tables: tuple, k: cute.Tensor, batch: Int32, share: Share, status: tuple):
+        """The producer warp: every tile of the share, in order. The next piece's first pages are looked up a piece ahead."""
         spec = self.spec
         atom_k, coords_k, atom_v, coords_v = operands
-        copies = (atom_k, *self._partition(atom_k, coords_k, rings[0]), atom_v, *self._partition(atom_v, coords_v, rings[1]))
-        num_pages = Int32(k.shape[0])
+        boxes_k, boxes_v = self._partition(atom_k, coords_k, shared.rings[0]), self._partition(atom_v, coords_v, shared.rings[1])
+        copies, num_pages = (atom_k, *boxes_k, atom_v, *boxes_v), Int32(k.shape[0])
         row, tile, issued = share.row, share.tile, Int32(0)
         start, length = open_row_or_nothing(spec, tables, k, row, batch)
         pages = self.lookup(tables, start, length, tile, num_pages)
         while unfinished(share, row, tile):
             piece = make_piece(spec, share, row, start, length, tile, issued)
-            next_start, next_length = open_row_or_nothing(spec, tables, k, row + 1, batch)
-            next_pages = self.lookup(tables, next_start, next_length, Int32(0), num_pages)
-            self.issue(copies, barriers, tables, piece, num_pages, pages)
+            next_row, next_tile = after(spec, piece)
+            next_start, next_length = open_row_or_nothing(spec, tables, k, next_row, batch)
+            next_pages = self.lookup(tables, next_start, next_length, next_tile, num_pages)
+            self.issue(copies, shared, tables, piece, num_pages, pages, status)
+            if piece.first == 0:
+                with cute.arch.elect_one():
+                    inspect_row(spec, tables, row, status)
             issued += piece.stop - piece.first
-            row, tile, start, length, pages = row + 1, Int32(0), next_start, next_length, next_pages
+            row, tile, start, length, pages = next_row, next_tile, next_start, next_length, next_pages
 
     @cute.jit
     def lookup(self, tables: tuple, start: Int32, length: Int32, tile: Int32, num_pages: Int32) -> Int32:
         """Lane l holds the page of box l from `tile` on: 32 boxes ahead."""
-        token = tile * self.spec.tile_n + cute.arch.lane_idx() * self.spec.box_rows
-        return find_page(self.spec, tables, start, length, token, num_pages)
+        return find_page(self.spec, tables, start, length, self.token_of_lane(tile), num_pages)
+
+    def token_of_lane(self, tile: Int32) -> Int32:
+        """The first token of box l from `tile` on, in lane l."""
+        return tile * self.spec.tile_n + cute.arch.lane_idx() * self.spec.box_rows
 
     @cute.jit
-    def issue(self, copies, barriers, tables: tuple, piece: Piece, num_pages: Int32, pages: Int32):
+    def issue(self, copies, shared: Shared, tables: tuple, piece: Piece, num_pages: Int32, pages: Int32, status: tuple):
         """The tiles of one piece, box by box."""
-        spec = self.spec
+        spec, barriers = self.spec, shared.barriers
         atom_k, smem_k, gmem_k, atom_v, smem_v, gmem_v = copies
         policy = Int64(EVICT_FIRST if cutlass.const_expr(spec.group_size <= TILE_M) else EVICT_NORMAL)
         tiles_ahead = cutlass.const_expr(32 // self.boxes)
-        upcoming = pages
+        upcoming, holes = pages, Int32(0)
         for i in cutlass.range(piece.stop - piece.first, unroll=1):
             ahead = i % tiles_ahead
             if ahead == 0:
-                pages = upcoming
-                upcoming = self.lookup(tables, piece.start, piece.length, piece.first + i + tiles_ahead, num_pages)
+                pages, tile = upcoming, piece.first + i
+                upcoming = self.lookup(tables, piece.start, piece.length, tile + tiles_ahead, num_pages)
+                if cutlass.const_expr(spec.source == "paged"):
+                    holes = find_holes(self.token_of_lane(tile), piece.length, pages, num_pages, piece.row, status)
             stage, turn = (piece.issued + i) % spec.num_stages, (piece.issued + i) // spec.num_stages
             full, empty = barriers + stage, barriers + spec.num_stages + stage
             cute.arch.mbarrier_wait(empty, (turn + 1) % 2)
             with cute.arch.elect_one():
+                shared.holes[stage] = (holes >> (ahead * self.boxes)) & (2**self.boxes - 1)
                 cute.arch.mbarrier_arrive_and_expect_tx(full, self.stage_bytes)
             for box in cutlass.range_constexpr(self.boxes):
                 page = cute.arch.shuffle_sync(pages, ahead * self.boxes + box)
@@ -118,15 +129,16 @@ class TmaMainloop:
                 cute.copy(atom_v, gmem_v[None, box_of], smem_v[None, box, stage], tma_bar_ptr=full, cache_policy=policy)
 
     @cute.jit
-    def consume(self, piece: Piece, kernel_state: tuple, operands, rings, barriers, tables: tuple):
+    def consume(self, piece: Piece, kernel_state: tuple, operands, shared: Shared, tables: tuple, status: tuple):
         """This warp's tiles of one piece: those whose place in the CTA's stream is its own modulo num_warps."""
-        spec = self.spec
+        spec, barriers = self.spec, shared.barriers
         tiled_mma, readers, query, state, scale_log2 = kernel_state
         for i in cutlass.range(self.order(piece), piece.stop - piece.first, spec.num_warps, unroll=1):
             stage, wrap = (piece.issued + i) % spec.num_stages, (piece.issued + i) // spec.num_stages
             cute.arch.mbarrier_wait(barriers + stage, wrap % 2)
             valid = piece.length - (piece.first + i) * spec.tile_n
-            attend_tile(spec, tiled_mma, readers, rings[1], query, state, stage, valid, scale_log2)
+            holes = shared.holes[stage] if cutlass.const_expr(spec.source == "paged") else Int32(0)
+            attend_tile(spec, tiled_mma, readers, shared.rings[1], query, state, stage, valid, holes, scale_log2)
             if valid < spec.tile_n:
                 cute.arch.fence_proxy("async.shared", space="cta")  # zeroed V rows, before TMA writes the stage again
             cute.arch.sync_warp()

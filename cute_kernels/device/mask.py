@@ -1,4 +1,7 @@
-"""What lies past a row's end: scores become -inf, and V rows become zero, whatever the bytes hold (NaN included)."""
+"""What lies past a row's end: scores become -inf, and V rows become zero, whatever the bytes hold (NaN included).
+
+A page outside the pool is a hole: no byte is read for it (K and V are zeros), and its scores become -inf.
+"""
 
 import cutlass
 import cutlass.cute as cute
@@ -12,6 +15,14 @@ def mask_scores(acc_s: cute.Tensor, coords: cute.Tensor, valid: Int32):
     """Scores of tokens at or past `valid` become -inf. coords: (row, token) of each accumulator element."""
     for i in cutlass.range_constexpr(cute.size(acc_s)):
         if coords[i][1] >= valid:
+            acc_s[i] = -Float32.inf
+
+
+@cute.jit
+def mask_holes(acc_s: cute.Tensor, coords: cute.Tensor, holes: Int32, tokens: cutlass.Constexpr):
+    """Scores of the tokens whose page is not in the pool become -inf. Bit b of holes stands for `tokens` tokens."""
+    for i in cutlass.range_constexpr(cute.size(acc_s)):
+        if (holes >> (coords[i][1] // tokens)) & 1 != 0:
             acc_s[i] = -Float32.inf
 
 

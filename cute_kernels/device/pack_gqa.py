@@ -2,22 +2,22 @@
 
 Row r of m-tile m is query head kv_head * group_size + m * TILE_M + r. Rows past the group and columns past head_dim are zero on
 load; such rows are never stored. The tile is kept as m16n8k16 A fragments, eight elements a lane and k16 step, in shared
-memory, and held in registers while a piece lasts where they fit.
+memory, and held in registers while a piece lasts where they fit. Two buffers: the next row's query comes while this one's is
+in use.
 """
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Uint32
+from cutlass import Boolean, Int32, Int64
 
 from ..config import MMA_K, KernelSpec
-from .work_scheduler import Piece
 
 FRAGMENT = 8  # elements of one lane's A fragment of a k16 step
 
 
 def query_layout(spec: KernelSpec) -> cute.Layout:
-    """(element, lane, k16 step) -> element in shared memory: a lane reads its fragment in one 16-byte load."""
-    return cute.make_layout((FRAGMENT, 32, spec.padded_head_dim // MMA_K))
+    """(element, lane, k16 step, buffer) -> element in shared memory: a lane reads its fragment in one 16-byte load."""
+    return cute.make_layout((FRAGMENT, 32, spec.padded_head_dim // MMA_K, 2))
 
 
 def fragments(tensor: cute.Tensor) -> cute.Tensor:
@@ -27,27 +27,38 @@ def fragments(tensor: cute.Tensor) -> cute.Tensor:
 
 
 @cute.jit
-def load_query(spec: cutlass.Constexpr, q: cute.Tensor, piece: Piece, shared: cute.Tensor):
-    """Each warp brings every num_warps-th k16 step of the piece's query heads into shared memory.
+def fetch_query(spec: cutlass.Constexpr, q: cute.Tensor, row: Int32, head: Int32, heads: Int32, shared: cute.Tensor):
+    """Each warp starts to bring every num_warps-th k16 step of `heads` query heads, from `head` on, into shared memory.
 
-    q [batch, num_heads, head_dim]; pairs of columns are read as 32 bits when head_dim is even.
+    q [batch, num_heads, head_dim]. Pairs of columns go by cp.async, one group a call; single columns, where head_dim is odd,
+    are there when it returns. shared: a buffer [element, lane, k16 step].
     """
     lane = cute.arch.lane_idx()
-    heads = cute.domain_offset((piece.head, 0), q[piece.row, None, None])
+    source = cute.domain_offset((head, 0), q[row, None, None])
     pair = cutlass.const_expr(2 if spec.head_dim % 2 == 0 else 1)
     for step in cutlass.range(cute.arch.warp_idx(), spec.padded_head_dim // MMA_K, spec.num_warps, unroll=1):
-        fragment = cute.make_rmem_tensor(FRAGMENT, q.element_type)
-        fragment.fill(0)
         for e in cutlass.range_constexpr(0, FRAGMENT, pair):
-            row = lane // 4 + 8 * (e // 2 % 2)
+            query_row = lane // 4 + 8 * (e // 2 % 2)
             column = step * MMA_K + lane % 4 * 2 + 8 * (e // 4) + e % 2
-            if row < piece.heads and column < spec.head_dim:
-                if cutlass.const_expr(pair == 2):
-                    source = cute.recast_ptr(heads.iterator + cute.crd2idx((row, column), heads.layout), dtype=Uint32)
-                    cute.recast_tensor(fragment, Uint32)[e // 2] = cute.make_tensor(source, 1)[0]
-                else:
-                    fragment[e] = heads[row, column]
-        cute.autovec_copy(fragment, shared[None, lane, step])
+            inside = query_row < heads and column < spec.head_dim
+            offset = Int64(0)
+            if inside:
+                offset = Int64(cute.crd2idx((query_row, column), source.layout))
+            if cutlass.const_expr(pair == 2):
+                target = shared.iterator + cute.crd2idx((e, lane, step), shared.layout)
+                copy_pair((source.iterator + offset).toint(), target.toint(), inside)
+            else:
+                shared[e, lane, step] = source.iterator[offset] if inside else q.element_type(0.0)
+    cute.arch.cp_async_commit_group()
+
+
+@cute.jit
+def copy_pair(source: Int64, target: Int32, inside: Boolean):
+    """Four bytes to shared memory by cp.async, zeros where `inside` is false."""
+    cute.arch.inline_ptx(
+        "cp.async.ca.shared.global [{$r0}], [{$r1}], 4, {$r2};",
+        read_only_args=[Int32(target), Int64(source), Int32(4) if inside else Int32(0)],
+    )
 
 
 def in_registers(spec: KernelSpec) -> bool:
@@ -55,25 +66,24 @@ def in_registers(spec: KernelSpec) -> bool:
     return spec.padded_head_dim <= (192 if spec.packed_rows > 1 else 96)
 
 
-def hold_query(spec: KernelSpec, shared: cute.Tensor) -> cute.Tensor:
-    """Registers for the whole query, or the shared tensor itself where it is read step by step."""
-    if not in_registers(spec):
+def hold_query(spec: KernelSpec, shared: cute.Tensor):
+    """Registers for the whole query [element, k16 step]; None where it is read from shared memory step by step."""
+    return cute.make_rmem_tensor((FRAGMENT, spec.padded_head_dim // MMA_K), shared.element_type) if in_registers(spec) else None
+
+
+def refresh_query(spec: KernelSpec, shared: cute.Tensor, held):
+    """The query of a new piece, as query_step takes it: read into the registers, or the buffer itself."""
+    if held is None:
         return shared
-    return cute.make_rmem_tensor((FRAGMENT, spec.padded_head_dim // MMA_K), shared.element_type)
+    for step in range(spec.padded_head_dim // MMA_K):
+        cute.autovec_copy(shared[None, cute.arch.lane_idx(), step], held[None, step])
+    return held
 
 
-@cute.jit
-def refresh_query(spec: cutlass.Constexpr, shared: cute.Tensor, held: cute.Tensor):
-    """Reads a new piece's query into registers, where it is held there."""
-    if cutlass.const_expr(in_registers(spec)):
-        for step in cutlass.range_constexpr(spec.padded_head_dim // MMA_K):
-            cute.autovec_copy(shared[None, cute.arch.lane_idx(), step], held[None, step])
-
-
-def query_step(spec: KernelSpec, held: cute.Tensor, step: int) -> cute.Tensor:
+def query_step(spec: KernelSpec, query: cute.Tensor, step: int) -> cute.Tensor:
     """The A fragment of one k16 step."""
     if in_registers(spec):
-        return fragments(held)[None, None, step]
-    fragment = cute.make_rmem_tensor(FRAGMENT, held.element_type)
-    cute.autovec_copy(held[None, cute.arch.lane_idx(), step], fragment)
+        return fragments(query)[None, None, step]
+    fragment = cute.make_rmem_tensor(FRAGMENT, query.element_type)
+    cute.autovec_copy(query[None, cute.arch.lane_idx(), step], fragment)
     return fragments(fragment)[None, None, 0]

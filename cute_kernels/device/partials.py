@@ -6,21 +6,24 @@ reader clears what it has read. The tag is random per plan: what the workspace h
 """
 
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Float32, Int32, Int64
 
-from ..config import KernelSpec
+from ..config import SLOTS, KernelSpec
 
 WORD = 4  # 32-bit parts: first value, second value, lse, tag
 
 
 def open_workspace(spec: KernelSpec, workspace: cute.Tensor) -> cute.Tensor:
-    """Words [part, pair of columns, packed row, slot] of 32-bit parts; a CTA has two slots.
+    """Words [part, pair of columns, packed row, slot] of 32-bit parts; SLOTS[partition] slots a CTA.
 
-    Slot 2c holds the piece with which CTA c continues a row, slot 2c + 1 the one with which it opens a row.
+    Balanced: slot 2c holds the piece with which CTA c continues a row, slot 2c + 1 the one with which it opens a row, or a group
+    that ends in it (combine.py).
+    Invariant: slot (2c + 1) MAX_BLOCKS + b holds block b of the row that CTA c opens for others, and
+    2c MAX_BLOCKS + b that of the row which it works on alone.
     """
     pairs, rows = spec.padded_head_dim // 2, spec.packed_rows
     layout = cute.make_layout(
-        (WORD, pairs, rows, 2 * cute.arch.grid_dim()[0]), stride=(1, WORD, WORD * pairs, WORD * pairs * rows)
+        (WORD, pairs, rows, SLOTS[spec.partition] * cute.arch.grid_dim()[0]), stride=(1, WORD, WORD * pairs, WORD * pairs * rows)
     )
     return cute.make_tensor(cute.recast_ptr(workspace.iterator, dtype=Int32), layout)
 
@@ -33,19 +36,26 @@ def word_at(words: cute.Tensor, pair: Int32, row: Int32, slot: Int32) -> cute.Po
 @cute.jit
 def send(word: cute.Pointer, first: Float32, second: Float32, lse: Float32, tag: Int32):
     """Writes a word."""
+    store_words(word.toint(), first, second, lse, tag)
+
+
+def store_words(address: Int64, first, second, third, fourth):
+    """Four 32-bit values in one atomic store of 16 bytes."""
     cute.arch.inline_ptx(
         "{ .reg .b64 lo, hi; .reg .b128 word; mov.b64 lo, {{$r1}, {$r2}}; mov.b64 hi, {{$r3}, {$r4}}; "
         "mov.b128 word, {lo, hi}; st.relaxed.gpu.global.b128 [{$r0}], word; }",
-        read_only_args=[word.toint(), first, second, lse, tag],
+        read_only_args=[address, first, second, third, fourth],
     )
 
 
 @cute.jit
-def receive(word: cute.Pointer) -> tuple[Float32, Float32, Float32, Int32]:
-    """Reads a word: (first, second, lse, tag)."""
+def receive(word: cute.Pointer, tag: Int32, known: tuple) -> tuple[Float32, Float32, Float32, Int32]:
+    """Reads a word (first, second, lse, tag), unless `known` is it already: by a predicate, so that loads stay in flight."""
     return cute.arch.inline_ptx(
-        "{ .reg .b64 lo, hi; .reg .b128 word; ld.relaxed.gpu.global.b128 word, [{$r0}]; "
+        "{ .reg .pred absent; .reg .b64 lo, hi; .reg .b128 word; setp.ne.s32 absent, {$r4}, {$r5}; "
+        "mov.b64 lo, {{$r1}, {$r2}}; mov.b64 hi, {{$r3}, {$r4}}; mov.b128 word, {lo, hi}; "
+        "@absent ld.relaxed.gpu.global.b128 word, [{$r0}]; "
         "mov.b128 {lo, hi}, word; mov.b64 {{$w0}, {$w1}}, lo; mov.b64 {{$w2}, {$w3}}, hi; }",
         write_only_types=[Float32, Float32, Float32, Int32],
-        read_only_args=[word.toint()],
+        read_only_args=[word.toint(), *known, tag],
     )

@@ -1,10 +1,13 @@
 """A balanced schedule without a planning step: each CTA derives its share of all work from the rows' lengths.
 
 A unit is one KV head and one m-tile. CTA i works for unit i % units, so CTAs that read the same pages are neighbours, and on
-slice i // units of the batch: rows laid end to end cost their KV tiles plus PIECE_COST each, and the slices cut that line
+slice i // units of the batch: rows laid end to end cost their KV tiles plus spec.piece_cost each, and the slices cut that line
 into equal parts. So every batch is balanced to a tile however ragged, and a captured graph stays balanced when lengths
-change. A row that a cut splits leaves partial states. A cut closer than MIN_TILES to a row's end moves there, and no slice is
-smaller than min_share: a small batch uses fewer CTAs.
+change. A row that a cut splits leaves partial states. No slice is smaller than spec.min_share: a small batch uses fewer CTAs.
+
+A cut falls where the line says, but never within MIN_TILES of a row's ends (partition "balanced"); or it falls back to the
+start of a block, whose size depends on the row's length only, and every block is a piece of its own ("invariant"); or to the
+start of the row ("whole").
 """
 
 from dataclasses import dataclass
@@ -13,8 +16,12 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32
 
-from ..config import MIN_SHARE, MIN_TILES, PIECE_COST, TILE_M, KernelSpec
+from ..config import MAX_BLOCKS, MIN_BLOCK, MIN_TILES, TILE_M, KernelSpec
 from .kv_source import row_length
+
+LANES = cute.arch.WARP_SIZE
+MOST_COST = 2**30 - 1
+FAN = 4  # rows a lane reads at a time, and keeps apart where it has no more
 
 
 @dataclass(frozen=True)
@@ -39,7 +46,8 @@ class Share:
 class Piece:
     """KV tiles [first, stop) of one row, for one unit. issued: tiles of the share before it; head: its first query head.
 
-    start: the row as a KV source opened it; heads: rows of the m-tile that hold a query head; tiles: of the whole row.
+    start: the row as a KV source opened it; heads: rows of the m-tile that hold a query head; tiles: of the whole row;
+    end: where the share leaves the row.
     """
 
     row: Int32
@@ -50,13 +58,9 @@ class Piece:
     heads: Int32
     first: Int32
     stop: Int32
+    end: Int32
     tiles: Int32
     issued: Int32
-
-
-def min_share(spec: KernelSpec) -> int:
-    """Tiles of the smallest slice: a piece's state grows with its rows, and reading states must not outweigh reading KV."""
-    return max(MIN_SHARE, spec.packed_rows)
 
 
 def tiles_of(spec: KernelSpec, length: Int32) -> Int32:
@@ -64,14 +68,32 @@ def tiles_of(spec: KernelSpec, length: Int32) -> Int32:
     return (length + spec.tile_n - 1) // spec.tile_n
 
 
+def block_of(tiles: Int32) -> Int32:
+    """Tiles of a block of a row under the invariant partition: at most MAX_BLOCKS blocks."""
+    return cutlass.max((tiles + MAX_BLOCKS - 1) // MAX_BLOCKS, MIN_BLOCK)
+
+
+def heads_of(spec: KernelSpec, unit: Int32) -> tuple[Int32, Int32, Int32]:
+    """(KV head, first query head, query heads) of a unit."""
+    kv_head, m_tile = unit // spec.m_tiles, unit % spec.m_tiles
+    return kv_head, kv_head * spec.group_size + m_tile * TILE_M, cutlass.min(spec.group_size - m_tile * TILE_M, TILE_M)
+
+
 def make_piece(spec: KernelSpec, share: Share, row: Int32, start: Int32, length: Int32, first: Int32, issued: Int32) -> Piece:
     """The piece of the share that begins at tile `first` of an opened row."""
-    kv_head, m_tile = share.unit // spec.m_tiles, share.unit % spec.m_tiles
-    head = kv_head * spec.group_size + m_tile * TILE_M
-    heads = cutlass.min(spec.group_size - m_tile * TILE_M, TILE_M)
+    kv_head, head, heads = heads_of(spec, share.unit)
     tiles = tiles_of(spec, length)
-    stop = cutlass.select_(row == share.end_row, share.end_tile, tiles)
-    return Piece(row, start, length, kv_head, head, heads, first, stop, tiles, issued)
+    end = cutlass.select_(row == share.end_row, share.end_tile, tiles)
+    stop = cutlass.min(first + block_of(tiles), end) if spec.partition == "invariant" else end
+    return Piece(row, start, length, kv_head, head, heads, first, stop, end, tiles, issued)
+
+
+def after(spec: KernelSpec, piece: Piece) -> tuple[Int32, Int32]:
+    """(row, tile) at which the share goes on after a piece."""
+    if spec.partition != "invariant":
+        return piece.row + 1, Int32(0)
+    inside = piece.stop < piece.end
+    return cutlass.select_(inside, piece.row, piece.row + 1), cutlass.select_(inside, piece.stop, 0)
 
 
 def unfinished(share: Share, row: Int32, tile: Int32) -> Boolean:
@@ -81,65 +103,122 @@ def unfinished(share: Share, row: Int32, tile: Int32) -> Boolean:
 
 @cute.jit
 def warp_prefix(value: Int32) -> Int32:
-    """Inclusive prefix sum over the lanes of a warp."""
+    """Inclusive prefix sum over the lanes of a warp, capped."""
     lane = cute.arch.lane_idx()
     for step in cutlass.range_constexpr(5):
         below = cute.arch.shuffle_sync_up(value, offset=2**step)
-        value += below if lane >= 2**step else 0
+        value = capped(value + (below if lane >= 2**step else 0))
     return value
 
 
-@cute.jit
-def row_cost(spec: cutlass.Constexpr, tables: tuple, k: cute.Tensor, row: Int32, batch: Int32) -> Int32:
-    """Cost of a row; 0 past the batch."""
-    cost = Int32(0)
-    if row < batch:
-        cost = tiles_of(spec, row_length(spec, tables, k, row)) + PIECE_COST
-    return cost
+def capped(cost: Int32) -> Int32:
+    """Keeps sums of costs from wrapping, whatever lengths the caller's memory holds: what lies past MOST_COST is one slice."""
+    return cutlass.min(cost, MOST_COST)
 
 
 @cute.jit
-def find_cut(spec: cutlass.Constexpr, tables: tuple, k: cute.Tensor, batch: Int32, cut: Int32, cost: Int32, inclusive: Int32):
-    """(row, tile, cost of the rows before) at cost `cut`. A warp scans 32 rows at a time, from the first 32 as given."""
-    lane, row, before = cute.arch.lane_idx(), Int32(0), Int32(0)
-    chunk = cute.arch.shuffle_sync(inclusive, 31)
-    while before + chunk <= cut:
-        before += chunk
-        row += 32
-        cost = row_cost(spec, tables, k, row + lane, batch)
-        inclusive = warp_prefix(cost)
-        chunk = cute.arch.shuffle_sync(inclusive, 31)
-    found = cute.arch.popc(cute.arch.vote_ballot_sync(before + inclusive <= cut))
-    cost = cute.arch.shuffle_sync(cost, found)
-    prefix = before + cute.arch.shuffle_sync(inclusive, found) - cost
-    row, tile = row + found, cut - prefix - PIECE_COST
-    if tile > cost - PIECE_COST - MIN_TILES and tile >= MIN_TILES:
-        row, tile, prefix = row + 1, Int32(0), prefix + cost
-    if tile < MIN_TILES or cutlass.const_expr(not spec.split):
+def lane_costs(spec: cutlass.Constexpr, tables: tuple, k: cute.Tensor, begin: Int32, stop: Int32, span: Int32) -> tuple:
+    """(cost of the lanes' rows up to this one's, cost of each of this lane's last FAN rows).
+
+    A lane has `span` rows of [begin, stop), lane 0 the first ones.
+    """
+    first, total, costs = begin + cute.arch.lane_idx() * span, Int32(0), cute.make_rmem_tensor(FAN, Int32)
+    costs.fill(0)
+    stop = cutlass.min(first + span, stop)
+    for group in cutlass.range(first, stop, FAN, unroll=1):
+        for j in cutlass.range_constexpr(FAN):
+            row = cutlass.min(group + j, stop - 1)  # no branch: the loads of a group are in flight together
+            tiles = tiles_of(spec, row_length(spec, tables, k, row))
+            costs[j] = cutlass.select_(group + j < stop, tiles + spec.piece_cost, 0)
+            total = capped(total + costs[j])
+    return warp_prefix(total), costs
+
+
+@cute.jit
+def narrow(cut: Int32, begin: Int32, stop: Int32, before: Int32, span: Int32, own: tuple):
+    """The lane whose rows hold `cut`: (its first row, the row after them, cost before them, its last FAN costs).
+
+    before: cost of the rows before `begin`. own: lane_costs of [begin, stop).
+    """
+    inclusive, costs = own
+    lane = cutlass.min(cute.arch.popc(cute.arch.vote_ballot_sync(before + inclusive <= cut)), LANES - 1)
+    below = cute.arch.shuffle_sync(inclusive, cutlass.max(lane - 1, 0))
+    before += cutlass.select_(lane > 0, below, 0)
+    found = cute.make_rmem_tensor(FAN, Int32)
+    for j in cutlass.range_constexpr(FAN):
+        found[j] = cute.arch.shuffle_sync(costs[j], lane)
+    begin += lane * span
+    return begin, cutlass.min(begin + span, stop), before, found
+
+
+@cute.jit
+def pick(cut: Int32, row: Int32, before: Int32, costs: cute.Tensor):
+    """The one of at most FAN rows that holds `cut`: (row, cost of the rows before, its cost)."""
+    cost = costs[0]
+    for j in cutlass.range_constexpr(1, FAN):
+        further = before + cost <= cut and costs[j] > 0
+        row = row + 1 if further else row
+        before = before + cost if further else before
+        cost = costs[j] if further else cost
+    return row, before, cost
+
+
+@cute.jit
+def place(spec: cutlass.Constexpr, cut: Int32, row: Int32, prefix: Int32, cost: Int32):
+    """Where a cut inside (or at the start of) a row of `cost` falls: (row, tile, cost of the rows before)."""
+    tiles, tile = cost - spec.piece_cost, cutlass.max(cut - prefix - spec.piece_cost, 0)
+    if cutlass.const_expr(spec.partition == "invariant"):
+        tile = tile // block_of(tiles) * block_of(tiles)
+    elif cutlass.const_expr(spec.partition == "whole"):
         tile = Int32(0)
+    else:
+        if tile < MIN_TILES:
+            tile = Int32(0)
+        elif tile > tiles - MIN_TILES:
+            row, tile, prefix = row + 1, Int32(0), prefix + cost
     return row, tile, prefix
 
 
 @cute.jit
-def take_share(spec: cutlass.Constexpr, tables: tuple, k: cute.Tensor, batch: Int32) -> Share:
+def find_cuts(spec: cutlass.Constexpr, tables: tuple, k: cute.Tensor, batch: Int32, lower: Int32, upper: Int32, span: Int32, own):
+    """The rows at costs `lower` and `upper`, each placed. own: lane_costs of the batch, `span` rows a lane.
+
+    A warp narrows the rows down by a factor of 32 at a time, for both cuts at once: their loads overlap.
+    """
+    begin_0, stop_0, before_0, costs_0 = narrow(lower, Int32(0), batch, Int32(0), span, own)
+    begin_1, stop_1, before_1, costs_1 = narrow(upper, Int32(0), batch, Int32(0), span, own)
+    while span > FAN:
+        span = (span + LANES - 1) // LANES
+        own_0 = lane_costs(spec, tables, k, begin_0, stop_0, span)
+        own_1 = lane_costs(spec, tables, k, begin_1, stop_1, span)
+        begin_0, stop_0, before_0, found_0 = narrow(lower, begin_0, stop_0, before_0, span, own_0)
+        begin_1, stop_1, before_1, found_1 = narrow(upper, begin_1, stop_1, before_1, span, own_1)
+        for j in cutlass.range_constexpr(FAN):
+            costs_0[j], costs_1[j] = found_0[j], found_1[j]
+    lower_row = place(spec, lower, *pick(lower, begin_0, before_0, costs_0))
+    return *lower_row, *place(spec, upper, *pick(upper, begin_1, before_1, costs_1))
+
+
+def locate(spec: KernelSpec, k: cute.Tensor) -> tuple[Int32, Int32, Int32, Int32]:
+    """(unit, slice, units, slices that the grid has room for) of this CTA: what does not depend on lengths."""
+    units, cta = Int32(k.shape[1]) * spec.m_tiles, cute.arch.block_idx()[0]
+    return cta % units, cta // units, units, cute.arch.grid_dim()[0] // units
+
+
+@cute.jit
+def take_share(spec: cutlass.Constexpr, tables: tuple, k: cute.Tensor, batch: Int32, located: tuple) -> Share:
     """This CTA's share, computed by each warp for itself. A CTA beyond the last slice gets an empty one."""
-    lane = cute.arch.lane_idx()
-    first_cost = row_cost(spec, tables, k, lane, batch)
-    units = Int32(k.shape[1]) * spec.m_tiles
-    unit, index = cute.arch.block_idx()[0] % units, cute.arch.block_idx()[0] // units
-    most = cute.arch.grid_dim()[0] // units
-    inclusive = warp_prefix(first_cost)
-    cost = Int32(0)
-    for row in cutlass.range(lane + 32, batch, 32):
-        cost += row_cost(spec, tables, k, row, batch)
-    cost = cute.arch.shuffle_sync(inclusive, 31) + cute.arch.warp_reduction_sum(cost)
-    slices = cutlass.max(cutlass.min(cost // min_share(spec), most), 1)
+    unit, index, units, most = located
+    span = (batch + LANES - 1) // LANES
+    own = lane_costs(spec, tables, k, Int32(0), batch, span)
+    cost = cute.arch.shuffle_sync(own[0], LANES - 1)
+    slices = cutlass.max(cutlass.min(cost // spec.min_share, most), 1)
     row, tile, prefix, end_row, end_tile = batch, Int32(0), cost, batch, Int32(0)
     if index < slices:
-        row, tile, prefix = find_cut(spec, tables, k, batch, cut_of(cost, slices, index), first_cost, inclusive)
-        if index + 1 < slices:
-            cut = cut_of(cost, slices, index + 1)
-            end_row, end_tile, _ = find_cut(spec, tables, k, batch, cut, first_cost, inclusive)
+        lower, upper = cut_of(cost, slices, index), cut_of(cost, slices, index + 1)
+        row, tile, prefix, end_row, end_tile, _ = find_cuts(spec, tables, k, batch, lower, upper, span, own)
+        if index + 1 == slices:
+            end_row, end_tile = batch, Int32(0)
     uniform = cute.arch.make_warp_uniform
     ends = uniform(row), uniform(tile), uniform(prefix), uniform(end_row), uniform(end_tile)
     return Share(unit, *ends, uniform(cost), uniform(slices), units)
@@ -160,12 +239,10 @@ def first_cut_from(cost: Int32, slices: Int32, position: Int32) -> Int32:
     return index
 
 
-def contributors(schedule: cute.Tensor, tiles: Int32) -> tuple[Int32, Int32]:
-    """(first slice, number of slices) of a cut row: those whose cuts fall inside it, and the one before.
+def first_slice(spec: KernelSpec, schedule: cute.Tensor, tiles: Int32) -> Int32:
+    """The slice that opens a row of `tiles` which cuts fall inside of: the one before the first of those cuts.
 
     schedule: (cost of the rows before this one, cost of the batch, slices).
     """
-    opening, cost, slices = schedule[0] + PIECE_COST, schedule[1], schedule[2]
-    first = first_cut_from(cost, slices, opening + MIN_TILES)
-    after = first_cut_from(cost, slices, opening + tiles - MIN_TILES + 1)
-    return first - 1, after - first + 1
+    nearest = block_of(tiles) if spec.partition == "invariant" else MIN_TILES
+    return first_cut_from(schedule[1], schedule[2], schedule[0] + spec.piece_cost + nearest) - 1

@@ -43,7 +43,7 @@ def spec_of(
         max_seq_len=8192,
         lse_base="e",
     )
-    return replace(kernel_spec(problem, arch, target, choose(problem, arch, target, 132), split=True), **changes)
+    return replace(kernel_spec(problem, arch, target, choose(problem, arch, target, 132), partition="balanced"), **changes)
 
 
 def dump(spec: KernelSpec, folder: Path) -> tuple[str, str]:
@@ -104,7 +104,8 @@ def test_sm80(head_dim: int, vector_bytes: int, source: str, target: str, tmp_pa
 @pytest.mark.parametrize(
     "changes",
     [
-        {"split": False},
+        {"partition": "whole"},
+        {"partition": "invariant"},
         {"lse_base": "2"},
         {"group_size": 1},
         {"group_size": 5},
@@ -118,7 +119,7 @@ def test_sm80(head_dim: int, vector_bytes: int, source: str, target: str, tmp_pa
 def test_other_pieces(arch: str, changes: dict, tmp_path: Path) -> None:
     spec = spec_of(arch, "sm_90a", "dense", "bf16", 128, **dict(changes))
     ptx, sass = dump(spec, tmp_path)
-    assert ("st.relaxed.gpu.global.b128" in ptx) == spec.split
+    assert ("ld.relaxed.gpu.global.b128" in ptx) == spec.split
     assert_no_spills(sass if arch == "sm90" else sass[sass.index("HMMA") : sass.rindex("HMMA") + 4])
 
 

@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
-from cute_kernels import dispatch, plan
+from cute_kernels import dispatch, plan, plan_base, plan_cache
 
 
 @pytest.fixture
-def pretend_h200(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+def no_plans() -> Iterator[None]:
+    """Every plan that is selected here is made here, and none is kept for other tests."""
+
+    def forget() -> None:
+        plan_base.forget_plans()
+        plan_cache._plan.cache_clear()
+
+    forget()
+    yield
+    forget()
+
+
+@pytest.fixture
+def pretend_h200(monkeypatch: pytest.MonkeyPatch, no_plans: None) -> list[tuple[Any, ...]]:
     """Plans made here choose as on an H200 but hold CPU tensors; the list records what each launch was given."""
     launches: list[tuple[Any, ...]] = []
 

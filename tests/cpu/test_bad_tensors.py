@@ -153,6 +153,20 @@ TENSORS = [
         "csr",
         case=CSR,
     ),
+    bad(
+        "table operands",
+        lambda a: {"page_table": ck.PageTable("dense", a["page_table"].operands[:2])},
+        InvalidArgument,
+        "page_table",
+        "PageTable.dense",
+    ),
+    bad(
+        "table of both",
+        lambda a: {"page_table": ck.PageTable("dense", (*a["page_table"].operands[:2], a["page_table"].operands[1]))},
+        InvalidArgument,
+        "page_table",
+        "PageTable.dense",
+    ),
     bad("table int64", lambda a: tables(a, table=torch.Tensor.long), InvalidArgument, "page_table.table", "int64", "int32"),
     bad("table rows", lambda a: tables(a, table=lambda t: t[:2]), InvalidProblem, "page_table.table.shape = (2,", "[3, *]"),
     bad(
@@ -317,6 +331,22 @@ def test_num_pages_is_binding() -> None:
     plan = ck.PagedDecodePlan.select(replace(DENSE.descriptor, num_pages=2), device="cpu")
     with pytest.raises(ck.InvalidProblem, match=r"k_cache\.shape.*num_pages.*\[2, 2, 16, 64\]"):
         plan.run(*inputs)
+
+
+@pytest.mark.parametrize(("case", "widest"), [(DENSE, 5), (CSR, 2)], ids=str)
+def test_max_pages_is_binding(case: Case, widest: int) -> None:
+    """The table of three rows has five columns, the CSR one six indices: two for each row."""
+    inputs = make_inputs(case)
+    fits = ck.PagedDecodePlan.select(replace(case.descriptor, max_pages=widest), device="cpu")
+    expected = ck.PagedDecodePlan.select(case.descriptor, device="cpu").run(*inputs)
+    assert all(torch.equal(a, b) for a, b in zip(fits.run(*inputs), expected, strict=True))
+    plan = ck.PagedDecodePlan.select(replace(case.descriptor, max_pages=widest - 1), device="cpu")
+    name, most = ("table", "max_pages = 4 columns") if case is DENSE else ("indices", "batch_size * max_pages = 3 entries")
+    for attempt in (plan.run, plan.can_implement):
+        with pytest.raises(ck.InvalidProblem) as caught:
+            attempt(*inputs)
+        assert f"page_table.{name}.shape" in str(caught.value)
+        assert most in str(caught.value)
 
 
 @pytest.mark.parametrize(

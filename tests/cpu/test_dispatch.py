@@ -103,20 +103,28 @@ def test_a_forced_variant_is_taken_or_refused_never_replaced() -> None:
 
 def test_rows_stay_whole_where_the_workspace_is_too_small() -> None:
     free = chosen(H200, batch_size=1, max_seq_len=131_072)
-    assert free.spec.split
-    needed = workspace_bytes(problem(batch_size=1), free.cutting_ctas)
+    assert free.partition == "balanced"
+    needed = workspace_bytes(problem(batch_size=1), free.num_ctas, "balanced")
     assert needed > 0
     fits = chosen(H200, ck.PlanPreference(max_workspace_bytes=needed), batch_size=1, max_seq_len=131_072)
     assert fits == free
     none = chosen(H200, ck.PlanPreference(max_workspace_bytes=needed - 1), batch_size=1, max_seq_len=131_072)
-    assert (none.cutting_ctas, none.spec.split) == (0, False)
+    assert (none.partition, none.spec.split) == ("whole", False)
     assert f"{needed:,} workspace bytes" in none.config_source
 
 
-def test_batch_invariant_configs_do_not_see_the_batch() -> None:
-    specs = {chosen(H200, ck.PlanPreference(batch_invariant=True), batch_size=b, max_seq_len=8192).spec for b in (1, 2, 64, 500)}
+def test_batch_invariant_rows_are_cut_by_their_own_length() -> None:
+    """The partition is the invariant one, whole only where its workspace is refused; the spec does not see batch or lengths."""
+    shapes = [{"batch_size": b, "max_seq_len": length} for b in (1, 2, 64, 500) for length in (None, 64, 131_072)]
+    specs = {chosen(H200, ck.PlanPreference(batch_invariant=True), **shape).spec for shape in shapes}
     assert len(specs) == 1
-    assert not specs.pop().split
+    assert specs.pop().partition == "invariant"
+    free = chosen(H200, ck.PlanPreference(batch_invariant=True))
+    needed = workspace_bytes(problem(), free.num_ctas, "invariant")
+    assert needed > workspace_bytes(problem(), free.num_ctas, "balanced")
+    for limit, partition in ((needed, "invariant"), (needed - 1, "whole")):
+        candidate = chosen(H200, ck.PlanPreference(batch_invariant=True, max_workspace_bytes=limit))
+        assert (candidate.partition, candidate.config) == (partition, free.config)
 
 
 def test_the_spec_is_what_changes_generated_code() -> None:
@@ -124,7 +132,7 @@ def test_the_spec_is_what_changes_generated_code() -> None:
     config = DecodeConfig(tile_n=64, num_stages=4, num_warps=4, ctas_per_sm=1)
 
     def spec(**changes):
-        return kernel_spec(problem(**changes), "sm90", "sm_90a", config, split=True)
+        return kernel_spec(problem(**changes), "sm90", "sm_90a", config, partition="balanced")
 
     assert spec() == spec(batch_size=9) == spec(num_heads=16, num_kv_heads=4) == spec(max_seq_len=5)
     changes = [
@@ -137,6 +145,9 @@ def test_the_spec_is_what_changes_generated_code() -> None:
         {"layout": ck.KVLayout.HND.with_alignment(4)},
     ]
     assert len({spec(), *(spec(**change) for change in changes)}) == len(changes) + 1
+    partitions = [kernel_spec(problem(), "sm90", "sm_90a", config, partition=p) for p in ("whole", "balanced", "invariant")]
+    assert [candidate.split for candidate in partitions] == [False, True, True]
+    assert len(set(partitions)) == 3
 
 
 def test_heuristics_are_a_function_of_the_problem() -> None:

@@ -60,9 +60,9 @@ def test_given_outputs_and_a_unit_query_axis() -> None:
 def test_plans_are_kept() -> None:
     inputs = make_inputs(CASE)
     ck.decode_attention(*inputs[:3], page_table=inputs.page_table)
-    before = plan_cache._paged_plan.cache_info()
+    before = plan_cache._plan.cache_info()
     ck.decode_attention(*inputs[:3], page_table=inputs.page_table)
-    after = plan_cache._paged_plan.cache_info()
+    after = plan_cache._plan.cache_info()
     assert (after.misses, after.hits) == (before.misses, before.hits + 1)
 
 

@@ -7,7 +7,7 @@ import torch
 
 import cute_kernels as ck
 from cute_kernels import geometry
-from cute_kernels.config import grid_ctas, smem_bytes
+from cute_kernels.config import MAX_BLOCKS, grid_ctas, smem_bytes
 from cute_kernels.workspace import workspace_bytes, workspace_regions
 
 
@@ -56,8 +56,8 @@ def test_group_size_and_threads() -> None:
 
 
 def test_smem_of_a_cta() -> None:
-    ring, query, merge = 4 * 2 * 64 * 128 * 2, 16 * 128 * 2, 4 * 3 * (128 + 8 + 2) * 4  # 4 warps, 3 query heads a KV head
-    assert smem_bytes(128, 3, 64, 4, 4) == ring + query + merge + 4 * 2 * 8 + 1024
+    ring, queries, merge = 4 * 2 * 64 * 128 * 2, 2 * 16 * 128 * 2, 4 * 3 * (128 + 8 + 2) * 4  # 4 warps, 3 query heads a KV head
+    assert smem_bytes(128, 3, 64, 4, 4) == ring + queries + merge + 4 * (2 * 8 + 4) + 1024
 
 
 def test_grid_ctas() -> None:
@@ -69,8 +69,10 @@ def test_grid_ctas() -> None:
 
 def test_workspace_regions() -> None:
     problem = ck.PagedDecodeDescriptor(3, 6, 2, 40, 16, torch.float16).problem
-    (states,) = workspace_regions(problem, 5)
-    # two states a CTA, 3 packed rows, head_dim padded to 48: 24 pairs of columns, 16 bytes each
-    assert (states.name, states.offset, states.nbytes) == ("partial_states", 0, 2 * 5 * 3 * 24 * 16)
-    assert workspace_bytes(problem, 5) == 11_520
-    assert workspace_bytes(problem, 0) == 0
+    # 3 packed rows, head_dim padded to 48: 24 pairs of columns, 16 bytes each
+    for partition, slots in (("balanced", 2), ("invariant", 2 * MAX_BLOCKS)):
+        (states,) = workspace_regions(problem, 5, partition)
+        assert (states.name, states.offset, states.nbytes) == ("partial_states", 0, slots * 5 * 3 * 24 * 16)
+        assert workspace_bytes(problem, 0, partition) == 0
+    assert workspace_bytes(problem, 5, "balanced") == 11_520
+    assert workspace_bytes(problem, 5, "whole") == 0

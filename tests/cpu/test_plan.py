@@ -137,7 +137,7 @@ def test_what_a_kernel_is_given(pretend_h200: list, layout: str, table_format: s
     workspace = torch.empty(plan.workspace_size(), dtype=torch.uint8)
     for _ in range(2):
         out, lse = plan.run(*inputs, workspace=workspace)
-        q, k, v, *table, launched_out, launched_lse, launched_workspace, scale, num_ctas, tag = pretend_h200.pop()
+        q, k, v, *table, launched_out, launched_lse, launched_workspace, scale, num_ctas, tag, status = pretend_h200.pop()
         assert q is inputs.q
         assert tuple(k.shape[1:]) == tuple(v.shape[1:]) == (2, 16, 128)
         assert k.data_ptr() == inputs.k_cache.data_ptr()
@@ -148,6 +148,8 @@ def test_what_a_kernel_is_given(pretend_h200: list, layout: str, table_format: s
         assert launched_workspace is workspace
         assert (scale, num_ctas) == (128**-0.5, plan.num_ctas)
         assert 0 < tag < 2**31
+        assert status > 0
+        assert status % 16 == 0
 
 
 def test_odd_strides_of_unit_extents_are_normalised(pretend_h200: list) -> None:
@@ -194,7 +196,12 @@ def test_batch_invariance_is_guaranteed_only_on_request(pretend_h200: list) -> N
         for invariant in (False, True)
     ]
     assert [plan.precision_guarantee.batch_invariant for plan in plans] == [False, True]
-    assert [plan.workspace_size() > 0 for plan in plans] == [True, False]
+    assert 0 < plans[0].workspace_size() < plans[1].workspace_size()
+    for invariant in (False, True):  # whole rows alone promise nothing: their config may see the batch
+        preference = ck.PlanPreference(batch_invariant=invariant, max_workspace_bytes=0)
+        plan = ck.PagedDecodePlan.select(CASE.descriptor, "cpu", preference)
+        assert plan.precision_guarantee.batch_invariant == invariant
+        assert (plan.workspace_size(), plan.workspace_regions()) == (0, ())
 
 
 @pytest.mark.parametrize("seq_len", [0, 1, 33])
@@ -220,9 +227,9 @@ def test_flash_decoding_equals_the_paged_plan(seq_len: int) -> None:
     assert torch.equal(lse, paged_lse)
 
 
-def test_checked_signatures_are_bounded(monkeypatch: pytest.MonkeyPatch, plan: ck.PagedDecodePlan) -> None:
+def test_checked_signatures_are_bounded(monkeypatch: pytest.MonkeyPatch, no_plans: None) -> None:
     monkeypatch.setattr(plan_module, "MAX_CHECKED", 3)
-    inputs = make_inputs(CASE)
+    plan, inputs = ck.PagedDecodePlan.select(CASE.descriptor, "cpu"), make_inputs(CASE)
     kept = [plan.run(*inputs) for _ in range(8)]
     assert len(plan._checked) <= 3
     assert all(torch.equal(out, kept[0][0]) for out, _ in kept)

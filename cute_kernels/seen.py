@@ -1,0 +1,102 @@
+"""The operands of a run, remembered by weak reference: a run with the same tensors again need not be checked again.
+
+Telling tensors apart by identity costs a third of describing them (`checks.signature`). A remembered operand passes as the
+same when it is the same object at the same address; `set_`, `.data =`, a resize that moves and a freed storage show as
+another address. q must also have its number of bytes, since the kernel takes the batch from it.
+
+What this does not see is a change of extents or strides in place, at the same address (`transpose_`, `as_strided_`,
+`resize_` within the storage). That is relied on to be harmless: a storage never shrinks in place, so such a tensor still
+lies in memory that was checked; the kernel takes extents and strides from the tensor as it is at the launch; and the
+compiled function refuses a rank, a dtype, a fixed or shared extent or an alignment that is not its own (LaunchFailed).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+from weakref import ref
+
+import torch
+from torch import Tensor
+
+from .dispatch import Launch
+from .errors import LaunchFailed
+from .plan_base import LAUNCH_ERRORS
+
+Shortcut = Callable[..., "tuple[Tensor, Tensor] | None"]
+ABSENT: Callable[[], None] = type(None)  # the reference to an operand that is None
+
+
+class Setting(NamedTuple):
+    """What all launches of a plan share.
+
+    constants: softmax_scale, num_ctas, tag and status. nhd: the caches are turned to HND first. device_index: the GPU that
+    must be current, None where there is no choice. name: what runs where, for LaunchFailed.
+    """
+
+    constants: tuple[float, int, int, int | Tensor]
+    takes_workspace: bool
+    nhd: bool
+    device_index: int | None
+    name: str
+
+
+def never(*operands: object) -> None:
+    """The shortcut for no operands at all."""
+
+
+def shortcut(
+    launch: Launch,
+    setting: Setting,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    page_table: Any,
+    out: Tensor,
+    lse: Tensor,
+    workspace: Tensor | None,
+) -> Shortcut:
+    """fn(q, k, v, page_table, out, lse, workspace): launches and returns (out, lse) for the operands given here, else None.
+
+    page_table: a PageTable, or its two items where there is none. Keeps no tensor alive. A reference to a dead tensor gives
+    None, as ABSENT does, hence the addresses of absent operands, 0. Written flat: loops cost a microsecond more.
+    """
+    (scale, num_ctas, tag, status), takes_workspace, nhd, device_index, name = setting
+    table_format, table = page_table
+    operands = (q, k, v, *table, out, lse, workspace)
+    q_, k_, v_, t0_, t1_, t2_, out_, lse_, w_ = [ABSENT if operand is None else ref(operand) for operand in operands]
+    at_q, at_k, at_v, at_t0, at_t1, at_t2, at_out, at_lse, at_w = [0 if t is None else t.data_ptr() for t in operands]
+    nbytes = q.nbytes
+
+    def again(
+        q: Tensor, k: Tensor, v: Tensor, page_table: Any, out: Tensor, lse: Tensor, workspace: Tensor | None
+    ) -> tuple[Tensor, Tensor] | None:
+        # fmt: off
+        try:
+            described, (t0, t1, t2) = page_table
+            if not (
+                q_() is q and k_() is k and v_() is v and out_() is out and lse_() is lse
+                and t0_() is t0 and t1_() is t1 and t2_() is t2 and w_() is workspace
+                and q.data_ptr() == at_q and k.data_ptr() == at_k and v.data_ptr() == at_v
+                and out.data_ptr() == at_out and lse.data_ptr() == at_lse
+                and (0 if t0 is None else t0.data_ptr()) == at_t0
+                and (0 if t1 is None else t1.data_ptr()) == at_t1
+                and (0 if t2 is None else t2.data_ptr()) == at_t2
+                and (0 if workspace is None else workspace.data_ptr()) == at_w
+                and q.nbytes == nbytes and described == table_format
+            ):
+                return None
+        except (AttributeError, TypeError, ValueError):  # no tensor: None where a remembered one has died; or no PageTable
+            return None
+        # fmt: on
+        if device_index is not None and torch.cuda.current_device() != device_index:
+            return None
+        if nhd:
+            k, v = k.transpose(1, 2), v.transpose(1, 2)
+        try:
+            launch(q, k, v, t0, t1, t2, out, lse, workspace if takes_workspace else None, scale, num_ctas, tag, status)
+        except LAUNCH_ERRORS as error:
+            raise LaunchFailed(f"{name}: {error}") from error
+        return out, lse
+
+    return again

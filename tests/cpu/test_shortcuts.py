@@ -1,0 +1,259 @@
+"""A run with the tensors of the last: no checks beyond identity and address, and nothing that should be noticed is missed."""
+
+from __future__ import annotations
+
+import gc
+import timeit
+import weakref
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import cute_kernels as ck
+from cute_kernels import checks
+from cute_kernels import plan as plan_module
+from tests.cases import Case, make_inputs
+
+CASE = Case("shortcuts", (0, 5, 40, 17))
+BESIDE_THE_LAUNCH = 1.5e-6  # seconds
+SLOW_MACHINE = 10  # a busy machine's factor on it
+Arguments = dict[str, Any]
+
+
+@pytest.fixture
+def checked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """The runs whose operands were described, in order: those that took no shortcut."""
+    seen: list[tuple[Any, ...]] = []
+    real = checks.signature
+    monkeypatch.setattr(checks, "signature", lambda *operands: (seen.append(operands), real(*operands))[1])
+    return seen
+
+
+def arguments(plan: ck.PagedDecodePlan, case: Case = CASE) -> Arguments:
+    """Everything of one run, preallocated."""
+    inputs = make_inputs(case)
+    workspace = torch.zeros(plan.workspace_size() + 16, dtype=torch.uint8)
+    out, lse = torch.full_like(inputs.q, 7.0), torch.full(inputs.q.shape[:2], 7.0)
+    return {**inputs._asdict(), "out": out, "lse": lse, "workspace": workspace}
+
+
+def settle(plan: ck.PagedDecodePlan, good: Arguments, checked: list[tuple[Any, ...]]) -> None:
+    """Two runs, after which the next with the same tensors takes the shortcut."""
+    for _ in range(2):
+        plan.run(**good)
+    checked.clear()
+    plan.run(**good)
+    assert checked == []
+
+
+@pytest.mark.parametrize("layout", ["HND", "NHD"])
+@pytest.mark.parametrize("table_format", ["dense", "csr"])
+@pytest.mark.parametrize("max_workspace_bytes", [None, 0])
+def test_a_shortcut_launches_the_same(
+    pretend_h200: list, checked: list, layout: str, table_format: str, max_workspace_bytes: int | None
+) -> None:
+    """The third run on, also with a PageTable made anew; operand for operand what the first launched."""
+    case = replace(CASE, layout=layout, table_format=table_format)
+    preference = ck.PlanPreference(max_workspace_bytes=max_workspace_bytes)
+    plan = ck.PagedDecodePlan.select(case.descriptor, "cpu", preference)
+    good = arguments(plan, case)
+    for _ in range(4):
+        table = ck.PageTable(table_format, tuple(good["page_table"].operands))
+        out, lse = plan.run(**{**good, "page_table": table})
+        assert (out is good["out"], lse is good["lse"]) == (True, True)
+    assert len(checked) == 2
+    first, *others = pretend_h200
+    assert len(others) == 3
+    for launched in others:
+        assert all(_same_operand(a, b) for a, b in zip(launched, first, strict=True))
+    assert (first[8] is None) == (max_workspace_bytes == 0)
+
+
+def _same_operand(a: object, b: object) -> bool:
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        return (a.data_ptr(), a.shape, a.stride(), a.dtype) == (b.data_ptr(), b.shape, b.stride(), b.dtype)
+    return a == b
+
+
+def test_results_follow_what_the_tensors_hold(checked: list) -> None:
+    plan = ck.PagedDecodePlan.select(CASE.descriptor, "cpu")
+    good = arguments(plan)
+    settle(plan, good, checked)
+    good["q"].mul_(2)
+    good["page_table"].operands[1][2] = 30
+    plan.run(**good)
+    assert checked == []
+    out, lse = ck.PagedDecodePlan.select(CASE.descriptor, "cpu").run(
+        good["q"].clone(), good["k_cache"], good["v_cache"], good["page_table"]
+    )
+    assert torch.equal(good["out"], out)
+    assert torch.equal(good["lse"], lse)
+
+
+@pytest.mark.parametrize("name", ["q", "k_cache", "v_cache", "out", "lse", "workspace"])
+def test_another_tensor_is_checked(pretend_h200: list, checked: list, name: str) -> None:
+    plan = ck.PagedDecodePlan.select(CASE.descriptor, "cpu")
+    good = arguments(plan)
+    settle(plan, good, checked)
+    plan.run(**{**good, name: good[name].clone()})
+    assert len(checked) == 1
+
+
+MUTATIONS: list[tuple[str, Callable[[torch.Tensor], object], type[Exception] | None]] = [
+    ("q", lambda t: t.set_(t.clone()), None),
+    ("k_cache", lambda t: t.set_(t.clone()), None),
+    ("v_cache", lambda t: setattr(t, "data", t.clone()), None),
+    ("lse", lambda t: t.set_(t.clone()), None),
+    ("out", lambda t: setattr(t, "data", t.clone()), None),
+    ("q", lambda t: setattr(t, "data", t.half()), ck.InvalidArgument),
+    ("q", lambda t: t.resize_(2, 8, 64), ck.InvalidProblem),
+    ("q", lambda t: t.resize_(400, 8, 64), ck.InvalidProblem),
+    ("out", lambda t: t.resize_(400, 8, 64), ck.InvalidProblem),
+    ("v_cache", lambda t: t.set_(t[:, :, :8].clone()), ck.InvalidProblem),
+    ("workspace", lambda t: t.set_(t[:32].clone()), ck.WorkspaceTooSmall),
+    ("workspace", lambda t: t.set_(torch.zeros(2**21, dtype=torch.uint8)[8:]), ck.MisalignedOperand),
+]
+
+
+@pytest.mark.parametrize(("name", "mutate", "error"), MUTATIONS)
+def test_a_tensor_that_moved_is_checked(
+    pretend_h200: list, checked: list, name: str, mutate: Callable[[torch.Tensor], object], error: type[Exception] | None
+) -> None:
+    """set_, .data =, a resize that moves: the same object at another address is no longer known."""
+    plan = ck.PagedDecodePlan.select(CASE.descriptor, "cpu")
+    good = arguments(plan)
+    settle(plan, good, checked)
+    launches = len(pretend_h200)
+    mutate(good[name])
+    if error is None:
+        plan.run(**good)
+    else:
+        with pytest.raises(error, match=name):
+            plan.run(**good)
+    assert len(checked) == 1
+    assert len(pretend_h200) == launches + (error is None)
+
+
+ABSENT: list[tuple[str, object, type[Exception]]] = [
+    ("q", None, ck.InvalidArgument),
+    ("v_cache", None, ck.InvalidArgument),
+    ("workspace", None, ck.WorkspaceTooSmall),
+    ("page_table", None, ck.InvalidArgument),
+    ("page_table", ("dense", None), ck.InvalidArgument),
+]
+
+
+@pytest.mark.parametrize("dead", [False, True], ids=["alive", "dead"])
+@pytest.mark.parametrize(("name", "value", "error"), ABSENT)
+def test_none_is_never_taken_for_a_remembered_tensor(
+    pretend_h200: list, checked: list, name: str, value: object, error: type[Exception], dead: bool
+) -> None:
+    """A weak reference whose tensor has died gives None."""
+    plan = ck.PagedDecodePlan.select(CASE.descriptor, "cpu")
+    good = arguments(plan)
+    settle(plan, good, checked)
+    pretend_h200.clear()
+    kept = None if dead else good[name]
+    good[name] = value
+    gc.collect()
+    with pytest.raises(error, match=name):
+        plan.run(**good)
+    assert pretend_h200 == []
+    del kept
+
+
+@pytest.mark.parametrize("operand", [0, 1])
+def test_a_dead_operand_of_the_table_is_missed(pretend_h200: list, checked: list, operand: int) -> None:
+    plan = ck.PagedDecodePlan.select(CASE.descriptor, "cpu")
+    good = arguments(plan)
+    settle(plan, good, checked)
+    operands: list[Any] = list(good["page_table"].operands)
+    operands[operand] = None
+    good["page_table"] = ck.PageTable("dense", tuple(operands))
+    pretend_h200.clear()
+    gc.collect()
+    with pytest.raises(ck.InvalidArgument, match="NoneType"):
+        plan.run(**good)
+
+
+def test_missing_outputs_are_allocated_afresh(checked: list) -> None:
+    plan = ck.PagedDecodePlan.select(CASE.descriptor, "cpu")
+    good = arguments(plan)
+    settle(plan, good, checked)
+    expected = good.pop("out").clone(), good.pop("lse").clone()
+    gc.collect()
+    for _ in range(3):
+        assert all(torch.equal(a, b) for a, b in zip(plan.run(**good), expected, strict=True))
+
+
+def test_no_tensor_is_kept_alive(pretend_h200: list, checked: list) -> None:
+    plan = ck.PagedDecodePlan.select(CASE.descriptor, "cpu")
+    good = arguments(plan)
+    settle(plan, good, checked)
+    tensors = [*good["page_table"].operands[:2], *(value for name, value in good.items() if name != "page_table")]
+    references = [weakref.ref(tensor) for tensor in tensors]
+    pretend_h200.clear()
+    del good, tensors
+    gc.collect()
+    assert [reference() for reference in references] == [None] * 8
+
+
+def test_shortcuts_are_bounded(pretend_h200: list, checked: list, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One for each K cache, as layers have; each is taken until there are too many."""
+    monkeypatch.setattr(plan_module, "MAX_SHORTCUTS", 4)
+    plan = ck.PagedDecodePlan.select(CASE.descriptor, "cpu")
+    good = arguments(plan)
+    layers = [{**good, "k_cache": good["k_cache"].clone()} for _ in range(6)]
+    for _ in range(2):
+        for layer in layers[:4]:
+            plan.run(**layer)
+    assert len(plan._shortcuts) == 4
+    checked.clear()
+    for layer in layers[:4]:
+        plan.run(**layer)
+    assert checked == []
+    for layer in layers * 3:
+        plan.run(**layer)
+        assert len(plan._shortcuts) <= len(plan._last_q) <= 4
+
+
+def test_a_failing_launch_is_typed(pretend_h200: list, checked: list, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = ck.PagedDecodePlan.select(CASE.descriptor, "cpu")
+    failing: list[bool] = []
+
+    def launch(*_: object) -> None:
+        if failing:
+            raise RuntimeError("Mismatched q.shape[1]")
+
+    monkeypatch.setattr(plan, "_launch", launch)
+    good = arguments(plan)
+    settle(plan, good, checked)
+    failing.append(True)
+    with pytest.raises(ck.LaunchFailed, match="sm90_tma on cpu: Mismatched q"):
+        plan.run(**good)
+    assert checked == []
+
+
+def test_a_contiguous_plan_takes_shortcuts(checked: list) -> None:
+    plan = ck.FlashDecodingPlan.select(ck.FlashDecodingDescriptor(2, 8, 2, 33, 64, torch.float16), "cpu")
+    q, k, v = torch.randn(2, 8, 64).half(), torch.randn(2, 2, 33, 64).half(), torch.randn(2, 2, 33, 64).half()
+    expected = plan.run(q, k, v)
+    out, lse = torch.empty_like(q), torch.empty(2, 8)
+    checked.clear()
+    for _ in range(4):
+        out.fill_(7)
+        plan.run(q, k, v, out=out, lse=lse)
+        assert torch.equal(out, expected[0])
+        assert torch.equal(lse, expected[1])
+    assert 1 <= len(checked) <= 2
+
+
+def test_a_known_run_costs_little_beside_its_launch(pretend_h200: list, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = ck.PagedDecodePlan.select(CASE.descriptor, "cpu")
+    monkeypatch.setattr(plan, "_launch", lambda *_: None)
+    good = arguments(plan)
+    seconds = min(timeit.repeat(lambda: plan.run(**good), number=200, repeat=30)) / 200
+    assert seconds < BESIDE_THE_LAUNCH * SLOW_MACHINE

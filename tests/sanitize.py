@@ -1,0 +1,158 @@
+"""Runs every 16-bit variant and the merges of states once on a small shape, for compute-sanitizer: `make sanitize`.
+
+Inputs are made and results checked on the CPU, so that the sanitizer sees little but the kernels of the package. A result
+that is not close to the f32 reference fails the run: a kernel that does nothing is not clean.
+
+    python tests/sanitize.py [--list] [NAME ...]
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from decode.harness import Inputs, Shape, make_inputs, run, select
+
+import cute_kernels as ck
+from cute_kernels.merge_states import reference_merge
+from cute_kernels.reference import decode_contiguous, decode_paged
+
+F16, BF16 = torch.float16, torch.bfloat16
+Result = tuple[torch.Tensor, torch.Tensor]
+LENGTHS = (0, 1, 700, 17, 129, 300)  # the long rows are cut where a plan cuts rows
+BAD_ROW, BAD_PAGE = 4, 2**31 - 1  # its first page is none of the pool: memcheck sees whether it is read
+OUT_ERROR, LSE_ERROR = 0.03, 0.01  # far above rounding, far below any wrong result
+PREFERENCES = {"whole": {"max_workspace_bytes": 0}, "balanced": {}, "invariant": {"batch_invariant": True}}
+
+
+@dataclass(frozen=True)
+class Case:
+    """page_size 0: a contiguous cache, whose rows all have 700 tokens. group: query heads a KV head; there are two."""
+
+    arch: str
+    table_format: str
+    partition: str
+    head_dim: int
+    group: int
+    page_size: int
+    dtype: torch.dtype
+
+    def __str__(self) -> str:
+        cache = f"{self.table_format}-page{self.page_size}" if self.page_size else "contiguous"
+        element = "f16" if self.dtype == F16 else "bf16"
+        return f"{self.arch}-{cache}-{self.partition}-d{self.head_dim}-group{self.group}-{element}"
+
+    @property
+    def shape(self) -> Shape:
+        lengths = LENGTHS if self.page_size else (700, 700)
+        heads = {"num_heads": 2 * self.group, "num_kv_heads": 2, "head_dim": self.head_dim}
+        return Shape(**heads, page_size=self.page_size, lengths=lengths, dtype=self.dtype, table_format=self.table_format)
+
+
+CASES = (
+    Case("sm90", "dense", "whole", 64, 1, 8, BF16),
+    Case("sm90", "dense", "balanced", 128, 4, 16, BF16),
+    Case("sm90", "dense", "invariant", 128, 4, 16, BF16),
+    Case("sm90", "dense", "balanced", 128, 16, 64, BF16),
+    Case("sm90", "dense", "invariant", 64, 32, 64, F16),
+    Case("sm90", "dense", "balanced", 256, 8, 16, BF16),
+    Case("sm90", "csr", "balanced", 128, 8, 64, F16),
+    Case("sm90", "csr", "invariant", 64, 4, 16, F16),
+    Case("sm90", "csr", "whole", 256, 4, 8, BF16),
+    Case("sm90", "dense", "balanced", 128, 4, 0, BF16),
+    Case("sm90", "dense", "invariant", 64, 8, 0, F16),
+    Case("sm90", "dense", "whole", 256, 1, 0, BF16),
+    Case("sm80", "dense", "balanced", 128, 4, 1, BF16),
+    Case("sm80", "dense", "whole", 64, 1, 16, F16),
+    Case("sm80", "dense", "balanced", 64, 32, 64, BF16),
+    Case("sm80", "csr", "invariant", 128, 8, 8, BF16),
+    Case("sm80", "csr", "balanced", 256, 4, 1, F16),
+    Case("sm80", "dense", "invariant", 128, 4, 0, BF16),
+)
+
+
+MERGES = (
+    ("sm90", ck.MergeStatesDescriptor(3, 4, 5, 64, BF16)),
+    ("sm90", ck.MergeStatesDescriptor(11, 2, 8, 128, F16)),  # more states than a thread has in flight
+    ("sm80", ck.MergeStatesDescriptor(2, 3, 4, 7, torch.float32)),  # no pairs of columns
+)
+
+
+def to_gpu(inputs: Inputs) -> tuple[Inputs, ck.PageTable | None]:
+    """The inputs and their page table on the GPU, by copies alone."""
+    table = inputs.table() if inputs.shape.page_size else None
+    if table is not None:
+        table = table._replace(operands=tuple(t if t is None else t.cuda() for t in table.operands))
+    return replace(inputs, q=inputs.q.cuda(), k=inputs.k.cuda(), v=inputs.v.cuda()), table
+
+
+def decode(case: Case) -> tuple[Result, Result]:
+    """(result on the GPU, result of the reference) of a decode case, all on the CPU."""
+    inputs = make_inputs(case.shape, "cpu")
+    if case.page_size:
+        inputs.rows[BAD_ROW][0] = BAD_PAGE
+    plan = select(case.shape, case.arch, **PREFERENCES[case.partition])
+    assert (plan.workspace_size() > 0) == (case.partition != "whole"), plan.explain()
+    on_gpu, table = to_gpu(inputs)
+    got = run(plan, on_gpu, table=table)
+    if table is None:
+        return got, decode_contiguous(inputs.q, inputs.k, inputs.v)
+    return got, decode_paged(inputs.q, inputs.k, inputs.v, inputs.table())
+
+
+def merge(arch: str, descriptor: ck.MergeStatesDescriptor) -> tuple[Result, Result]:
+    """The same of a merge whose first state is empty and holds NaN in half of the batch, as all states do in its first row."""
+    generator = torch.Generator().manual_seed(0)
+    outs = torch.randn(descriptor.num_states, *descriptor.shape, generator=generator).to(descriptor.dtype)
+    lses = torch.randn(outs.shape[:-1], generator=generator)
+    for empty in ((0, slice(0, None, 2)), (slice(None), 0)):
+        outs[empty], lses[empty] = math.nan, -math.inf
+    plan = ck.MergeStatesPlan.select(descriptor, "cuda", ck.PlanPreference(arch=arch))
+    out = torch.full(descriptor.shape, math.nan, dtype=descriptor.dtype, device="cuda")
+    lse = torch.full(descriptor.shape[:2], math.nan, device="cuda")
+    return plan.run(outs.cuda(), lses.cuda(), out=out, lse=lse), reference_merge(outs.float(), lses)
+
+
+def errors(got: Result, expected: Result) -> tuple[float, float]:
+    """The largest error of out and of lse, over rows that have tokens. Raises where an empty row is not empty."""
+    (out, lse), (exact, exact_lse) = (t.cpu() for t in got), expected
+    empty = torch.isneginf(exact_lse)
+    assert torch.equal(torch.isneginf(lse), empty) and not out[empty].any(), "empty rows"
+    return (out.float() - exact).abs().max().item(), (lse - exact_lse)[~empty].abs().max().item()
+
+
+def all_runs() -> dict[str, Callable[[], tuple[Result, Result]]]:
+    """What each name runs."""
+    runs: dict[str, Callable[[], tuple[Result, Result]]] = {str(case): partial(decode, case) for case in CASES}
+    for arch, d in MERGES:
+        runs[f"{arch}-merge{d.num_states}-d{d.head_dim}-{d.element_type}"] = partial(merge, arch, d)
+    return runs
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="every variant once, checked; for compute-sanitizer")
+    parser.add_argument("--list", action="store_true", help="print the names of the cases and exit")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="run only these cases")
+    arguments = parser.parse_args()
+    runs = all_runs()
+    if unknown := set(arguments.names) - set(runs):
+        parser.error(f"no case is called {', '.join(sorted(unknown))}")
+    if arguments.list:
+        print("\n".join(runs))
+        return 0
+    wrong = 0
+    for name in arguments.names or runs:
+        out_error, lse_error = errors(*runs[name]())
+        close = out_error <= OUT_ERROR and lse_error <= LSE_ERROR  # false for NaN
+        wrong += not close
+        print(f"{'ok   ' if close else 'WRONG'} {name}: error {out_error:.2g}, of lse {lse_error:.2g}", flush=True)
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
