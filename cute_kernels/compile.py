@@ -34,7 +34,7 @@ def compiled_specs() -> list[Spec]:
 def compile_decode(spec: KernelSpec) -> Callable[..., None]:
     """Returns fn(q, k, v, table0, table1, table2, out, lse, workspace, softmax_scale, num_ctas, tag, status).
 
-    Compiled at most once. Needs no GPU. Raises Unsupported when `supports` rejects the spec, CompileFailed when the compiler fails.
+    Compiled once, without a GPU. Raises Unsupported when `supports` rejects the spec, CompileFailed when the compiler fails.
     """
     return _kernels.get(spec) or _compile_once(spec, supports(spec), f"{spec.arch} decode", _build_decode)
 

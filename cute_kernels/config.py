@@ -26,7 +26,7 @@ SMEM_BYTES = {"sm_90a": 232_448, "sm_80": 101_376}  # what one CTA may use (227 
 ELEMENT_BYTES = 2
 TWO_CTAS_HEAD_DIM = 128  # above, two CTAs need more registers than an SM has
 MERGE_PADDING = 8  # f32 between rows of the merge buffer: a warp's stores then hit every bank
-PIECE_BYTES = 49_152  # KV bytes that stream while a piece of work is opened, its warps merged and its state stored
+PIECE_BYTES = {1: 98_304, 2: 32_768}  # KV bytes that stream while a piece is opened, merged and stored, by CTAs an SM
 SHARE_BYTES = 65_536  # KV bytes of the smallest share of a CTA
 MIN_TILES = 2  # no cut leaves less of a row on either side
 MAX_BLOCKS = 32  # parts of a row under the invariant partition
@@ -119,7 +119,7 @@ class KernelSpec:
     @property
     def piece_cost(self) -> int:
         """What opening a piece of work costs, in tiles."""
-        return max(1, PIECE_BYTES // self.tile_bytes)
+        return max(1, PIECE_BYTES[self.min_ctas_per_sm] // self.tile_bytes)
 
     @property
     def min_share(self) -> int:

@@ -9,7 +9,7 @@ from typing import cast
 
 import torch
 
-from perf.cases import Bar, Case, issue2_cases
+from perf.cases import Bar, Case, bar_of
 from perf.gate import OURS, GateResult, check
 from perf.inputs import ROTATED_BYTES, Inputs, make_inputs
 from perf.providers.base import Candidate, NotSupported, Provider, Result
@@ -76,7 +76,7 @@ class Outcome:
     @property
     def bar(self) -> Bar | None:
         """What the case asks of this outcome: of the device time of a plan's own choice."""
-        return issue2_cases().get(self.case) if self.provider == "ours" and self.metric == DEVICE else None
+        return bar_of(self.case) if self.provider == "ours" and self.metric == DEVICE else None
 
     @property
     def bar_met(self) -> bool | None:
@@ -99,7 +99,7 @@ class Outcome:
             "us": self.us,
             "bytes": self.case.kv_bytes if self.metric == DEVICE else None,
             "ratio_to_read": self.ratio_to_read,
-            "bar": self.bar and {"metric": self.bar.metric, "limit": self.bar.limit, "met": self.bar_met},
+            "bar": self.bar and vars(self.bar) | {"met": self.bar_met},
             "gate": self.gate,
             "not_supported": self.not_supported,
             "error": self.error,

@@ -14,7 +14,7 @@ from cutlass import Boolean, Float32, Int32
 
 from ..config import KernelSpec
 from .epilogue import lse_factor
-from .partials import receive, send, word_at
+from .partials import pairs_of, receive, send, word_at
 from .softmax import finite_or_zero
 from .work_scheduler import Piece
 
@@ -23,13 +23,14 @@ IN_FLIGHT = 16  # words a thread waits for together
 
 @dataclass(frozen=True)
 class Parts:
-    """The `count` states to combine: those of the first `groups` groups, then pieces `low`, low + 1, ...
+    """The states to combine: pieces `low` to `low` + `pieces` - 1, then those of the first `groups` groups.
 
-    opened: slot of the row's piece 0; continued: slot of its piece 1; stride: slots from there to the next piece.
-    tag: what the words carry.
+    count: places of both; the groups come later, so they have a round of their own where one has no room for all. opened:
+    slot of the row's piece 0; continued: slot of its piece 1; stride: slots from there to the next. tag: what words carry.
     """
 
     count: Int32
+    pieces: Int32
     groups: Int32
     low: Int32
     opened: Int32
@@ -38,9 +39,10 @@ class Parts:
     tag: Int32
 
 
-def pairs_of(spec: KernelSpec) -> int:
-    """Pairs of columns that a thread takes together: two where a row has more pairs than the CTA threads."""
-    return 1 if spec.packed_rows * spec.padded_head_dim // 2 <= spec.num_warps * 32 else 2
+def make_parts(spec: KernelSpec, pieces: Int32, groups: Int32, low: Int32, slots: tuple, tag: Int32) -> Parts:
+    """Parts with room for the groups behind the pieces. slots: (opened, continued, stride)."""
+    apart = (groups > 0) & (pieces + groups > group_of(spec))
+    return Parts(cutlass.select_(apart, group_of(spec), pieces) + groups, pieces, groups, low, *slots, tag)
 
 
 def group_of(spec: KernelSpec) -> int:
@@ -48,12 +50,17 @@ def group_of(spec: KernelSpec) -> int:
     return IN_FLIGHT // pairs_of(spec)
 
 
+def is_part(parts: Parts, index: Int32) -> Boolean:
+    """Whether a place holds one of the parts."""
+    return (index < parts.pieces) | ((index >= parts.count - parts.groups) & (index < parts.count))
+
+
 def find_part(spec: KernelSpec, parts: Parts, index: Int32) -> Int32:
-    """The slot of one of the parts."""
-    group = group_of(spec)
-    piece = cutlass.select_(index < parts.groups, index * group + group - 1, parts.low + index - parts.groups)
+    """The slot of the part at a place."""
+    group, ordinal = group_of(spec), index - (parts.count - parts.groups)
+    piece = cutlass.select_(ordinal >= 0, ordinal * group + group - 1, parts.low + index)
     slot = cutlass.select_(piece == 0, parts.opened, parts.continued + (piece - 1) * parts.stride)
-    return slot + (index < parts.groups)
+    return slot + (ordinal >= 0)
 
 
 @cute.jit
@@ -73,7 +80,7 @@ def combine_group(spec: cutlass.Constexpr, words: cute.Tensor, parts: Parts, pie
     """Combines a group's parts into one, in the slot beside its last piece: that CTA opens no row, or it would hold the last."""
     pairs = cutlass.const_expr(spec.padded_head_dim // 2)
     threads = cutlass.const_expr(spec.num_warps * 32 * pairs_of(spec))
-    slot = find_part(spec, parts, parts.count - 1) + 1
+    slot = find_part(spec, parts, parts.pieces - 1) + 1
     for begin in cutlass.range(cute.arch.thread_idx()[0], piece.heads * pairs, threads, unroll=1):
         states = gather(spec, words, parts, piece.heads, begin)
         for j in cutlass.range_constexpr(pairs_of(spec)):
@@ -95,7 +102,7 @@ def gather(spec: cutlass.Constexpr, words: cute.Tensor, parts: Parts, heads: Int
         found = cute.make_rmem_tensor((3, chunk, pairs), Float32)
         collect(spec, words, parts, heads * (spec.padded_head_dim // 2), begin, p, found)
         for j in cutlass.range_constexpr(pairs):
-            merge_parts(states[None, j], found[None, None, j], parts.count - p)
+            merge_parts(states[None, j], found[None, None, j], Int32(chunk))
     return states
 
 
@@ -152,7 +159,9 @@ def collect(spec: cutlass.Constexpr, words: cute.Tensor, parts: Parts, work: Int
     found.fill(0.0)
     for j in cutlass.range_constexpr(pairs):
         for i in cutlass.range_constexpr(chunk):
-            seen[i, j] = cutlass.select_((p + i < parts.count) & (begin + j * threads < work), 0, parts.tag)
+            asked = is_part(parts, p + i) & (begin + j * threads < work)
+            seen[i, j] = cutlass.select_(asked, 0, parts.tag)
+            found[2, i, j] = cutlass.select_(asked, found[2, i, j], -Float32.inf)
     waiting = Boolean(True)
     while waiting:
         waiting = Boolean(False)
@@ -167,7 +176,7 @@ def collect(spec: cutlass.Constexpr, words: cute.Tensor, parts: Parts, work: Int
     clear = Float32(0.0)
     for j in cutlass.range_constexpr(pairs):
         for i in cutlass.range_constexpr(chunk):
-            if p + i < parts.count and begin + j * threads < work:
+            if is_part(parts, p + i) & (begin + j * threads < work):
                 send(part_at(spec, words, parts, begin + j * threads, p + i), clear, clear, clear, Int32(0))
 
 

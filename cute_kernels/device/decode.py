@@ -14,7 +14,7 @@ from cutlass import Boolean, Float32, Int32, Int64
 from ..config import MAX_BLOCKS, KernelSpec
 from . import tile
 from .attend import TileReader, make_mma, make_state, reset_state
-from .combine import Parts, combine_group, combine_row, group_of
+from .combine import Parts, combine_group, combine_row, group_of, make_parts
 from .epilogue import share_state, store_final, store_partial
 from .kv_source import open_row, open_row_or_nothing
 from .mainloop_sm80 import CpAsyncMainloop
@@ -208,7 +208,7 @@ class DecodeKernel:
         """All blocks of a row whose last one is in slot `last`."""
         count = (piece.tiles + block_of(piece.tiles) - 1) // block_of(piece.tiles)
         first = last - count + 1
-        return Parts(count, Int32(0), Int32(0), first, first + 1, Int32(1), tag)
+        return make_parts(self.spec, count, Int32(0), Int32(0), (first, first + 1, Int32(1)), tag)
 
     @cute.jit
     def finish(self, problem: Problem, shared: Shared, workspace, share: Share):
@@ -232,9 +232,9 @@ class DecodeKernel:
         spec, group = self.spec, cutlass.const_expr(group_of(self.spec))
         opener, index = shared.schedule[3], cute.arch.block_idx()[0] // share.units - shared.schedule[3]
         low, slot = index // group * group, 2 * (opener * share.units + share.unit)
-        places = (slot + 1, slot + 2 * share.units, 2 * share.units, tag)
+        slots = (slot + 1, slot + 2 * share.units, 2 * share.units)
         if piece.stop == piece.tiles:
-            groups = index // group
-            combine_row(spec, words, Parts(groups + index - low + 1, groups, low, *places), piece, problem.out, problem.lse)
+            parts = make_parts(spec, index - low + 1, index // group, low, slots, tag)
+            combine_row(spec, words, parts, piece, problem.out, problem.lse)
         elif index == low + group - 1:
-            combine_group(spec, words, Parts(Int32(group), Int32(0), low, *places), piece)
+            combine_group(spec, words, make_parts(spec, Int32(group), Int32(0), low, slots, tag), piece)

@@ -12,7 +12,7 @@ from cutlass import Float32, Int32
 
 from ..config import MERGE_PADDING, TILE_M, KernelSpec
 from .attend import WarpState
-from .partials import send, word_at
+from .partials import pairs_of, send, word_at
 from .softmax import finite_or_zero, quad_sum, rows_of
 from .work_scheduler import Piece
 
@@ -102,9 +102,17 @@ def store_final(spec: cutlass.Constexpr, merge: tuple, piece: Piece, out, lse, s
 def store_partial(spec: cutlass.Constexpr, merge: tuple, piece: Piece, words, slot: Int32, tag: Int32, scale_log2: Float32):
     """A part of a row: the merged state goes to its slot of the workspace."""
     acc, row_max, row_sum = merge
-    per_row = cutlass.const_expr(spec.padded_head_dim // 2)
-    for i in cutlass.range(cute.arch.thread_idx()[0], piece.heads * per_row, spec.num_warps * 32, unroll=1):
-        row, pair = i // per_row, i % per_row
-        weights, lse = merge_row(spec, row_max, row_sum, row, scale_log2)
-        first, second = merged(spec, acc, weights, row, 2 * pair), merged(spec, acc, weights, row, 2 * pair + 1)
-        send(word_at(words, pair, row, slot), first, second, lse, tag)
+    per_row, threads = cutlass.const_expr(spec.padded_head_dim // 2), cutlass.const_expr(spec.num_warps * 32)
+    work, together = piece.heads * per_row, cutlass.const_expr(pairs_of(spec))
+    for begin in cutlass.range(cute.arch.thread_idx()[0], work, threads * together, unroll=1):
+        values = cute.make_rmem_tensor((3, together), Float32)
+        for j in cutlass.range_constexpr(together):  # all reads before the first store: their latencies overlap
+            i = cutlass.min(begin + j * threads, work - 1)
+            row, pair = i // per_row, i % per_row
+            weights, values[2, j] = merge_row(spec, row_max, row_sum, row, scale_log2)
+            for c in cutlass.range_constexpr(2):
+                values[c, j] = merged(spec, acc, weights, row, 2 * pair + c)
+        for j in cutlass.range_constexpr(together):
+            i = begin + j * threads
+            if i < work:
+                send(word_at(words, i % per_row, i // per_row, slot), values[0, j], values[1, j], values[2, j], tag)

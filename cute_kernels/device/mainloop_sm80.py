@@ -12,7 +12,7 @@ from ..config import ELEMENT_BYTES, KernelSpec
 from . import tile
 from .attend import attend_tile
 from .kv_source import find_holes, find_page, inspect_row
-from .shared import Shared
+from .shared import Shared, read_holes
 from .work_scheduler import Piece
 
 
@@ -59,7 +59,7 @@ class CpAsyncMainloop:
             self.fetch(operands, shared, piece, later, warp * depth + (i + depth - 1) % depth, pages, status)
             pages = upcoming
             stage, valid = warp * depth + i % depth, piece.length - token_tile * spec.tile_n
-            holes = shared.holes[stage] if cutlass.const_expr(spec.source == "paged") else Int32(0)
+            holes = read_holes(spec, shared, stage)
             attend_tile(spec, tiled_mma, readers, shared.rings[1], query, state, stage, valid, holes, scale_log2)
             cute.arch.sync_warp()
         cute.arch.cp_async_wait_group(0)

@@ -13,7 +13,7 @@ from ..config import ELEMENT_BYTES, TILE_M, KernelSpec
 from . import tile
 from .attend import attend_tile
 from .kv_source import find_holes, find_page, inspect_row, open_row_or_nothing
-from .shared import Shared
+from .shared import Shared, read_holes
 from .work_scheduler import Piece, Share, after, make_piece, unfinished
 
 EVICT_FIRST = 0x12F0000000000000  # L2 policy: KV is read once
@@ -137,7 +137,7 @@ class TmaMainloop:
             stage, wrap = (piece.issued + i) % spec.num_stages, (piece.issued + i) // spec.num_stages
             cute.arch.mbarrier_wait(barriers + stage, wrap % 2)
             valid = piece.length - (piece.first + i) * spec.tile_n
-            holes = shared.holes[stage] if cutlass.const_expr(spec.source == "paged") else Int32(0)
+            holes = read_holes(spec, shared, stage)
             attend_tile(spec, tiled_mma, readers, shared.rings[1], query, state, stage, valid, holes, scale_log2)
             if valid < spec.tile_n:
                 cute.arch.fence_proxy("async.shared", space="cta")  # zeroed V rows, before TMA writes the stage again

@@ -28,6 +28,11 @@ def open_workspace(spec: KernelSpec, workspace: cute.Tensor) -> cute.Tensor:
     return cute.make_tensor(cute.recast_ptr(workspace.iterator, dtype=Int32), layout)
 
 
+def pairs_of(spec: KernelSpec) -> int:
+    """Pairs of columns that a thread takes together: two where a row has more pairs than the CTA threads."""
+    return 1 if spec.packed_rows * spec.padded_head_dim // 2 <= spec.num_warps * 32 else 2
+
+
 def word_at(words: cute.Tensor, pair: Int32, row: Int32, slot: Int32) -> cute.Pointer:
     """The word of (slot, row, pair of columns)."""
     return words.iterator + cute.crd2idx((0, pair, row, slot), words.layout)

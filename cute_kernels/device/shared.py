@@ -38,3 +38,14 @@ def allocate(spec: KernelSpec, element_type: type) -> Shared:
     barriers = smem.allocate_array(Int64, 2 * spec.num_stages)
     holes, schedule = (cute.make_tensor(smem.allocate_array(Int32, n), cute.make_layout(n)) for n in (spec.num_stages, 4))
     return Shared(rings, query, merge, barriers, holes, schedule)
+
+
+@cute.jit
+def read_holes(spec: cutlass.Constexpr, shared: Shared, stage: Int32) -> Int32:
+    """The holes of the tile in a stage, for all lanes. Only lane 0, which also frees the stage, reads them."""
+    holes = Int32(0)
+    if cutlass.const_expr(spec.source == "paged"):
+        if cute.arch.lane_idx() == 0:
+            holes = shared.holes[stage]
+        holes = cute.arch.shuffle_sync(holes, 0)
+    return holes
