@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from .append_descriptor import MAX_ROWS, KVAppendDescriptor
+from .append_descriptor import KVAppendDescriptor
 from .checks import (
     Rules,
     _check_shape,
@@ -19,7 +19,7 @@ from .checks import (
     _overlaps_itself,
     _unit_strides,
 )
-from .descriptors import KVDtype
+from .descriptors import MAX_EXTENT, KVDtype
 from .errors import InvalidArgument, InvalidProblem, Unsupported
 from .overlap import disjoint
 
@@ -110,7 +110,7 @@ def _check_caches(rules: AppendRules, operands: Operands) -> None:
     if operands.v_cache.shape[0] != pages:
         rule = f"must be k_cache's, {tuple(operands.k_cache.shape)}"
         raise InvalidProblem("v_cache.shape", tuple(operands.v_cache.shape), rule)
-    if pages * d.page_size > MAX_ROWS:
+    if pages * d.page_size > MAX_EXTENT:
         raise Unsupported([f"k_cache has {pages:,} pages of {d.page_size:,} slots: must be at most 2**31 - 1 slots"])
 
 

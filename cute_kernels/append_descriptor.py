@@ -17,7 +17,7 @@ APPEND_DTYPES = (torch.float16, torch.bfloat16)
 SCALE_KINDS = ("none", "tensor", "head", "token_dynamic")
 SCALE_TYPES: dict[torch.dtype, ScaleType] = {torch.float16: "f16", torch.float32: "f32"}
 SLOT_TYPES: dict[torch.dtype, SlotType] = {torch.int32: "i32", torch.int64: "i64"}
-MAX_ROWS = 2**31 - 1  # (token, head) rows of a launch, and slots of a cache, are counted in int32
+MAX_ROWS = 2**31 - 128  # (token, head) rows of a launch are counted in int32, with those that its last CTA lacks
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class KVAppendDescriptor:
         self._check_stored()
         rows = self.num_tokens * self.num_kv_heads
         if rows > MAX_ROWS:
-            raise Unsupported([f"num_tokens * num_kv_heads = {rows:,}: must be at most 2**31 - 1"])
+            raise Unsupported([f"num_tokens * num_kv_heads = {rows:,}: must be at most 2**31 - 128"])
 
     def _check_dtypes(self) -> None:
         choices = (("dtype", APPEND_DTYPES), ("scale_dtype", tuple(SCALE_TYPES)), ("slot_dtype", tuple(SLOT_TYPES)))

@@ -1,8 +1,8 @@
 """Appends K and V of new tokens to a paged cache: one launch that reads each value once and writes it once.
 
 A few lanes of a warp take one (token, head) row of K and of V, 16 bytes a load where the alignment allows. Both rows' loads
-and the slot's go out together; a dynamic scale is the lanes' maximum, by shuffles. Quotients are IEEE divisions, so that every
-backend stores the same bits.
+and the slot's go out together; a dynamic scale is the lanes' maximum, by shuffles. Quotients are those of IEEE division, so that
+every backend stores the same bits.
 """
 
 import cutlass
@@ -11,7 +11,7 @@ from cutlass import Float32, Int32, Int64
 
 from ..append_spec import CTA_THREADS, AppendSpec
 from ..quantize import LEAST_AMAX
-from .kv_encode import LARGEST, MAGNITUDE, as_bits, as_float, bits_of, encode
+from .kv_encode import LARGEST, MAGNITUDE, as_bits, as_float, bits_of, divide, encode
 from .kv_source import SLOT_FAULT, report
 
 INT32_MAX = 2**31 - 1
@@ -96,8 +96,7 @@ def append_row(spec: cutlass.Constexpr, row: cute.Tensor, cache: cute.Tensor, sc
         elif cutlass.const_expr(spec.scales == "tensor"):
             divisor = scale[0]
         if cutlass.const_expr(spec.scales != "none"):
-            for i in cutlass.range_constexpr(cute.size(values)):
-                values[i] = values[i] / divisor
+            divide(values, divisor, spec.scales == "token_dynamic")
         codes = encode(spec.stored_type, spec.arch == "sm90", values)
         stored = cute.make_tensor(codes.iterator, row.layout)
     if place >= 0:

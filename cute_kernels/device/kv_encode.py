@@ -1,4 +1,4 @@
-"""Values as a cache stores them: f32 quotients rounded to nearest even and saturated, one 8-bit element each.
+"""Values as a cache stores them: divided by a scale in f32, rounded to nearest even and saturated, one 8-bit element each.
 
 fp8 by instruction on sm_90a, two values at a time, and in integers before (compute capability 8.0 to 8.8 has no such
 instruction): the same bits, also of subnormals, infinities and NaN (0x7f of either sign).
@@ -15,7 +15,9 @@ MANTISSA = {"e4m3": 3, "e5m2": 2}  # bits
 LEAST_EXPONENT = {"e4m3": -6, "e5m2": -14}  # of a normal value
 LARGEST_CODE = {"e4m3": 0x7E, "e5m2": 0x7B}
 NAN_CODE = 0x7F
-INF_BITS, MAGNITUDE = 0x7F800000, 0x7FFFFFFF
+INF_BITS, MAGNITUDE, SIGN = 0x7F800000, 0x7FFFFFFF, -(2**31)
+LEAST_DIVISOR, LARGEST_DIVISOR = 2.0**-60, 2.0**122  # of `quotient`
+BEYOND = 2.0**20  # a quotient that saturates every type
 
 
 def stored_element(stored_type: str) -> type:
@@ -36,6 +38,45 @@ def as_float(bits: Int32) -> Float32:
 def as_bits(value: Float32) -> Int32:
     """The bits of an f32."""
     return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[value])
+
+
+def fma(first: Float32, second: Float32, third: Float32) -> Float32:
+    """first * second + third, rounded once."""
+    return cute.arch.inline_ptx(
+        "fma.rn.f32 {$w0}, {$r0}, {$r1}, {$r2};", write_only_types=[Float32], read_only_args=[first, second, third]
+    )
+
+
+@cute.jit
+def divide(values: cute.Tensor, divisor: Float32, bounded: cutlass.Constexpr):
+    """values / divisor in place: the bits of IEEE division as far as 8 bits can tell, without a division each.
+
+    bounded: whether no quotient is beyond a stored value, nor a NaN unless the divisor is.
+    """
+    if divisor >= LEAST_DIVISOR and divisor <= LARGEST_DIVISOR:
+        inverse = 1.0 / divisor
+        for i in cutlass.range_constexpr(cute.size(values)):
+            values[i] = quotient(values[i], divisor, inverse, bounded)
+    else:
+        for i in cutlass.range_constexpr(cute.size(values)):
+            values[i] = values[i] / divisor
+
+
+@cute.jit
+def quotient(value: Float32, divisor: Float32, inverse: Float32, bounded: cutlass.Constexpr) -> Float32:
+    """value / divisor by Markstein's theorem: an inverse and a quotient that are right to one unit, and an exact remainder.
+
+    Its sign is the value's, of a zero too. Below 2**-18, where everything stored is a zero, a remainder may be inexact.
+    """
+    rough = value * inverse
+    near = fma(fma(-rough, divisor, value), inverse, rough)
+    exact = fma(fma(-near, divisor, value), inverse, near)
+    exact = as_float((as_bits(exact) & MAGNITUDE) | (as_bits(rough) & SIGN))
+    if cutlass.const_expr(bounded):
+        return exact
+    if rough > BEYOND or rough < -BEYOND:  # infinity has no remainder
+        exact = rough
+    return exact
 
 
 @cute.jit

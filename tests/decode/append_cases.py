@@ -111,7 +111,7 @@ def naive_row(values: np.ndarray, kv_dtype: ck.KVDtype, scales: str, divisor: np
         if kv_dtype is K.INT8:
             whole = np.clip(np.rint(quotients.astype(np.float64)), -127, 127)
             return np.where(np.isnan(quotients), 0, whole).astype(np.int8).view(np.uint8), divisor
-    return naive_fp8(quotients.astype(np.float64), kv_dtype), divisor
+        return naive_fp8(quotients.astype(np.float64), kv_dtype), divisor
 
 
 def naive_fp8(values: np.ndarray, kv_dtype: ck.KVDtype) -> np.ndarray:
