@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from . import dispatch
-from .append_checks import AppendRules, Operands, check, normalised
+from .append_checks import AppendRules, Operands, Views, check, normalised
 from .append_descriptor import SLOT_TYPES, KVAppendDescriptor
 from .append_spec import AppendSpec, append_supports
 from .config import Arch, Target
@@ -80,7 +80,7 @@ class KVAppendPlan(FlaggingPlan):
         super().__init__(device, facts.sm_count, sku, explanation)
         self.descriptor = descriptor
         rules = AppendRules(descriptor, device)
-        self._check: Checked[Operands, bool] = Checked(lambda operands: check(rules, operands))
+        self._check: Checked[Operands, Views | None] = Checked(lambda operands: check(rules, operands))
         self._validate = preference.validate
         self._status = self._words.data_ptr() if spec else self._words  # the CPU variant writes the words themselves
         self._launch = _launch_of(spec, descriptor)
@@ -151,8 +151,9 @@ class KVAppendPlan(FlaggingPlan):
             self._run(operands)
 
     def _run(self, operands: Operands) -> None:
-        if self._check(operands):
-            operands = normalised(self.descriptor, operands)
+        views = self._check(operands)
+        if views is not None:
+            operands = normalised(self.descriptor, operands, views)
         if not operands.k.shape[0]:
             return
         if self._validate:

@@ -39,7 +39,28 @@ class Operands(NamedTuple):
 
     def signature(self) -> tuple[object, ...]:
         """All that `check` depends on, as a key. Devices are left out: a pointer belongs to one device."""
-        return tuple(None if t is None else (t.shape, t.stride(), t.dtype, t.data_ptr()) for t in self)
+        k, v, k_cache, v_cache, slots, k_scale, v_scale = self
+        scales: tuple[object, ...] = ()
+        if k_scale is not None or v_scale is not None:  # one that lacks is named by the check
+            scales = (_described(k_scale), _described(v_scale))
+        # fmt: off
+        return (
+            k.shape, k.stride(), k.dtype, k.data_ptr(),
+            v.shape, v.stride(), v.dtype, v.data_ptr(),
+            k_cache.shape, k_cache.stride(), k_cache.dtype, k_cache.data_ptr(),
+            v_cache.shape, v_cache.stride(), v_cache.dtype, v_cache.data_ptr(),
+            slots.shape, slots.stride(), slots.dtype, slots.data_ptr(),
+            *scales,
+        )
+        # fmt: on
+
+
+class Views(NamedTuple):
+    """What other views of the same memory a kernel wants: aligned strides of extents of one, fp8 as bytes, scales by slot."""
+
+    strides: bool
+    caches: bool
+    scales: bool
 
 
 @dataclass(frozen=True)
@@ -50,10 +71,10 @@ class AppendRules:
     device: torch.device
 
 
-def check(rules: AppendRules, operands: Operands) -> bool:
+def check(rules: AppendRules, operands: Operands) -> Views | None:
     """Raises the typed error of the first rule that is broken: k, v, caches, slot_mapping, scales, then overlap.
 
-    Returns whether the kernel wants other views of the same memory: `normalised`.
+    Returns what `normalised` has to do, None where the kernel takes the operands as they are.
     """
     d = rules.descriptor
     _check_incoming(rules, operands)
@@ -67,16 +88,20 @@ def check(rules: AppendRules, operands: Operands) -> bool:
     odd = odd or any(_odd_unit_strides(t, stored) for t in (operands.k_cache, operands.v_cache))
     byte_views = d.stored in FP8 and any(t.dtype != torch.uint8 for t in (operands.k_cache, operands.v_cache))
     scale_views = d.scales != "none" and any(t.dim() != _scale_axes(d) for t in (operands.k_scale, operands.v_scale))
-    return odd or byte_views or scale_views
+    views = Views(odd, byte_views, scale_views)
+    return views if any(views) else None
 
 
-def normalised(d: KVAppendDescriptor, operands: Operands) -> Operands:
-    """The same memory as a kernel wants to see it: fp8 as bytes, aligned strides where an extent is one, scales by slot."""
-    k, v, k_cache, v_cache = (_unit_strides(t, d.head_dim) for t in operands[:4])
-    if d.stored in FP8:
+def normalised(d: KVAppendDescriptor, operands: Operands, views: Views) -> Operands:
+    """The same memory as a kernel wants to see it."""
+    k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale = operands
+    if views.strides:
+        k, v, k_cache, v_cache = (_unit_strides(t, d.head_dim) for t in (k, v, k_cache, v_cache))
+    if views.caches:
         k_cache, v_cache = k_cache.view(torch.uint8), v_cache.view(torch.uint8)
-    scales = [_by_slot(d, t, k_cache.shape[0]) for t in (operands.k_scale, operands.v_scale)]
-    return Operands(k, v, k_cache, v_cache, operands.slot_mapping, *scales)
+    if views.scales:
+        k_scale, v_scale = (_by_slot(d, t, k_cache.shape[0]) for t in (k_scale, v_scale))
+    return Operands(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale)
 
 
 def _of(rules: AppendRules, name: str, tensor: Any, dtype: torch.dtype) -> None:
@@ -149,13 +174,17 @@ def _check_overlap(d: KVAppendDescriptor, operands: Operands) -> None:
             raise InvalidArgument(written, f"strides {tensor.stride()} make elements share memory, each must have its own")
 
 
+def _described(scale: Any) -> object:
+    return None if scale is None else (scale.shape, scale.stride(), scale.dtype, scale.data_ptr())
+
+
 def _scale_axes(d: KVAppendDescriptor) -> int:
     """Axes of a scale as a kernel takes it."""
     return 3 if d.scales == "token_dynamic" else 1
 
 
-def _by_slot(d: KVAppendDescriptor, scale: Tensor | None, pages: int) -> Tensor | None:
-    if scale is None or scale.dim() == _scale_axes(d):
+def _by_slot(d: KVAppendDescriptor, scale: Tensor, pages: int) -> Tensor:
+    if scale.dim() == _scale_axes(d):
         return scale
     if d.scales == "token_dynamic":
         step = scale.stride(0)
