@@ -5,6 +5,7 @@ import subprocess
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from compile.test_compile import disassembler
@@ -14,6 +15,7 @@ from cute_kernels import compile as compiler
 from cute_kernels.append import kernel_spec
 from cute_kernels.append_spec import AppendSpec, append_supports
 from cute_kernels.device.build_append import build_append
+from cute_kernels.device.kv_encode import BEYOND, LARGEST_DIVISOR, LEAST_DIVISOR
 
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
 K, HND, NHD = ck.KVDtype, ck.KVLayout.HND, ck.KVLayout.NHD
@@ -72,3 +74,41 @@ def test_the_cache_serves_appends(monkeypatch: pytest.MonkeyPatch) -> None:
     assert compiler.compile_append(spec) is kernel and compiler.compiled_specs() == [spec]
     with pytest.raises(ck.Unsupported, match="columns"):
         compiler.compile_append(replace(spec, columns=3))
+
+
+def divisors(count: int) -> np.ndarray:
+    """f32 of the whole range of `divide`: any mantissa, those near a power of two, dynamic scales."""
+    generator = np.random.default_rng(0)
+    mantissas = generator.integers(0, 2**23, count)
+    mantissas[::3] = np.where(mantissas[::3] % 2, 2**23 - 1 - mantissas[::3] % 64, mantissas[::3] % 64)
+    exponents = generator.integers(-60, 122, count)
+    found = np.ldexp(1 + mantissas / 2**23, exponents).astype(np.float32)
+    found[1::3] = np.abs(generator.standard_normal(count)[1::3]).astype(np.float16).astype(np.float32) / np.float32(127)
+    return np.concatenate([found, np.array([LEAST_DIVISOR, LARGEST_DIVISOR, 1e-8 / 127], dtype=np.float32)])
+
+
+def test_quotients_are_those_of_ieee_division() -> None:
+    """`quotient` in numpy, for every 16-bit value: its bits, but for what every 8-bit type stores as a zero or as its largest.
+
+    A fused multiply-add is one in 64 bits of mantissa, rounded again: it could only be wrong where this test then fails.
+    """
+    f32 = np.float32
+    patterns = torch.arange(-(2**15), 2**15).to(torch.int16)
+    values = np.concatenate([patterns.view(dtype).float().numpy() for dtype in (F16, BF16)])
+
+    def fma(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
+        return (np.longdouble(1) * a * b + c).astype(f32)
+
+    with np.errstate(all="ignore"):
+        for divisor in divisors(60):
+            assert LEAST_DIVISOR <= divisor <= LARGEST_DIVISOR
+            inverse, wanted = f32(1) / divisor, values / divisor
+            rough = values * inverse
+            near = fma(fma(-rough, divisor, values), inverse, rough)
+            got = np.copysign(fma(fma(-near, divisor, values), inverse, near), rough)
+            got = np.where(np.abs(rough) > BEYOND, rough, got)
+            for zero in (wanted, got):
+                zero[np.abs(zero) < 2.0**-18] *= 0
+                zero[np.abs(zero) > 1e5] *= np.inf
+            same = (got.view(np.int32) == wanted.view(np.int32)) | (np.isnan(got) & np.isnan(wanted))
+            assert same.all(), (divisor, values[~same][:4])
