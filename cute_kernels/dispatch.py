@@ -5,14 +5,15 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 
 from . import heuristics, tuned
-from .config import Arch, DecodeConfig, ElementType, KernelSpec, Partition, Target, grid_ctas, supports
+from .config import Arch, DecodeConfig, KernelSpec, Partition, Target, grid_ctas, supports
 from .descriptors import QUERY_DTYPES, DecodeProblem, KVDtype
 from .errors import InvalidArgument, Unsupported
+from .spec import kernel_spec
 from .workspace import workspace_bytes
 
 VariantArch = Literal["sm90", "sm80", "cpu"]
@@ -232,26 +233,6 @@ def _config(
     if config is None or supports(kernel_spec(problem, arch, target, config, partition="balanced")):
         config, source = heuristics.choose(problem, arch, target, facts.sm_count), "heuristics"
     return config, source
-
-
-def kernel_spec(problem: DecodeProblem, arch: Arch, target: Target, config: DecodeConfig, *, partition: Partition) -> KernelSpec:
-    """The compile key of `problem` with `config`: what changes generated code, and no more."""
-    return KernelSpec(
-        arch=arch,
-        target=target,
-        source=problem.source,
-        table_format=problem.table_format,
-        element_type=cast(ElementType, problem.element_type),
-        head_dim=problem.head_dim,
-        group_size=problem.group_size,
-        page_size=problem.page_size,
-        vector_bytes=problem.vector_bytes,
-        tile_n=config.tile_n,
-        num_stages=config.num_stages,
-        num_warps=config.num_warps,
-        partition=partition,
-        lse_base=problem.lse_base,
-    )
 
 
 def _config_line(candidate: Candidate) -> str:
