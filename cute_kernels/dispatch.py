@@ -5,14 +5,16 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 
 from . import heuristics, tuned
-from .config import Arch, DecodeConfig, ElementType, KernelSpec, Partition, Target, grid_ctas, supports
+from .config import Arch, DecodeConfig, KernelSpec, Partition, Target, grid_ctas, supports
+from .cost_model import Cost, predict_us
 from .descriptors import QUERY_DTYPES, DecodeProblem, KVDtype
 from .errors import InvalidArgument, Unsupported
+from .spec import kernel_spec
 from .workspace import workspace_bytes
 
 VariantArch = Literal["sm90", "sm80", "cpu"]
@@ -111,7 +113,8 @@ VARIANTS = (
 class Candidate:
     """One variant's answer: the verdict, its reasons, and what it would run. The CPU variant has neither config nor spec.
 
-    num_ctas: the grid. config_source: what chose the config, and why rows stay whole where they could be cut.
+    num_ctas: the grid. config_source: what chose the config, and why rows stay whole where they could be cut. cost: what the
+    model expects of it.
     """
 
     variant: str
@@ -122,6 +125,7 @@ class Candidate:
     spec: KernelSpec | None = None
     config_source: str = ""
     num_ctas: int = 1
+    cost: Cost | None = None
 
     @property
     def partition(self) -> Partition:
@@ -190,7 +194,8 @@ def _evaluate(variant: Variant, problem: DecodeProblem, facts: DeviceFacts, pref
     spec = kernel_spec(problem, variant.arch, target, config, partition=partition)
     reasons += supports(spec)
     verdict: Verdict = "rejected" if reasons else "fits"
-    return Candidate(variant.name, variant.arch, verdict, tuple(reasons), config, spec, source + why, num_ctas)
+    cost = predict_us(problem, config, variant.arch, target, facts.sm_count)
+    return Candidate(variant.name, variant.arch, verdict, tuple(reasons), config, spec, source + why, num_ctas, cost)
 
 
 def _partition(problem: DecodeProblem, num_ctas: int, preference: PlanPreference) -> tuple[Partition, str]:
@@ -234,28 +239,9 @@ def _config(
     return config, source
 
 
-def kernel_spec(problem: DecodeProblem, arch: Arch, target: Target, config: DecodeConfig, *, partition: Partition) -> KernelSpec:
-    """The compile key of `problem` with `config`: what changes generated code, and no more."""
-    return KernelSpec(
-        arch=arch,
-        target=target,
-        source=problem.source,
-        table_format=problem.table_format,
-        element_type=cast(ElementType, problem.element_type),
-        head_dim=problem.head_dim,
-        group_size=problem.group_size,
-        page_size=problem.page_size,
-        vector_bytes=problem.vector_bytes,
-        tile_n=config.tile_n,
-        num_stages=config.num_stages,
-        num_warps=config.num_warps,
-        partition=partition,
-        lse_base=problem.lse_base,
-    )
-
-
 def _config_line(candidate: Candidate) -> str:
     if candidate.config is None:
         return "plain PyTorch"
     knobs = " ".join(f"{name}={value}" for name, value in asdict(candidate.config).items())
-    return f"{knobs} ({candidate.config_source})"
+    expected = "" if candidate.cost is None else f", modelled {candidate.cost.total_us:.1f} us on an H200"
+    return f"{knobs} ({candidate.config_source}{expected})"

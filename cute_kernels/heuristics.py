@@ -1,42 +1,50 @@
-"""The choice of a configuration where no tuned plan has one: tiles from the head, the ring and the grid from the batch.
-
-Constants are measured on an H200 (docs/notes/kernel-log.md).
-"""
+"""The choice of a configuration where no tuned plan has one: the candidate that the cost model expects to end first."""
 
 from __future__ import annotations
 
-from .config import ELEMENT_BYTES, SMEM_BYTES, TWO_CTAS_HEAD_DIM, Arch, DecodeConfig, Target, padded_head_dim, smem_bytes
+from .config import (
+    ELEMENT_BYTES,
+    SMEM_BYTES,
+    TWO_CTAS_HEAD_DIM,
+    Arch,
+    DecodeConfig,
+    Target,
+    padded_head_dim,
+    smem_bytes,
+    supports,
+)
+from .cost_model import cost_of
 from .descriptors import DecodeProblem
+from .spec import kernel_spec
 
-TILE_BYTES = {"sm90": 16_384, "sm80": 8_192}  # K and V of one tile
+# (bytes of K and V of a tile, most consumer warps, CTAs an SM). Tiles of 32 KB never won, nor 8 KB with 4 warps or two CTAs.
+SHAPES: dict[Arch, tuple[tuple[int, int, int], ...]] = {
+    "sm90": ((16_384, 8, 1), (16_384, 4, 1), (16_384, 4, 2), (8_192, 8, 1)),
+    "sm80": ((8_192, 4, 1), (8_192, 4, 2)),
+}
 LARGEST_TILE_N = {"sm90": 64, "sm80": 32}
-RING_BYTES = 131_072  # in flight on an SM, over all its CTAs: more gains nothing
+RING_BYTES = 131_072  # in flight on an SM, over all its CTAs: 64 KB cost 2 to 4%, 192 KB 0 to 1%
 SHALLOWEST = {"sm90": 1, "sm80": 2}  # stages a warp
-ASSUMED_SEQ_LEN = 8192  # tokens a row where the descriptor gives no max_seq_len
-SHORT_STREAM = 64e6  # KV bytes up to which latency counts: eight warps on half tiles end 0.9 us sooner at 1 x 8k
-LONG_STREAM = 400e6  # KV bytes from which two CTAs an SM pay: 2% at 64 x 8k, 3% ragged; below, one ends sooner
-WIDE_GROUP = 8  # query heads a KV head from which larger tiles pay: 1% at 64 x 8k with 8/1
+FOUR_WARPS_HEAD_DIMS = (176, 192)  # padded: 8 warps and a producer leave a thread 168 registers, which spill (read from SASS)
 
 
 def choose(problem: DecodeProblem, arch: Arch, target: Target, sm_count: int) -> DecodeConfig:
-    """The heuristic's configuration of `problem` for a mainloop and a target with `sm_count` SMs."""
-    two = target == "sm_90a" and kv_bytes(problem) >= LONG_STREAM and problem.head_dim <= TWO_CTAS_HEAD_DIM
-    short = arch == "sm90" and kv_bytes(problem) <= SHORT_STREAM
-    ctas_per_sm = 2 if two else 1
-    tile_bytes = TILE_BYTES[arch]
-    if short:
-        tile_bytes //= 2
-    elif problem.group_size >= WIDE_GROUP and arch == "sm90" and not two and problem.head_dim <= TWO_CTAS_HEAD_DIM:
-        tile_bytes *= 2
-    tile_n = tile_tokens(problem.head_dim, arch, tile_bytes)
-    num_warps, num_stages = ring(problem, tile_n, 8 if short else 4, ctas_per_sm, arch, target)
-    return DecodeConfig(tile_n, num_stages, num_warps, ctas_per_sm)
+    """The cheapest configuration of `problem` that `supports` allows, on `sm_count` SMs; where it allows none, the cheapest."""
+    specs = {c: kernel_spec(problem, arch, target, c, partition="balanced") for c in candidates(problem, arch, target)}
+    ranked = sorted(specs, key=lambda c: cost_of(problem, specs[c], c.ctas_per_sm, sm_count).total_us)
+    return next((config for config in ranked if not supports(specs[config])), ranked[0])
 
 
-def kv_bytes(problem: DecodeProblem) -> int:
-    """Bytes of K and V where every row has max_seq_len tokens, or ASSUMED_SEQ_LEN when that is unknown."""
-    tokens = problem.batch_size * (problem.max_seq_len or ASSUMED_SEQ_LEN)
-    return 2 * ELEMENT_BYTES * tokens * problem.num_kv_heads * problem.head_dim
+def candidates(problem: DecodeProblem, arch: Arch, target: Target) -> list[DecodeConfig]:
+    """What the choice is made from, without duplicates."""
+    found: dict[DecodeConfig, None] = {}
+    limit = 4 if padded_head_dim(problem.head_dim) in FOUR_WARPS_HEAD_DIMS else 8
+    for tile_bytes, most_warps, ctas_per_sm in SHAPES[arch]:
+        if ctas_per_sm == 1 or (target == "sm_90a" and problem.head_dim <= TWO_CTAS_HEAD_DIM):
+            tile_n = tile_tokens(problem.head_dim, arch, tile_bytes)
+            num_warps, num_stages = ring(problem, tile_n, min(most_warps, limit), ctas_per_sm, arch, target)
+            found[DecodeConfig(tile_n, num_stages, num_warps, ctas_per_sm)] = None
+    return list(found)
 
 
 def tile_tokens(head_dim: int, arch: Arch, tile_bytes: int) -> int:

@@ -29,7 +29,7 @@ PROVIDERS = {
     "flashinfer-xqa": ("FlashInfer XQA", "#b7c6d9", "#43597a"),
     "sdpa": ("PyTorch SDPA, K and V gathered beforehand", "#c9c2b6", "#6f6a61"),
 }
-MAX_CASES = 9
+MAX_CASES = 13
 PAGES = (16, 64)  # page sizes to choose cases from: the first that has any
 
 WIDTH, MARGIN = 900, 32

@@ -39,7 +39,9 @@ class Ours:
         workspace = torch.empty(size, dtype=torch.uint8, device=device) if size else None
         tables = () if inputs.pages is None else (page_table(inputs.case, inputs.pages),)
         calls = [partial(run, s.q, s.k, s.v, *tables, out=out, lse=lse, workspace=workspace) for s in inputs.sets]
-        host: dict[str, Callable[[], object]] = {"run": calls[0], "select": partial(self.select, inputs)}
+        again: Callable[..., object] = type(plan).select
+        select = partial(again, plan.descriptor, device, ck.PlanPreference(arch=self.arch))  # of a known descriptor
+        host: dict[str, Callable[[], object]] = {"run": calls[0], "select": select}
         return [Candidate(calls, {"sku": plan.sku, "workspace_bytes": size}, host)]
 
     def select(self, inputs: Inputs) -> ck.PagedDecodePlan | ck.FlashDecodingPlan:

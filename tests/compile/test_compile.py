@@ -12,8 +12,8 @@ import torch
 from cute_kernels.config import Arch, ElementType, KernelSpec, Source, TableFormat, Target, supports
 from cute_kernels.descriptors import DecodeProblem, KVDtype
 from cute_kernels.device.build import build
-from cute_kernels.dispatch import kernel_spec
 from cute_kernels.heuristics import choose
+from cute_kernels.spec import kernel_spec
 
 DTYPES = {"f16": (torch.float16, KVDtype.F16), "bf16": (torch.bfloat16, KVDtype.BF16)}
 SOURCES: dict[str, tuple[Source, TableFormat, int]] = {

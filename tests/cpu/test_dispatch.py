@@ -11,7 +11,8 @@ import torch
 import cute_kernels as ck
 from cute_kernels import heuristics
 from cute_kernels.config import DecodeConfig, supports
-from cute_kernels.dispatch import PRETEND, VARIANTS, explain, kernel_spec
+from cute_kernels.dispatch import PRETEND, VARIANTS, explain
+from cute_kernels.spec import kernel_spec
 from cute_kernels.workspace import workspace_bytes
 
 H200, A100, CPU = PRETEND["h200"], PRETEND["a100"], PRETEND["cpu"]

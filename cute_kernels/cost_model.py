@@ -1,0 +1,174 @@
+"""What a launch is expected to take: an explicit sum of the terms that a configuration changes.
+
+A plan knows no lengths. Every row is taken to have max_seq_len tokens, and every cut to fall inside a row, as cuts do where
+lengths differ. The terms and how their constants were measured: docs/design.md, "Choice of a configuration".
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .config import ELEMENT_BYTES, Arch, DecodeConfig, KernelSpec, Target, grid_ctas
+from .descriptors import DecodeProblem
+from .spec import kernel_spec
+
+ASSUMED_SEQ_LEN = 4096  # tokens a row where the descriptor gives no max_seq_len: believing a stream long costs most if wrong
+WORDS_IN_FLIGHT = 16  # words of states that a thread of the combine waits for together (device/combine.py)
+MOST_CUT = 2  # pieces of a share that are parts of cut rows: of the row it continues and of the row it opens
+
+
+@dataclass(frozen=True)
+class ArchCosts:
+    """Constants of one mainloop on an H200.
+
+    start_us: launch, share, query, first bytes, last store. second_cta_us: more of that with two CTAs an SM.
+    bandwidth: KV bytes a us while all SMs stream. tile_bytes: what a tile costs the stream beyond its own bytes.
+    idle_weight: how much of the bandwidth of SMs that the grid leaves without work is lost (1: all of it; 0: others take it).
+    lone_weight: how much longer a stream takes with one CTA an SM, as a part of it.
+    drain_us: a KB of the last tile, attended after the last byte has come. warp_us: a warp's state merged into a piece's.
+    part_us: a packed row of a piece of a cut row: its merge and its store to the workspace.
+    level_us: a state through the workspace, from its store to its sum. word_us: a word of states that a thread adds up.
+    """
+
+    start_us: float
+    second_cta_us: float
+    bandwidth: float
+    tile_bytes: float
+    idle_weight: float
+    lone_weight: float
+    drain_us: float
+    warp_us: float
+    part_us: float
+    level_us: float
+    word_us: float
+
+
+COSTS: dict[Arch, ArchCosts] = {
+    "sm90": ArchCosts(  # least squares over the measured cases and configurations, rounded; beside each, where it shows
+        start_us=3.5,  # 1 x 1k, 1 x 8k
+        second_cta_us=0.5,  # 32 x 2k with 32/32: grids of 128 and 256 CTAs are as even; two CTAs an SM end 0.5 us later
+        bandwidth=4.69e6,  # from 268 MB to 2.1 GB; a plain read's slope is 4.71e6
+        tile_bytes=192.0,  # tiles of 8 KB against 16 KB: 0.3 us sooner at 4 MB, even at 34 MB, 0.1 to 2 us later at 268 MB
+        idle_weight=0.45,  # 64 x 8k: 128 CTAs leave 4 SMs idle and end 3.3 to 4.6 us after 264, which pay 3 us for cut rows
+        lone_weight=0.0,  # 32 x 2k with 32/32: one CTA an SM streams as fast as two
+        drain_us=0.0188,  # as tile_bytes
+        warp_us=0.035,  # 8 x 8k, 64 x 1k, 32 x 4k at head_dim 64 and 256: 8 warps end 0.2 to 0.5 us after 4
+        part_us=0.12,  # 64 x 1k: two CTAs an SM cut rows that one leaves whole, and end 2.3 us later; 64 x 4k with 64/4: 3.7 us
+        level_us=0.75,  # 1 x 8k and 1 x 32k: for 16 parts 4 warps take two levels, and end 1.0 to 1.7 us after 8, which take one
+        word_us=0.03,  # 64 x 8k with 8/1: 4 warps end 0.5 us after 8
+    ),
+    "sm80": ArchCosts(  # not measured since the first version: two CTAs an SM from 400 MB on, as found then
+        start_us=3.5,
+        second_cta_us=1.0,
+        bandwidth=4.0e6,  # page 1 took 1.114 of a read (docs/notes/kernel-log.md), rounded down
+        tile_bytes=0.0,
+        idle_weight=0.0,
+        lone_weight=0.01,
+        drain_us=0.0,
+        warp_us=0.0,
+        part_us=0.0,
+        level_us=0.0,
+        word_us=0.0,
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Cost:
+    """A launch's expected time in us, term by term, and the schedule that the device is expected to derive.
+
+    slices: of the batch, each a CTA's of every unit. pieces: of work, over the slices of one unit. parts: of one cut row.
+    """
+
+    slices: int
+    pieces: int
+    parts: int
+    start_us: float
+    stream_us: float
+    drain_us: float
+    pieces_us: float
+    combine_us: float
+
+    @property
+    def total_us(self) -> float:
+        """The sum of the terms."""
+        return self.start_us + self.stream_us + self.drain_us + self.pieces_us + self.combine_us
+
+    def __str__(self) -> str:
+        terms = " + ".join(f"{name} {getattr(self, f'{name}_us'):.1f}" for name in TERMS)
+        return f"{self.total_us:.1f} us = {terms} ({self.slices} slices, {self.pieces} pieces, {self.parts} parts a cut row)"
+
+
+TERMS = ("start", "stream", "drain", "pieces", "combine")
+
+
+def predict_us(problem: DecodeProblem, config: DecodeConfig, arch: Arch, target: Target, sm_count: int) -> Cost:
+    """What `problem` is expected to take with `config` on a device with `sm_count` SMs."""
+    return cost_of(problem, kernel_spec(problem, arch, target, config, partition="balanced"), config.ctas_per_sm, sm_count)
+
+
+def cost_of(problem: DecodeProblem, spec: KernelSpec, ctas_per_sm: int, sm_count: int) -> Cost:
+    """What `problem` is expected to take with the kernel of `spec` and `ctas_per_sm` CTAs on each of `sm_count` SMs."""
+    costs, grid = COSTS[spec.arch], grid_ctas(problem.units, sm_count, ctas_per_sm)
+    slices, pieces, parts = expected_schedule(problem, spec, grid)
+    return Cost(
+        slices=slices,
+        pieces=pieces,
+        parts=parts,
+        start_us=costs.start_us + costs.second_cta_us * (ctas_per_sm - 1),
+        stream_us=stream_us(kv_bytes(problem), spec, costs, ctas_per_sm, grid, sm_count),
+        drain_us=costs.drain_us * spec.tile_bytes / 1024 + costs.warp_us * spec.num_warps,
+        pieces_us=pieces_us(spec, costs, pieces / slices if parts > 1 else 0.0, -(-slices * problem.units // sm_count)),
+        combine_us=combine_us(spec, costs, parts),
+    )
+
+
+def row_tokens(problem: DecodeProblem) -> int:
+    """KV tokens that every row is taken to have."""
+    return ASSUMED_SEQ_LEN if problem.max_seq_len is None else problem.max_seq_len
+
+
+def kv_bytes(problem: DecodeProblem) -> int:
+    """Bytes of K and V. The m-tiles of a KV head share them through L2."""
+    return 2 * ELEMENT_BYTES * problem.batch_size * row_tokens(problem) * problem.num_kv_heads * problem.head_dim
+
+
+def expected_schedule(problem: DecodeProblem, spec: KernelSpec, grid: int) -> tuple[int, int, int]:
+    """(slices, pieces, parts of a cut row) of one unit, as device/work_scheduler.py makes them; 1 part where nothing is cut."""
+    batch, tiles = problem.batch_size, -(-row_tokens(problem) // spec.tile_n)
+    cost = batch * (tiles + spec.piece_cost)
+    slices = max(1, min(cost // spec.min_share, grid // problem.units))
+    working = max(1, -(-slices * batch * tiles // max(cost, 1)))  # the others end before their row's first tile
+    parts = min(working, slices // max(batch, 1) + 2)  # a row as long as x slices touches at most floor(x) + 2
+    return slices, batch + working - 1, parts
+
+
+def stream_us(nbytes: int, spec: KernelSpec, costs: ArchCosts, ctas_per_sm: int, grid: int, sm_count: int) -> float:
+    """The KV bytes and their tiles at the bandwidth of the SMs that the grid fills; its fullest SM ends last."""
+    idle = sm_count * -(-grid // sm_count) / grid - 1
+    lone = costs.lone_weight if ctas_per_sm == 1 else 0.0
+    return nbytes * (1 + costs.tile_bytes / spec.tile_bytes) / costs.bandwidth * (1 + costs.idle_weight * idle + lone)
+
+
+def pieces_us(spec: KernelSpec, costs: ArchCosts, pieces: float, shares: int) -> float:
+    """The parts of cut rows among the `pieces` of each of the `shares` that an SM works on. Whole rows hide in the stream."""
+    return costs.part_us * spec.packed_rows * min(MOST_CUT, pieces) * shares
+
+
+def combine_us(spec: KernelSpec, costs: ArchCosts, parts: int) -> float:
+    """The parts of a cut row into one state, by one CTA: beyond a group of parts, groups first and then their states."""
+    if parts == 1:
+        return 0.0
+    group = combine_group(spec)
+    levels, most = (1, parts) if parts <= group else (2, group + (parts - 1) // group)
+    return costs.level_us * levels + costs.word_us * most * state_words(spec) / (32 * spec.num_warps)
+
+
+def state_words(spec: KernelSpec) -> int:
+    """Words of a state: a pair of columns of a packed row each."""
+    return spec.packed_rows * spec.padded_head_dim // 2
+
+
+def combine_group(spec: KernelSpec) -> int:
+    """Parts that a thread of the combine takes together: half as many where it has two words of each."""
+    return WORDS_IN_FLIGHT if state_words(spec) <= 32 * spec.num_warps else WORDS_IN_FLIGHT // 2
