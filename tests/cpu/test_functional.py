@@ -73,6 +73,7 @@ def test_alignment_comes_from_the_tensors() -> None:
     assert plan_cache.alignment(storage[start + 2 : start + 514].view(8, 64)) == 4
     assert plan_cache.alignment(storage[start : start + 8 * 66].view(8, 66)) == 4
     assert plan_cache.alignment(storage[start : start + 33].view(1, 33)) == 16
+    assert plan_cache.alignment(storage.view(torch.int8)[2 * start : 2 * start + 8 * 65].view(8, 65)) == 1
 
 
 def test_misaligned_caches_are_served() -> None:
