@@ -59,8 +59,8 @@ def run_paged(
     shape = (batch, heads, k_cache.shape[head_axis], dim, page_size, q.dtype)
     fields = (*shape, *cache, table.format, None, None, max_seq_len, softmax_scale, lse_base, *rest)
     plan = _plan(PagedDecodePlan, PagedDecodeDescriptor, fields, q.device)
-    scales = {"k_scale": k_scale, "v_scale": v_scale}
-    plan.run(q, k_cache, v_cache, table, **scales, out=out, lse=lse, workspace=_workspace(plan))
+    workspace = _workspace(plan)
+    plan.run(q, k_cache, v_cache, table, k_scale=k_scale, v_scale=v_scale, out=out, lse=lse, workspace=workspace)
 
 
 def run_contiguous(
@@ -132,11 +132,11 @@ def _check_cache_axes(cache: Tensor) -> None:
 
 
 def _storage(
-    k: Any, v: Any, k_scale: Tensor | None, v_scale: Tensor | None, kv_dtype: str | None, num_kv_heads: int
+    k: Tensor, v: Tensor, k_scale: Tensor | None, v_scale: Tensor | None, kv_dtype: str | None, num_kv_heads: int
 ) -> tuple[Any, ...]:
     """The descriptor's kv_dtype, and its v_dtype, k_scale and v_scale where they are not the default."""
     stored = _kv_dtype("k_cache", k, kv_dtype)
-    same = kv_dtype is not None or not isinstance(v, Tensor) or v.dtype == k.dtype  # else the plan's check names what is wrong
+    same = kv_dtype is not None or v.dtype is k.dtype
     if same and k_scale is None and v_scale is None:
         return (stored,)
     v_dtype = stored if same else _kv_dtype("v_cache", v, None)
@@ -149,11 +149,12 @@ def _kv_dtype(name: str, cache: Tensor, kv_dtype: str | None) -> KVDtype:
         if kv_dtype not in STORED_AS:
             raise InvalidProblem("kv_dtype", kv_dtype, f"must be one of {', '.join(STORED_AS)}")
         return STORED_AS[kv_dtype]
+    stored = KV_DTYPES.get(cache.dtype)
+    if stored is not None:
+        return stored
     if cache.dtype == torch.uint8:
         raise InvalidArgument(name, "has dtype torch.uint8: kv_dtype must say what the bytes hold, KVDtype.E4M3 or KVDtype.E5M2")
-    if cache.dtype not in KV_DTYPES:
-        raise InvalidArgument(name, f"has dtype {cache.dtype}, must be one of {', '.join(map(str, KV_DTYPES))}")
-    return KV_DTYPES[cache.dtype]
+    raise InvalidArgument(name, f"has dtype {cache.dtype}, must be one of {', '.join(map(str, KV_DTYPES))}")
 
 
 def _scale(name: str, scale: Any, num_kv_heads: int, rows: int) -> KVScale:
