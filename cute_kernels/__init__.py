@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         WorkspaceTooSmall,
     )
     from .faults import Fault
+    from .kv_scale import KVScale
     from .merge_states import MergeStatesDescriptor, MergeStatesPlan
     from .page_table import PageTable
     from .plan import FlashDecodingPlan, PagedDecodePlan, PrecisionGuarantee, Sku
@@ -51,6 +52,7 @@ __all__ = [
     "KVAppendPlan",
     "KVDtype",
     "KVLayout",
+    "KVScale",
     "KernelSpec",
     "LaunchFailed",
     "MergeStatesDescriptor",
@@ -77,6 +79,7 @@ _HOMES = {
     "descriptors": ("FlashDecodingDescriptor", "KVDtype", "KVLayout", "PagedDecodeDescriptor"),
     "dispatch": ("DeviceFacts", "Explanation", "PlanPreference"),
     "faults": ("Fault",),
+    "kv_scale": ("KVScale",),
     "merge_states": ("MergeStatesDescriptor", "MergeStatesPlan"),
     "page_table": ("PageTable",),
     "plan": ("FlashDecodingPlan", "PagedDecodePlan", "PrecisionGuarantee", "Sku"),

@@ -12,17 +12,19 @@ from torch import Tensor
 
 from .descriptors import DecodeProblem
 from .errors import InvalidArgument, InvalidProblem, MisalignedOperand, Unsupported, WorkspaceTooSmall
+from .kv_scale import Axes, KVScale
 from .page_table import OPERAND_NAMES, PageTable
 from .workspace import WORKSPACE_ALIGNMENT
 
 MIN_TILE_N = 16
 MAX_TOKENS = MIN_TILE_N * 2**31 // 4  # the device schedule counts a batch's tiles, and 2 more a row, in 32 bits
 
+FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 PAIR_BYTES = 4  # a kernel reads q and writes out two 16-bit elements at a time, one where head_dim is odd
 
 
 class Operands(NamedTuple):
-    """What one run is given; out, lse and workspace may be absent. table0..2 are a PageTable's operands."""
+    """What one run is given; scales, out, lse and workspace may be absent. table0..2 are a PageTable's operands."""
 
     q: Any
     k_cache: Any
@@ -30,6 +32,8 @@ class Operands(NamedTuple):
     table0: Any
     table1: Any
     table2: Any
+    k_scale: Any
+    v_scale: Any
     out: Any
     lse: Any
     workspace: Any
@@ -60,6 +64,21 @@ class Rules:
         """Bytes that pointers and strides of q and out are multiples of."""
         return math.gcd(PAIR_BYTES, self.problem.head_dim * self.problem.q_dtype.itemsize)
 
+    @property
+    def scale_shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The shapes in which a kernel takes k_scale and v_scale; -1 for the number of pages. () where there is none."""
+        axes = self.scale_axes(-1)
+        k_scale, v_scale = (scale.shapes(axes)[0] if scale else () for scale in (self.problem.k_scale, self.problem.v_scale))
+        return k_scale, v_scale
+
+    def scale_axes(self, num_pages: int) -> Axes:
+        """The axes of scales per token."""
+        problem = self.problem
+        heads = ("num_kv_heads", problem.num_kv_heads)
+        if problem.source == "contiguous":
+            return (("batch_size", problem.batch_size), heads, ("seq_len", self.seq_len))
+        return (("num_pages", num_pages), ("page_size", problem.page_size), heads)
+
 
 def signature(
     q: Tensor,
@@ -68,6 +87,8 @@ def signature(
     table0: Tensor | None,
     table1: Tensor | None,
     table2: Tensor | None,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
     out: Tensor,
     lse: Tensor,
     workspace: Tensor | None,
@@ -87,17 +108,21 @@ def signature(
         None if table0 is None else (table0.shape, table0.stride(), table0.dtype, table0.data_ptr()),
         None if table1 is None else (table1.shape, table1.stride(), table1.dtype, table1.data_ptr()),
         None if table2 is None else (table2.shape, table2.stride(), table2.dtype, table2.data_ptr()),
+        None if k_scale is None else (k_scale.shape, k_scale.stride(), k_scale.dtype, k_scale.data_ptr()),
+        None if v_scale is None else (v_scale.shape, v_scale.stride(), v_scale.dtype, v_scale.data_ptr()),
         None if workspace is None else (workspace.shape, workspace.stride(), workspace.dtype, workspace.data_ptr()),
     )
     # fmt: on
 
 
 def check(rules: Rules, operands: Operands) -> Passage:
-    """Raises the typed error of the first rule that is broken: q, caches, table, out, lse, overlap, then the workspace."""
+    """Raises the typed error of the first rule that is broken: q, caches, table, scales, out, lse, then overlap."""
     problem = rules.problem
     check_query(rules, operands.q)
     _check_caches(rules, operands)
     _check_table(rules, operands)
+    _check_scale(rules, "k_scale", problem.k_scale, operands)
+    _check_scale(rules, "v_scale", problem.v_scale, operands)
     if operands.out is not None:
         _check_tensor(rules, "out", operands.out, problem.q_dtype)
         _check_shape("out", operands.out, tuple(operands.q.shape), "q's shape")
@@ -149,13 +174,32 @@ def check_page_table(problem: DecodeProblem, page_table: Any) -> None:
 
 
 def normalised(rules: Rules, operands: Operands) -> Operands:
-    """The same memory as the kernel wants to see it: HND, three axes of q and out, aligned strides where an extent is one."""
+    """The same memory as `kernel_views` has it, with three axes of q and out, and aligned strides where an extent is one."""
     q, out = _without_query_axis(operands.q, rules.problem), _without_query_axis(operands.out, rules.problem)
     dim = rules.problem.head_dim
     q, out, k, v = (_unit_strides(t, dim) for t in (q, out, operands.k_cache, operands.v_cache))
-    if rules.nhd:
+    k, v, k_scale, v_scale = kernel_views(rules.nhd, rules.scale_shapes, k, v, operands.k_scale, operands.v_scale)
+    return operands._replace(q=q, k_cache=k, v_cache=v, k_scale=k_scale, v_scale=v_scale, out=out)
+
+
+def kernel_views(
+    nhd: bool, shapes: tuple[tuple[int, ...], ...], k: Tensor, v: Tensor, k_scale: Tensor | None, v_scale: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """(k, v, k_scale, v_scale) as a kernel takes them: caches HND, fp8 as bytes; scales in `shapes`, Rules.scale_shapes."""
+    k, v = as_bytes(k), as_bytes(v)
+    if nhd:
         k, v = k.transpose(1, 2), v.transpose(1, 2)
-    return operands._replace(q=q, k_cache=k, v_cache=v, out=out)
+    return k, v, scale_view(k_scale, shapes[0]), scale_view(v_scale, shapes[1])
+
+
+def as_bytes(cache: Tensor) -> Tensor:
+    """A cache as it is, but the bytes (uint8) of one that holds fp8."""
+    return cache.view(torch.uint8) if cache.dtype in FLOAT8 else cache
+
+
+def scale_view(scale: Tensor | None, shape: tuple[int, ...]) -> Tensor | None:
+    """The same scales in the kernel's shape: of a 0-d tensor or a flat one."""
+    return scale if scale is None or scale.dim() == len(shape) else scale.view(shape)
 
 
 def _check_caches(rules: Rules, operands: Operands) -> None:
@@ -167,8 +211,9 @@ def _check_caches(rules: Rules, operands: Operands) -> None:
     else:
         axes = [pages, slots, heads] if rules.nhd else [pages, heads, slots]
     names, extents = zip(*axes, ("head_dim", problem.head_dim), strict=True)
-    for name, cache in (("k_cache", operands.k_cache), ("v_cache", operands.v_cache)):
-        _check_tensor(rules, name, cache, problem.kv_dtype.torch_dtype)
+    stored = (("k_cache", operands.k_cache, problem.kv_dtype), ("v_cache", operands.v_cache, problem.v_dtype))
+    for name, cache, dtype in stored:
+        _check_tensor(rules, name, cache, *dtype.tensor_dtypes)
         _check_shape(name, cache, extents, f"[{', '.join(names)}]")
         _check_strides(name, cache, problem.vector_bytes)
         if any(stride == 0 for extent, stride in zip(cache.shape, cache.stride(), strict=True) if extent > 1):
@@ -203,6 +248,21 @@ def _check_table(rules: Rules, operands: Operands) -> None:
         raise Unsupported([reason])
 
 
+def _check_scale(rules: Rules, name: str, scale: KVScale, operands: Operands) -> None:
+    """A tensor of the described granularity and dtype, with any strides; None where there are no scales."""
+    tensor = getattr(operands, name)
+    if not scale:
+        if tensor is not None:
+            raise InvalidArgument(name, f"got {_kind(tensor)}, must be None: the descriptor has no {name}")
+        return
+    _check_tensor(rules, name, tensor, scale.dtype)
+    axes = rules.scale_axes(operands.k_cache.shape[0])
+    if tuple(tensor.shape) not in scale.shapes(axes):
+        raise InvalidProblem(f"{name}.shape", tuple(tensor.shape), f"must be {scale.meaning(axes)}: the scale is per {scale}")
+    if tensor.data_ptr() % tensor.element_size():
+        raise MisalignedOperand(f"{name}.data_ptr", tensor.data_ptr(), tensor.element_size())
+
+
 def _check_max_pages(rules: Rules, name: str, table: Tensor) -> None:
     """A dense table has at most max_pages columns, the indices of a CSR table as many for each row."""
     if rules.max_pages is None:
@@ -216,13 +276,13 @@ def _check_max_pages(rules: Rules, name: str, table: Tensor) -> None:
         raise InvalidProblem(f"{name}.shape", tuple(table.shape), rule)
 
 
-def _check_tensor(rules: Rules, name: str, tensor: Any, dtype: torch.dtype) -> None:
+def _check_tensor(rules: Rules, name: str, tensor: Any, *dtypes: torch.dtype) -> None:
     if not isinstance(tensor, Tensor):
         raise InvalidArgument(name, f"got {_kind(tensor)}, must be a tensor")
     if tensor.device != rules.device:
         raise InvalidArgument(name, f"is on {tensor.device}, must be on the plan's device, {rules.device}")
-    if tensor.dtype != dtype:
-        raise InvalidArgument(name, f"has dtype {tensor.dtype}, must be {dtype}")
+    if tensor.dtype not in dtypes:
+        raise InvalidArgument(name, f"has dtype {tensor.dtype}, must be {' or '.join(map(str, dtypes))}")
 
 
 def _check_shape(name: str, tensor: Tensor, shape: tuple[int | None, ...], meaning: str) -> None:

@@ -11,9 +11,11 @@ import torch
 
 from .config import LseBase, Source, TableFormat, m_tiles
 from .errors import InvalidProblem, Unsupported
+from .kv_scale import KVScale
 
 MAX_EXTENT = 2**31 - 1  # extents and lengths are int32 on the device
 MAX_VECTOR_BYTES = 16
+CACHE_ALIGNMENTS = (1, 2, 4, 8, 16)
 
 
 class KVDtype(Enum):
@@ -30,6 +32,16 @@ class KVDtype(Enum):
     def torch_dtype(self) -> torch.dtype:
         """The dtype of a torch tensor that holds such elements."""
         return _TORCH_DTYPES[self]
+
+    @property
+    def is_float8(self) -> bool:
+        """Whether a cache may also be handed over as bytes, torch.uint8."""
+        return self in (KVDtype.E4M3, KVDtype.E5M2)
+
+    @property
+    def tensor_dtypes(self) -> tuple[torch.dtype, ...]:
+        """What a cache of such elements may be handed over as."""
+        return (self.torch_dtype, torch.uint8) if self.is_float8 else (self.torch_dtype,)
 
     @property
     def element_bytes(self) -> int:
@@ -71,9 +83,9 @@ def _check_softmax(softmax_scale: float | None, lse_base: str) -> None:
         raise InvalidProblem("lse_base", lse_base, 'must be "e" or "2"')
 
 
-def _check_alignment(name: str, alignment_bytes: int | None) -> None:
-    if alignment_bytes is not None and (not _is_int(alignment_bytes) or alignment_bytes not in (2, 4, 8, 16)):
-        raise InvalidProblem(name, alignment_bytes, "must be 2, 4, 8, 16 or None")
+def _check_alignment(name: str, alignment_bytes: int | None, allowed: tuple[int, ...] = (2, 4, 8, 16)) -> None:
+    if alignment_bytes is not None and (not _is_int(alignment_bytes) or alignment_bytes not in allowed):
+        raise InvalidProblem(name, alignment_bytes, f"must be {', '.join(map(str, allowed))} or None")
 
 
 def _check_query_dtype(name: str, dtype: torch.dtype) -> None:
@@ -83,12 +95,21 @@ def _check_query_dtype(name: str, dtype: torch.dtype) -> None:
         raise Unsupported([f"{name} = {dtype}: must be torch.float16 or torch.bfloat16 (torch.float32 on the CPU)"])
 
 
+def _check_storage(kv_dtype: KVDtype | None, v_dtype: KVDtype | None, k_scale: KVScale, v_scale: KVScale) -> None:
+    for name, dtype in (("kv_dtype", kv_dtype), ("v_dtype", v_dtype)):
+        if dtype is not None and not isinstance(dtype, KVDtype):
+            raise InvalidProblem(name, dtype, "must be a KVDtype or None")
+    for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
+        if not isinstance(scale, KVScale):
+            raise InvalidProblem(name, scale, "must be a KVScale")
+
+
 @dataclass(frozen=True)
 class KVLayout:
     """Axis order of a paged cache, and the alignment that its strides and pointers keep.
 
     order: "HND" [pages, num_kv_heads, page_size, head_dim] or "NHD" [pages, page_size, num_kv_heads, head_dim].
-    alignment_bytes: 2, 4, 8 or 16; None stands for what a compact cache has. Strides are otherwise free, the last is 1.
+    alignment_bytes: 1, 2, 4, 8 or 16; None stands for what a compact cache has. Strides are otherwise free, the last is 1.
     """
 
     order: Literal["HND", "NHD"]
@@ -100,7 +121,7 @@ class KVLayout:
     def __post_init__(self) -> None:
         if self.order not in ("HND", "NHD"):
             raise InvalidProblem("layout.order", self.order, 'must be "HND" or "NHD"')
-        _check_alignment("layout.alignment_bytes", self.alignment_bytes)
+        _check_alignment("layout.alignment_bytes", self.alignment_bytes, CACHE_ALIGNMENTS)
 
     def with_alignment(self, alignment_bytes: int) -> KVLayout:
         """The same order with strides and pointers that are multiples of `alignment_bytes`."""
@@ -115,8 +136,9 @@ KVLayout.NHD = KVLayout("NHD")
 class DecodeProblem:
     """What variants, heuristics and tuned plans see of a descriptor: one query row a request over a cache.
 
-    page_size: 0 when the cache is contiguous. vector_bytes: the largest power of two, at most 16, that divides a row of
-    a cache, its strides and its pointers. max_seq_len: a hint for the choice of a configuration; None when unknown.
+    page_size: 0 when the cache is contiguous. kv_dtype, v_dtype: what K and V are stored as. vector_bytes: the largest
+    power of two, at most 16, that divides a row of each cache, its strides and its pointers. max_seq_len: a hint for the
+    choice of a configuration; None when unknown.
     """
 
     source: Source
@@ -127,10 +149,13 @@ class DecodeProblem:
     page_size: int
     q_dtype: torch.dtype
     kv_dtype: KVDtype
+    v_dtype: KVDtype
     table_format: TableFormat
     vector_bytes: int
     max_seq_len: int | None
     lse_base: LseBase
+    k_scale: KVScale = KVScale.NONE
+    v_scale: KVScale = KVScale.NONE
 
     @property
     def group_size(self) -> int:
@@ -147,21 +172,30 @@ class DecodeProblem:
         """The short name of q's dtype: "f32", "f16" or "bf16"."""
         return QUERY_DTYPES[self.q_dtype].value
 
+    @property
+    def cache_type(self) -> str:
+        """The short name of what K and V are stored as: "int8", or "e4m3/f16" where they differ."""
+        names = (self.kv_dtype.value, self.v_dtype.value)
+        return names[0] if self.kv_dtype == self.v_dtype else "/".join(names)
+
     def __str__(self) -> str:
         cache = f"page_size {self.page_size}, {self.table_format} table" if self.source == "paged" else "contiguous"
+        scales = [f", {name} {scale}" for name, scale in (("k_scale", self.k_scale), ("v_scale", self.v_scale)) if scale]
         return (
             f"decode, batch {self.batch_size}, heads {self.num_heads}/{self.num_kv_heads}, head_dim {self.head_dim}, {cache}, "
-            f"q {self.element_type}, cache {self.kv_dtype.value}, {self.vector_bytes}-byte aligned"
+            f"q {self.element_type}, cache {self.cache_type}{''.join(scales)}, {self.vector_bytes}-byte aligned"
         )
 
 
-class _GroupedHeads:
+class _DecodeFields:
     """What both descriptors derive from their fields."""
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
     softmax_scale: float | None
+    kv_dtype: KVDtype | None
+    v_dtype: KVDtype | None
 
     @property
     def group_size(self) -> int:
@@ -173,13 +207,28 @@ class _GroupedHeads:
         """The factor on q . k: softmax_scale, or head_dim ** -0.5."""
         return self.head_dim**-0.5 if self.softmax_scale is None else float(self.softmax_scale)
 
+    def _settle_storage(self, q_dtype: torch.dtype) -> None:
+        """One form for equal problems: kv_dtype is never None, and v_dtype always where it is kv_dtype."""
+        if self.kv_dtype is None:
+            object.__setattr__(self, "kv_dtype", QUERY_DTYPES[q_dtype])
+        if self.v_dtype == self.kv_dtype:
+            object.__setattr__(self, "v_dtype", None)
+
+    def _storage(self, q_dtype: torch.dtype, alignment_bytes: int | None) -> tuple[KVDtype, KVDtype, int]:
+        """(kv_dtype, v_dtype, vector_bytes) of the problem."""
+        kv_dtype = self.kv_dtype or QUERY_DTYPES[q_dtype]
+        v_dtype = self.v_dtype or kv_dtype
+        row_bytes = self.head_dim * math.gcd(kv_dtype.element_bytes, v_dtype.element_bytes)
+        return kv_dtype, v_dtype, vector_bytes(row_bytes, alignment_bytes)
+
 
 @dataclass(frozen=True)
-class PagedDecodeDescriptor(_GroupedHeads):
+class PagedDecodeDescriptor(_DecodeFields):
     """Decode attention of one query row a request over a paged cache. Frozen and hashable: it is a cache key.
 
     q and out are [batch_size, num_heads, head_dim] of q_dtype; lse is f32 [batch_size, num_heads] in `lse_base`. kv_dtype
-    defaults to q's dtype. num_pages, when given, is what both caches must have; max_pages, when given, is what a row's table
+    is what K and V are stored as, q's dtype by default; v_dtype is V's where it differs. k_scale, v_scale: what scale tensors
+    a run is given. num_pages, when given, is what both caches must have; max_pages, when given, is what a row's table
     may have: the most columns of a dense table, and batch_size * max_pages the most indices of a CSR table. max_seq_len is
     a hint for the choice of a configuration, never a bound on correctness. softmax_scale defaults to head_dim ** -0.5.
     batch_size 0 is legal.
@@ -202,6 +251,9 @@ class PagedDecodeDescriptor(_GroupedHeads):
     max_seq_len: int | None = None
     softmax_scale: float | None = None
     lse_base: LseBase = "e"
+    v_dtype: KVDtype | None = None
+    k_scale: KVScale = KVScale.NONE
+    v_scale: KVScale = KVScale.NONE
 
     def __post_init__(self) -> None:
         _check_extent("batch_size", self.batch_size, least=0)
@@ -216,16 +268,14 @@ class PagedDecodeDescriptor(_GroupedHeads):
         if self.table_format not in ("dense", "csr"):
             raise InvalidProblem("table_format", self.table_format, 'must be "dense" or "csr"')
         _check_softmax(self.softmax_scale, self.lse_base)
-        if self.kv_dtype is not None and not isinstance(self.kv_dtype, KVDtype):
-            raise InvalidProblem("kv_dtype", self.kv_dtype, "must be a KVDtype or None")
+        _check_storage(self.kv_dtype, self.v_dtype, self.k_scale, self.v_scale)
         _check_query_dtype("q_dtype", self.q_dtype)
-        if self.kv_dtype is None:
-            object.__setattr__(self, "kv_dtype", QUERY_DTYPES[self.q_dtype])
+        self._settle_storage(self.q_dtype)
 
     @property
     def problem(self) -> DecodeProblem:
         """What the choice of a kernel depends on."""
-        kv_dtype = self.kv_dtype or QUERY_DTYPES[self.q_dtype]
+        kv_dtype, v_dtype, vector = self._storage(self.q_dtype, self.layout.alignment_bytes)
         return DecodeProblem(
             source="paged",
             batch_size=self.batch_size,
@@ -235,21 +285,25 @@ class PagedDecodeDescriptor(_GroupedHeads):
             page_size=self.page_size,
             q_dtype=self.q_dtype,
             kv_dtype=kv_dtype,
+            v_dtype=v_dtype,
             table_format=self.table_format,
-            vector_bytes=vector_bytes(self.head_dim * kv_dtype.element_bytes, self.layout.alignment_bytes),
+            vector_bytes=vector,
             max_seq_len=self.max_seq_len,
             lse_base=self.lse_base,
+            k_scale=self.k_scale,
+            v_scale=self.v_scale,
         )
 
 
 @dataclass(frozen=True)
-class FlashDecodingDescriptor(_GroupedHeads):
+class FlashDecodingDescriptor(_DecodeFields):
     """Decode attention of one query row a request over a contiguous cache of one length.
 
-    q and out are [batch_size, num_heads, head_dim], k and v [batch_size, num_kv_heads, seq_len, head_dim] of `dtype`, any
-    strides with a unit last one. batch_size 0 and seq_len 0 are legal.
+    q and out are [batch_size, num_heads, head_dim] of `dtype`, k and v [batch_size, num_kv_heads, seq_len, head_dim], any
+    strides with a unit last one. kv_dtype, v_dtype, k_scale and v_scale are as in PagedDecodeDescriptor. batch_size 0 and
+    seq_len 0 are legal.
 
-    Raises, in this order: Unsupported (dtype), InvalidProblem (extents, then divisibility, then scale and lse_base). A
+    Raises, in this order: Unsupported (dtype), InvalidProblem (extents, then divisibility, then the other choices). A
     head_dim that no variant serves is Unsupported when a plan is selected.
     """
 
@@ -262,6 +316,10 @@ class FlashDecodingDescriptor(_GroupedHeads):
     softmax_scale: float | None = None
     lse_base: LseBase = "e"
     alignment_bytes: int | None = None
+    kv_dtype: KVDtype | None = None
+    v_dtype: KVDtype | None = None
+    k_scale: KVScale = KVScale.NONE
+    v_scale: KVScale = KVScale.NONE
 
     def __post_init__(self) -> None:
         _check_query_dtype("dtype", self.dtype)
@@ -269,7 +327,9 @@ class FlashDecodingDescriptor(_GroupedHeads):
             _check_extent(name, getattr(self, name), least)
         _check_group(self.num_heads, self.num_kv_heads)
         _check_softmax(self.softmax_scale, self.lse_base)
-        _check_alignment("alignment_bytes", self.alignment_bytes)
+        _check_alignment("alignment_bytes", self.alignment_bytes, CACHE_ALIGNMENTS)
+        _check_storage(self.kv_dtype, self.v_dtype, self.k_scale, self.v_scale)
+        self._settle_storage(self.dtype)
 
     @classmethod
     def new(cls, batch_size: int, num_heads: int, seq_len: int, head_dim: int, dtype: torch.dtype) -> FlashDecodingDescriptor:
@@ -290,7 +350,7 @@ class FlashDecodingDescriptor(_GroupedHeads):
     @property
     def problem(self) -> DecodeProblem:
         """What the choice of a kernel depends on."""
-        kv_dtype = QUERY_DTYPES[self.dtype]
+        kv_dtype, v_dtype, vector = self._storage(self.dtype, self.alignment_bytes)
         return DecodeProblem(
             source="contiguous",
             batch_size=self.batch_size,
@@ -300,10 +360,13 @@ class FlashDecodingDescriptor(_GroupedHeads):
             page_size=0,
             q_dtype=self.dtype,
             kv_dtype=kv_dtype,
+            v_dtype=v_dtype,
             table_format="none",
-            vector_bytes=vector_bytes(self.head_dim * kv_dtype.element_bytes, self.alignment_bytes),
+            vector_bytes=vector,
             max_seq_len=self.seq_len,
             lse_base=self.lse_base,
+            k_scale=self.k_scale,
+            v_scale=self.v_scale,
         )
 
 

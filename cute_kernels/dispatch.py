@@ -12,7 +12,7 @@ import torch
 from . import heuristics, tuned
 from .config import Arch, DecodeConfig, KernelSpec, Partition, Target, grid_ctas, supports
 from .cost_model import Cost, predict_us
-from .descriptors import QUERY_DTYPES, DecodeProblem, KVDtype
+from .descriptors import QUERY_DTYPES, DecodeProblem
 from .errors import InvalidArgument, Unsupported
 from .spec import kernel_spec
 from .workspace import workspace_bytes
@@ -220,10 +220,17 @@ def _dtype_reasons(variant: Variant, problem: DecodeProblem) -> list[str]:
     reasons = []
     if variant.arch != "cpu" and problem.q_dtype == torch.float32:
         reasons.append("q_dtype = torch.float32: the tensor-core variants take torch.float16 and torch.bfloat16")
-    if problem.kv_dtype in (KVDtype.E4M3, KVDtype.E5M2, KVDtype.INT8):
-        reasons.append(f"kv_dtype = {problem.kv_dtype.value}: no variant reads {problem.kv_dtype.value} caches yet")
-    elif problem.kv_dtype != QUERY_DTYPES[problem.q_dtype]:
-        reasons.append(f"kv_dtype = {problem.kv_dtype.value}: must be q's, {problem.element_type}")
+    stored = {"kv_dtype": problem.kv_dtype}
+    if problem.v_dtype != problem.kv_dtype:
+        stored["v_dtype"] = problem.v_dtype
+    for name, dtype in stored.items():
+        if dtype.element_bytes > 1 and dtype != QUERY_DTYPES[problem.q_dtype]:
+            reasons.append(f"{name} = {dtype.value}: must be q's, {problem.element_type}, or an 8-bit one")
+        elif dtype.element_bytes == 1 and variant.arch != "cpu":
+            reasons.append(f"{name} = {dtype.value}: no GPU variant reads {dtype.value} caches yet, the CPU variant does")
+    if variant.arch != "cpu":
+        scales = (("k_scale", problem.k_scale), ("v_scale", problem.v_scale))
+        reasons += [f"{name} = {scale}: no GPU variant takes scales yet, the CPU variant does" for name, scale in scales if scale]
     return reasons
 
 

@@ -29,7 +29,7 @@ NO_PAGE_TABLE = ("none", (None, None, None))  # what stands for the PageTable of
 def sku_of(problem: DecodeProblem, chosen: Candidate, preference: PlanPreference) -> Sku:
     """What runs when `chosen` serves `problem`."""
     operation = "paged_decode" if problem.source == "paged" else "flash_decoding"
-    dtypes = (problem.element_type, problem.kv_dtype.value, problem.element_type)
+    dtypes = (problem.element_type, problem.cache_type, problem.element_type)
     guarantee = PrecisionGuarantee(batch_invariant=chosen.arch == "cpu" or preference.batch_invariant)
     return Sku(operation, *dtypes, SKU_ARCH[chosen.arch], chosen.variant, chosen.config, guarantee)
 
@@ -54,7 +54,10 @@ class DecodePlan(FlaggingPlan):
         status = self._words.data_ptr() if chosen.spec else self._words  # the reference writes the words themselves
         self._constants = (descriptor.scale, self.num_ctas, self._tag, status)
         device_index = device.index if self._several_gpus else None
-        self._setting = Setting(self._constants, self._workspace_bytes > 0, rules.nhd, device_index, self._name)
+        views = (rules.nhd, rules.scale_shapes)
+        self._setting = Setting(self._constants, self._workspace_bytes > 0, *views, device_index, self._name)
+        plain = problem.kv_dtype.element_bytes > 1 and problem.v_dtype.element_bytes > 1
+        self._views = None if plain and views == (False, ((), ())) else views  # None: caches reach the kernel as they are
         self._checked: dict[object, Passage] = {}
         self._shortcuts: dict[int, Shortcut] = {}  # by the id of the K cache, as the next
         self._last_q: dict[int, ref[Tensor]] = {}
@@ -65,6 +68,8 @@ class DecodePlan(FlaggingPlan):
         k: Tensor,
         v: Tensor,
         page_table: Any,
+        k_scale: Tensor | None,
+        v_scale: Tensor | None,
         out: Tensor | None,
         lse: Tensor | None,
         workspace: Tensor | None,
@@ -77,23 +82,24 @@ class DecodePlan(FlaggingPlan):
         key: object = None
         passage = None
         try:
-            key = checks.signature(q, k, v, *table, out, lse, workspace)
+            key = checks.signature(q, k, v, *table, k_scale, v_scale, out, lse, workspace)
             passage = self._checked.get(key)
         except (AttributeError, TypeError):
             pass  # not a tensor: the check names it
         if passage is None:
-            passage = self._check(key, Operands(q, k, v, *table, out, lse, workspace))
+            passage = self._check(key, Operands(q, k, v, *table, k_scale, v_scale, out, lse, workspace))
         if passage is not Passage.DIRECT or stream is not None or self._validate or (self._several_gpus and self._elsewhere()):
-            self._run_slowly(passage, Operands(q, k, v, *table, out, lse, workspace), stream)
+            self._run_slowly(passage, Operands(q, k, v, *table, k_scale, v_scale, out, lse, workspace), stream)
             return out, lse
         last_q = self._last_q.get(id(k))
         if last_q is not None and last_q() is q:  # a third run may be the same: for tensors made anew it would not pay
-            self._shortcuts[id(k)] = shortcut(self._launch, self._setting, q, k, v, page_table, out, lse, workspace)
+            operands = (q, k, v, page_table, k_scale, v_scale, out, lse, workspace)
+            self._shortcuts[id(k)] = shortcut(self._launch, self._setting, *operands)
         else:
             self._expect(q, k)
-        if self._rules.nhd:
-            k, v = k.transpose(1, 2), v.transpose(1, 2)
-        self._start(q, k, v, *table, out, lse, workspace)
+        if self._views is not None:
+            k, v, k_scale, v_scale = checks.kernel_views(*self._views, k, v, k_scale, v_scale)
+        self._start(q, k, v, *table, k_scale, v_scale, out, lse, workspace)
         return out, lse
 
     def _allocate(self, q: Tensor, out: Tensor | None, lse: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -139,15 +145,17 @@ class DecodePlan(FlaggingPlan):
         table0: Tensor | None,
         table1: Tensor | None,
         table2: Tensor | None,
+        k_scale: Tensor | None,
+        v_scale: Tensor | None,
         out: Tensor,
         lse: Tensor,
         workspace: Tensor | None,
     ) -> None:
-        """One launch; k and v are HND. A kernel that keeps rows whole takes no workspace."""
+        """One launch; caches and scales are as `kernel_views` has them. A kernel that keeps rows whole takes no workspace."""
         if self._workspace_bytes == 0:
             workspace = None
         try:
-            self._launch(q, k, v, table0, table1, table2, out, lse, workspace, *self._constants)
+            self._launch(q, k, v, table0, table1, table2, k_scale, v_scale, out, lse, workspace, *self._constants)
         except LAUNCH_ERRORS as error:
             raise self._launch_failed(error) from error
 
@@ -196,12 +204,14 @@ class PagedDecodePlan(DecodePlan):
         v_cache: Tensor,
         page_table: PageTable,
         *,
+        k_scale: Tensor | None = None,
+        v_scale: Tensor | None = None,
         out: Tensor | None = None,
         lse: Tensor | None = None,
     ) -> None:
         """Checks shapes, dtypes, strides, alignment, devices and overlap as `run` does; raises its typed errors."""
         checks.check_page_table(self._rules.problem, page_table)
-        checks.check(self._rules, Operands(q, k_cache, v_cache, *page_table.operands, out, lse, None))
+        checks.check(self._rules, Operands(q, k_cache, v_cache, *page_table.operands, k_scale, v_scale, out, lse, None))
 
     def run(
         self,
@@ -210,6 +220,8 @@ class PagedDecodePlan(DecodePlan):
         v_cache: Tensor,
         page_table: PageTable,
         *,
+        k_scale: Tensor | None = None,
+        v_scale: Tensor | None = None,
         out: Tensor | None = None,
         lse: Tensor | None = None,
         workspace: Tensor | None = None,
@@ -219,6 +231,11 @@ class PagedDecodePlan(DecodePlan):
 
         q, out: [batch, num_heads, head_dim], also with one unit query axis; caches: 4-D in the descriptor's layout; lse: f32
         [batch, num_heads]; workspace: uint8 [workspace_size() or more]. Allocates only the outputs that are not given.
+        An fp8 cache may be handed over as bytes (uint8).
+
+        k_scale, v_scale: what the descriptor's KVScales say, on the plan's device. "tensor": f32 [] or [1]; "head": f32
+        [num_kv_heads]; "token": [num_pages, page_size, num_kv_heads] whatever the layout, or that as one axis. Any strides.
+
         No host-device synchronisation. Raises, before anything is written, InvalidProblem (an extent), InvalidArgument
         (type, dtype, device, overlap), MisalignedOperand, Unsupported (strides), WorkspaceTooSmall; then LaunchFailed.
 
@@ -226,11 +243,12 @@ class PagedDecodePlan(DecodePlan):
         PlanPreference(validate=True) they raise InvalidArgument before anything is written, which synchronises.
         """
         if stream is None:
-            done = self._shortcuts.get(id(k_cache), never)(q, k_cache, v_cache, page_table, out, lse, workspace)
+            known = self._shortcuts.get(id(k_cache), never)
+            done = known(q, k_cache, v_cache, page_table, k_scale, v_scale, out, lse, workspace)
             if done is not None:
                 return done
         checks.check_page_table(self._rules.problem, page_table)
-        return self._run(q, k_cache, v_cache, page_table, out, lse, workspace, stream)
+        return self._run(q, k_cache, v_cache, page_table, k_scale, v_scale, out, lse, workspace, stream)
 
 
 class FlashDecodingPlan(DecodePlan):
@@ -252,9 +270,19 @@ class FlashDecodingPlan(DecodePlan):
         preference = ANY_VARIANT if preference is None else preference
         return remembered(cls, descriptor, _device(device, preference), preference)
 
-    def can_implement(self, q: Tensor, k: Tensor, v: Tensor, *, out: Tensor | None = None, lse: Tensor | None = None) -> None:
+    def can_implement(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        k_scale: Tensor | None = None,
+        v_scale: Tensor | None = None,
+        out: Tensor | None = None,
+        lse: Tensor | None = None,
+    ) -> None:
         """Checks shapes, dtypes, strides, alignment, devices and overlap as `run` does; raises its typed errors."""
-        checks.check(self._rules, Operands(q, k, v, *NO_PAGE_TABLE[1], out, lse, None))
+        checks.check(self._rules, Operands(q, k, v, *NO_PAGE_TABLE[1], k_scale, v_scale, out, lse, None))
 
     def run(
         self,
@@ -262,17 +290,23 @@ class FlashDecodingPlan(DecodePlan):
         k: Tensor,
         v: Tensor,
         *,
+        k_scale: Tensor | None = None,
+        v_scale: Tensor | None = None,
         out: Tensor | None = None,
         lse: Tensor | None = None,
         workspace: Tensor | None = None,
         stream: torch.cuda.Stream | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """As PagedDecodePlan.run, with k and v [batch, num_kv_heads, seq_len, head_dim]."""
+        """As PagedDecodePlan.run, with k and v [batch, num_kv_heads, seq_len, head_dim].
+
+        Scales per token are [batch, num_kv_heads, seq_len].
+        """
         if stream is None:
-            done = self._shortcuts.get(id(k), never)(q, k, v, NO_PAGE_TABLE, out, lse, workspace)
+            known = self._shortcuts.get(id(k), never)
+            done = known(q, k, v, NO_PAGE_TABLE, k_scale, v_scale, out, lse, workspace)
             if done is not None:
                 return done
-        return self._run(q, k, v, NO_PAGE_TABLE, out, lse, workspace, stream)
+        return self._run(q, k, v, NO_PAGE_TABLE, k_scale, v_scale, out, lse, workspace, stream)
 
 
 def _launch_of(spec: KernelSpec | None, descriptor: PagedDecodeDescriptor | FlashDecodingDescriptor) -> Launch:

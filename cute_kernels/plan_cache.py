@@ -12,11 +12,13 @@ from torch import Tensor
 
 from .descriptors import MAX_EXTENT, FlashDecodingDescriptor, KVDtype, KVLayout, PagedDecodeDescriptor
 from .errors import InvalidArgument, InvalidProblem
+from .kv_scale import KVScale, scale_of
 from .page_table import PageTable
 from .plan import DecodePlan, FlashDecodingPlan, PagedDecodePlan
 from .plan_base import MAX_PLANS
 
 MAX_WORKSPACES = 64
+STORED_AS = {kv_dtype.value: kv_dtype for kv_dtype in KVDtype}
 KV_DTYPES = {kv_dtype.torch_dtype: kv_dtype for kv_dtype in KVDtype}
 
 _layout = functools.cache(KVLayout)
@@ -30,14 +32,20 @@ def run_paged(
     table0: Tensor,
     table1: Tensor,
     table2: Tensor | None,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
     out: Tensor,
     lse: Tensor,
     softmax_scale: float | None,
     layout: str,
     lse_base: str,
     max_seq_len: int | None,
+    kv_dtype: str | None,
 ) -> None:
-    """Runs the plan of these tensors' problem over a paged cache, writing out and lse. table0..2: a PageTable's operands."""
+    """Runs the plan of these tensors' problem over a paged cache, writing out and lse.
+
+    table0..2: a PageTable's operands. kv_dtype: the value of a KVDtype, None where the caches' dtypes say it.
+    """
     batch, heads, dim = _query_extents(q)
     _check_cache_axes(k_cache)
     page_axis, head_axis = (2, 1) if layout == "HND" else (1, 2)
@@ -46,28 +54,34 @@ def run_paged(
         # the table's width bounds the length; in powers of two, so that a growing table seldom asks for another plan
         max_seq_len = min(1 << max(0, table0.shape[1] * page_size - 1).bit_length(), MAX_EXTENT)
     table = PageTable("dense" if table2 is None else "csr", (table0, table1, table2))
-    cache = (_kv_dtype(k_cache.dtype), _layout(layout, alignment(k_cache, v_cache)))
+    stored, *rest = _storage(k_cache, v_cache, k_scale, v_scale, kv_dtype, k_cache.shape[head_axis])
+    cache = (stored, _layout(layout, alignment(k_cache, v_cache)))
     shape = (batch, heads, k_cache.shape[head_axis], dim, page_size, q.dtype)
-    fields = (*shape, *cache, table.format, None, None, max_seq_len, softmax_scale, lse_base)
+    fields = (*shape, *cache, table.format, None, None, max_seq_len, softmax_scale, lse_base, *rest)
     plan = _plan(PagedDecodePlan, PagedDecodeDescriptor, fields, q.device)
-    plan.run(q, k_cache, v_cache, table, out=out, lse=lse, workspace=_workspace(plan))
+    workspace = _workspace(plan)
+    plan.run(q, k_cache, v_cache, table, k_scale=k_scale, v_scale=v_scale, out=out, lse=lse, workspace=workspace)
 
 
 def run_contiguous(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
     out: Tensor,
     lse: Tensor,
     softmax_scale: float | None,
     lse_base: str,
+    kv_dtype: str | None,
 ) -> None:
     """Runs the plan of these tensors' problem over a contiguous cache [batch, num_kv_heads, seq_len, head_dim]."""
     batch, heads, dim = _query_extents(q)
     _check_cache_axes(k)
-    fields = (batch, heads, k.shape[1], k.shape[2], dim, q.dtype, softmax_scale, lse_base, alignment(k, v))
+    storage = _storage(k, v, k_scale, v_scale, kv_dtype, k.shape[1])
+    fields = (batch, heads, k.shape[1], k.shape[2], dim, q.dtype, softmax_scale, lse_base, alignment(k, v), *storage)
     plan = _plan(FlashDecodingPlan, FlashDecodingDescriptor, fields, q.device)
-    plan.run(q, k, v, out=out, lse=lse, workspace=_workspace(plan))
+    plan.run(q, k, v, k_scale=k_scale, v_scale=v_scale, out=out, lse=lse, workspace=_workspace(plan))
 
 
 def alignment(*tensors: Tensor) -> int:
@@ -77,7 +91,7 @@ def alignment(*tensors: Tensor) -> int:
         strides = zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True)
         used = (stride * tensor.element_size() for extent, stride in strides if extent > 1)
         aligned = math.gcd(aligned, tensor.data_ptr(), *used)
-    return max(2, aligned)  # an 8-bit cache may have odd strides: its variants say what they need
+    return aligned
 
 
 @functools.lru_cache(maxsize=MAX_PLANS)
@@ -117,7 +131,35 @@ def _check_cache_axes(cache: Tensor) -> None:
         raise InvalidProblem("k_cache.shape", tuple(cache.shape), "must have four axes")
 
 
-def _kv_dtype(dtype: torch.dtype) -> KVDtype:
-    if dtype not in KV_DTYPES:
-        raise InvalidArgument("k_cache", f"has dtype {dtype}, must be one of {', '.join(map(str, KV_DTYPES))}")
-    return KV_DTYPES[dtype]
+def _storage(
+    k: Tensor, v: Tensor, k_scale: Tensor | None, v_scale: Tensor | None, kv_dtype: str | None, num_kv_heads: int
+) -> tuple[Any, ...]:
+    """The descriptor's kv_dtype, and its v_dtype, k_scale and v_scale where they are not the default."""
+    stored = _kv_dtype("k_cache", k, kv_dtype)
+    same = kv_dtype is not None or v.dtype is k.dtype
+    if same and k_scale is None and v_scale is None:
+        return (stored,)
+    v_dtype = stored if same else _kv_dtype("v_cache", v, None)
+    rows = math.prod(k.shape[:-1])
+    return (stored, v_dtype, *(_scale(name, s, num_kv_heads, rows) for name, s in (("k_scale", k_scale), ("v_scale", v_scale))))
+
+
+def _kv_dtype(name: str, cache: Tensor, kv_dtype: str | None) -> KVDtype:
+    if kv_dtype is not None:
+        if kv_dtype not in STORED_AS:
+            raise InvalidProblem("kv_dtype", kv_dtype, f"must be one of {', '.join(STORED_AS)}")
+        return STORED_AS[kv_dtype]
+    stored = KV_DTYPES.get(cache.dtype)
+    if stored is not None:
+        return stored
+    if cache.dtype == torch.uint8:
+        raise InvalidArgument(name, "has dtype torch.uint8: kv_dtype must say what the bytes hold, KVDtype.E4M3 or KVDtype.E5M2")
+    raise InvalidArgument(name, f"has dtype {cache.dtype}, must be one of {', '.join(map(str, KV_DTYPES))}")
+
+
+def _scale(name: str, scale: Any, num_kv_heads: int, rows: int) -> KVScale:
+    if scale is None:
+        return KVScale.NONE
+    if not isinstance(scale, Tensor):
+        raise InvalidArgument(name, f"got {type(scale).__name__}, must be a tensor or None")
+    return scale_of(name, scale, num_kv_heads, rows)

@@ -19,6 +19,7 @@ from weakref import ref
 import torch
 from torch import Tensor
 
+from .checks import FLOAT8, as_bytes, scale_view
 from .dispatch import Launch
 from .errors import LaunchFailed
 from .plan_base import LAUNCH_ERRORS
@@ -30,13 +31,15 @@ ABSENT: Callable[[], None] = type(None)  # the reference to an operand that is N
 class Setting(NamedTuple):
     """What all launches of a plan share.
 
-    constants: softmax_scale, num_ctas, tag and status. nhd: the caches are turned to HND first. device_index: the GPU that
+    constants: softmax_scale, num_ctas, tag and status. nhd: the caches are turned to HND first. scale_shapes: those of
+    k_scale and v_scale that a kernel takes. device_index: the GPU that
     must be current, None where there is no choice. name: what runs where, for LaunchFailed.
     """
 
     constants: tuple[float, int, int, int | Tensor]
     takes_workspace: bool
     nhd: bool
+    scale_shapes: tuple[tuple[int, ...], tuple[int, ...]]
     device_index: int | None
     name: str
 
@@ -52,24 +55,36 @@ def shortcut(
     k: Tensor,
     v: Tensor,
     page_table: Any,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
     out: Tensor,
     lse: Tensor,
     workspace: Tensor | None,
 ) -> Shortcut:
-    """fn(q, k, v, page_table, out, lse, workspace): launches and returns (out, lse) for the operands given here, else None.
+    """fn(q, k, v, page_table, k_scale, v_scale, out, lse, workspace): launches and returns (out, lse) for the operands given
+    here, else None.
 
     page_table: a PageTable, or its two items where there is none. Keeps no tensor alive. A reference to a dead tensor gives
     None, as ABSENT does, hence the addresses of absent operands, 0. Written flat: loops cost a microsecond more.
     """
-    (scale, num_ctas, tag, status), takes_workspace, nhd, device_index, name = setting
+    (scale, num_ctas, tag, status), takes_workspace, nhd, scale_shapes, device_index, name = setting
     table_format, table = page_table
     operands = (q, k, v, *table, out, lse, workspace)
     q_, k_, v_, t0_, t1_, t2_, out_, lse_, w_ = [ABSENT if operand is None else ref(operand) for operand in operands]
     at_q, at_k, at_v, at_t0, at_t1, at_t2, at_out, at_lse, at_w = [0 if t is None else t.data_ptr() for t in operands]
-    nbytes = q.nbytes
+    nbytes, scaled = q.nbytes, k_scale is not None or v_scale is not None
+    float8 = k.dtype in FLOAT8 or v.dtype in FLOAT8
 
     def again(
-        q: Tensor, k: Tensor, v: Tensor, page_table: Any, out: Tensor, lse: Tensor, workspace: Tensor | None
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        page_table: Any,
+        k_scale: Tensor | None,
+        v_scale: Tensor | None,
+        out: Tensor,
+        lse: Tensor,
+        workspace: Tensor | None,
     ) -> tuple[Tensor, Tensor] | None:
         # fmt: off
         try:
@@ -84,6 +99,7 @@ def shortcut(
                 and (0 if t2 is None else t2.data_ptr()) == at_t2
                 and (0 if workspace is None else workspace.data_ptr()) == at_w
                 and q.nbytes == nbytes and described == table_format
+                and (scaled or (k_scale is None and v_scale is None))
             ):
                 return None
         except (AttributeError, TypeError, ValueError):  # no tensor: None where a remembered one has died; or no PageTable
@@ -91,12 +107,48 @@ def shortcut(
         # fmt: on
         if device_index is not None and torch.cuda.current_device() != device_index:
             return None
+        if float8:
+            k, v = as_bytes(k), as_bytes(v)
         if nhd:
             k, v = k.transpose(1, 2), v.transpose(1, 2)
+        scratch = workspace if takes_workspace else None
         try:
-            launch(q, k, v, t0, t1, t2, out, lse, workspace if takes_workspace else None, scale, num_ctas, tag, status)
+            launch(q, k, v, t0, t1, t2, k_scale, v_scale, out, lse, scratch, scale, num_ctas, tag, status)
         except LAUNCH_ERRORS as error:
             raise LaunchFailed(f"{name}: {error}") from error
         return out, lse
 
-    return again
+    return _with_scales(again, scale_shapes, k_scale, v_scale) if scaled else again
+
+
+def _with_scales(
+    again: Shortcut, shapes: tuple[tuple[int, ...], ...], k_scale: Tensor | None, v_scale: Tensor | None
+) -> Shortcut:
+    """`again` for these scales only, which it is given in the kernel's shapes."""
+    (k_, at_k), (v_, at_v) = ((ABSENT, 0) if t is None else (ref(t), t.data_ptr()) for t in (k_scale, v_scale))
+    k_shape, v_shape = shapes
+
+    def again_scaled(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        page_table: Any,
+        k_scale: Tensor | None,
+        v_scale: Tensor | None,
+        *written: Tensor | None,
+    ) -> tuple[Tensor, Tensor] | None:
+        # fmt: off
+        try:
+            if not (
+                k_() is k_scale and v_() is v_scale
+                and (0 if k_scale is None else k_scale.data_ptr()) == at_k
+                and (0 if v_scale is None else v_scale.data_ptr()) == at_v
+            ):
+                return None
+            k_scale, v_scale = scale_view(k_scale, k_shape), scale_view(v_scale, v_shape)
+        except (AttributeError, RuntimeError):  # no tensor, or one that has lost its shape: the check names it
+            return None
+        # fmt: on
+        return again(q, k, v, page_table, k_scale, v_scale, *written)
+
+    return again_scaled

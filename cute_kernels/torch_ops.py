@@ -10,10 +10,12 @@ from .plan_cache import run_contiguous, run_paged
 _library = torch.library.Library("cute_kernels", "DEF")
 _library.define(
     "paged_decode(Tensor q, Tensor k_cache, Tensor v_cache, Tensor table0, Tensor table1, Tensor? table2, "
-    "Tensor(a!) out, Tensor(b!) lse, float? softmax_scale, str layout, str lse_base, int? max_seq_len) -> ()"
+    "Tensor? k_scale, Tensor? v_scale, Tensor(a!) out, Tensor(b!) lse, float? softmax_scale, str layout, str lse_base, "
+    "int? max_seq_len, str? kv_dtype) -> ()"
 )
 _library.define(
-    "flash_decoding(Tensor q, Tensor k, Tensor v, Tensor(a!) out, Tensor(b!) lse, float? softmax_scale, str lse_base) -> ()"
+    "flash_decoding(Tensor q, Tensor k, Tensor v, Tensor? k_scale, Tensor? v_scale, Tensor(a!) out, Tensor(b!) lse, "
+    "float? softmax_scale, str lse_base, str? kv_dtype) -> ()"
 )
 
 

@@ -38,7 +38,8 @@ def arguments(spec: KernelSpec) -> tuple:
     lse = scalars(Float32, (batch, heads))
     workspace = make_fake_tensor(cutlass.Uint8, (cute.sym_int64(),), (1,), assumed_align=16) if spec.split else None
     stream = make_fake_stream(use_tvm_ffi_env_stream=True)
-    return (query[0], *caches, *_tables(spec), query[1], lse, workspace, Float32(1.0), Int32(1), Int32(1), Int64(0), stream)
+    tensors = (query[0], *caches, *_tables(spec), None, None, query[1], lse, workspace)  # None: no scales
+    return (*tensors, Float32(1.0), Int32(1), Int32(1), Int64(0), stream)
 
 
 def build(spec: KernelSpec, options: str = ""):

@@ -75,6 +75,8 @@ class DecodeKernel:
         table0: cute.Tensor | None,
         table1: cute.Tensor | None,
         table2: cute.Tensor | None,
+        k_scale: cute.Tensor | None,
+        v_scale: cute.Tensor | None,
         out: cute.Tensor,
         lse: cute.Tensor,
         workspace: cute.Tensor | None,
@@ -86,7 +88,8 @@ class DecodeKernel:
     ):
         """q, out [batch, num_heads, head_dim]; k, v [pages, num_kv_heads, page_size, head_dim] (contiguous: a page per row).
 
-        tag: marks this plan's words, odd and positive; status: address of the plan's 4 int32 status words.
+        k_scale, v_scale: None, no kernel takes scales yet. tag: marks this plan's words, odd and positive; status: address of
+        the plan's 4 int32 status words.
         """
         tables = tuple(t for t in (table0, table1, table2) if t is not None)
         caches = self.mainloop.operands(k, v)

@@ -38,6 +38,7 @@ def spec_of(
         page_size=page_size,
         q_dtype=q_dtype,
         kv_dtype=kv_dtype,
+        v_dtype=kv_dtype,
         table_format=table_format,
         vector_bytes=vector_bytes,
         max_seq_len=8192,

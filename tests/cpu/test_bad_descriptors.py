@@ -12,12 +12,15 @@ import torch
 import cute_kernels as ck
 from tests.cases import Case
 
-BF16, I32 = torch.bfloat16, torch.int32
+BF16, F16, I32 = torch.bfloat16, torch.float16, torch.int32
 Args = dict[str, Any]
 
 DESCRIPTOR = Case("any", (5, 40, 17)).descriptor
 PAGED = {"batch_size": 4, "num_heads": 8, "num_kv_heads": 2, "head_dim": 64, "page_size": 16, "q_dtype": BF16}
 FLASH = {"batch_size": 4, "num_heads": 8, "num_kv_heads": 2, "seq_len": 33, "head_dim": 64, "dtype": BF16}
+
+STORED = [(fields, name) for fields in (PAGED, FLASH) for name in ("kv_dtype", "v_dtype")]
+SCALED = [(fields, name) for fields in (PAGED, FLASH) for name in ("k_scale", "v_scale")]
 
 # what is changed, the error, and what its message names: parameter, value, rule
 DESCRIPTORS = [
@@ -44,6 +47,9 @@ DESCRIPTORS = [
     (PAGED, {"table_format": "coo"}, ck.InvalidProblem, ("table_format = 'coo'", '"dense" or "csr"')),
     (PAGED, {"layout": "HND"}, ck.InvalidProblem, ("layout = 'HND'", "KVLayout")),
     (PAGED, {"kv_dtype": torch.int8}, ck.InvalidProblem, ("kv_dtype = torch.int8", "KVDtype")),
+    *[(fields, {name: "int8"}, ck.InvalidProblem, (f"{name} = 'int8'", "KVDtype")) for fields, name in STORED],
+    *[(fields, {name: "head"}, ck.InvalidProblem, (f"{name} = 'head'", "KVScale")) for fields, name in SCALED],
+    *[(fields, {name: None}, ck.InvalidProblem, (f"{name} = None", "KVScale")) for fields, name in SCALED],
     (PAGED, {"q_dtype": "bf16"}, ck.InvalidProblem, ("q_dtype = 'bf16'", "torch.dtype")),
     (PAGED, {"q_dtype": torch.float64}, ck.Unsupported, ("q_dtype = torch.float64", "torch.bfloat16")),
     (PAGED, {"q_dtype": torch.int32}, ck.Unsupported, ("q_dtype = torch.int32", "torch.bfloat16")),
@@ -69,6 +75,13 @@ def test_descriptors(fields: Args, changes: Args, error: type[Exception], fragme
 CHOICES: list[tuple[Callable[[], object], type[Exception], tuple[str, ...]]] = [
     (lambda: ck.KVLayout("HDN"), ck.InvalidProblem, ("layout.order = 'HDN'", '"NHD"')),
     (lambda: ck.KVLayout.HND.with_alignment(32), ck.InvalidProblem, ("layout.alignment_bytes = 32", "16")),
+    (lambda: ck.KVScale("page"), ck.InvalidProblem, ("scale.granularity = 'page'", "none, tensor, head, token")),
+    (lambda: ck.KVScale(None), ck.InvalidProblem, ("scale.granularity = None", "token")),
+    *[
+        (lambda g=g: ck.KVScale(g, F16), ck.InvalidProblem, ("scale.dtype = torch.float16", "torch.float32"))
+        for g in ("none", "tensor", "head")
+    ],
+    (lambda: ck.KVScale("token", BF16), ck.InvalidProblem, ("scale.dtype = torch.bfloat16", "torch.float16 per token")),
     (lambda: ck.PlanPreference(max_workspace_bytes=-1), ck.InvalidArgument, ("max_workspace_bytes", "-1", "at least 0")),
     (lambda: ck.PlanPreference(max_workspace_bytes=1.5), ck.InvalidArgument, ("max_workspace_bytes", "1.5", "int")),
     (lambda: ck.PlanPreference(arch="sm100"), ck.InvalidArgument, ("arch", "'sm100'", '"sm90"')),

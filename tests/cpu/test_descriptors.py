@@ -24,6 +24,41 @@ def test_equal_descriptors_are_one_cache_key() -> None:
         paged().head_dim = 64
 
 
+def flash(**changes) -> ck.FlashDecodingDescriptor:
+    fields = {"batch_size": 4, "num_heads": 32, "num_kv_heads": 8, "seq_len": 33, "head_dim": 128, "dtype": torch.bfloat16}
+    return ck.FlashDecodingDescriptor(**{**fields, **changes})
+
+
+@pytest.mark.parametrize("make", [paged, flash])
+def test_storage_and_scales_are_part_of_the_key(make) -> None:
+    """K and V each; a v_dtype that is kv_dtype says nothing, so that `replace` of kv_dtype changes both."""
+    int8, e4m3 = ck.KVDtype.INT8, ck.KVDtype.E4M3
+    changes = [
+        {},
+        {"kv_dtype": int8},
+        {"kv_dtype": int8, "v_dtype": e4m3},
+        {"v_dtype": int8},
+        {"k_scale": ck.KVScale.HEAD},
+        {"v_scale": ck.KVScale.HEAD},
+        {"v_scale": ck.KVScale.TOKEN},
+        {"v_scale": ck.KVScale.TOKEN_F16},
+    ]
+    assert len({make(**change) for change in changes}) == len({make(**change).problem for change in changes}) == len(changes)
+    assert make(kv_dtype=int8) == make(kv_dtype=int8, v_dtype=int8)
+    assert make(k_scale=ck.KVScale("none")) == make()
+    assert make(v_scale=ck.KVScale("token", torch.float16)) == make(v_scale=ck.KVScale.TOKEN_F16)
+    replaced = dataclasses.replace(make(v_dtype=ck.KVDtype.BF16), kv_dtype=int8).problem
+    assert (replaced.kv_dtype, replaced.v_dtype, replaced.cache_type) == (int8, int8, "int8")
+
+
+@pytest.mark.parametrize("make", [paged, flash])
+def test_problem_of_an_8_bit_cache(make) -> None:
+    problem = make(kv_dtype=ck.KVDtype.E4M3, v_dtype=ck.KVDtype.BF16, k_scale=ck.KVScale.TOKEN_F16, head_dim=24).problem
+    assert (problem.kv_dtype, problem.v_dtype, problem.vector_bytes) == (ck.KVDtype.E4M3, ck.KVDtype.BF16, 8)
+    assert "cache e4m3/bf16, k_scale token f16, 8-byte aligned" in str(problem)
+    assert make(kv_dtype=ck.KVDtype.INT8, head_dim=5).problem.vector_bytes == 1
+
+
 def test_problem_of_a_paged_descriptor() -> None:
     problem = paged(table_format="csr", max_seq_len=4096, lse_base="2").problem
     assert (problem.source, problem.table_format, problem.group_size, problem.vector_bytes) == ("paged", "csr", 4, 16)
@@ -67,7 +102,11 @@ def test_rules_are_checked_in_order() -> None:
     with pytest.raises(ck.InvalidProblem, match="num_heads"):
         paged(num_heads=0, q_dtype=torch.float64)
     with pytest.raises(ck.InvalidProblem, match="num_kv_heads = 8"):
-        paged(num_heads=30, q_dtype=torch.float64)
+        paged(num_heads=30, k_scale=1.0, q_dtype=torch.float64)
+    with pytest.raises(ck.InvalidProblem, match="kv_dtype = 8"):
+        paged(kv_dtype=8, k_scale=1.0, q_dtype=torch.float64)
+    with pytest.raises(ck.InvalidProblem, match=r"k_scale = 1\.0"):
+        paged(k_scale=1.0, q_dtype=torch.float64)
     with pytest.raises(ck.Unsupported, match="float64"):
         paged(q_dtype=torch.float64)
     with pytest.raises(ck.Unsupported, match="float64"):
@@ -76,6 +115,10 @@ def test_rules_are_checked_in_order() -> None:
         ck.FlashDecodingDescriptor.new_gqa(2, 7, 2, -1, 64, torch.float16)
     with pytest.raises(ck.InvalidProblem, match="num_heads = 7"):
         ck.FlashDecodingDescriptor.new_gqa(2, 7, 2, 1, 64, torch.float16)
+    with pytest.raises(ck.Unsupported, match="float64"):
+        flash(dtype=torch.float64, v_scale=1.0)
+    with pytest.raises(ck.InvalidProblem, match="multiple"):
+        flash(num_heads=30, v_scale=1.0)
 
 
 def test_errors_belong_to_one_hierarchy_and_survive_pickling() -> None:

@@ -85,11 +85,29 @@ def test_float32_queries_run_on_the_cpu_only() -> None:
         chosen(H200, q_dtype=torch.float32)
 
 
-@pytest.mark.parametrize("kv_dtype", [ck.KVDtype.E4M3, ck.KVDtype.E5M2, ck.KVDtype.INT8, ck.KVDtype.F16])
-def test_other_cache_dtypes_are_unsupported(kv_dtype: ck.KVDtype) -> None:
+@pytest.mark.parametrize("kv_dtype", [ck.KVDtype.E4M3, ck.KVDtype.E5M2, ck.KVDtype.INT8])
+def test_8_bit_caches_run_on_the_cpu_only(kv_dtype: ck.KVDtype) -> None:
+    assert chosen(CPU, kv_dtype=kv_dtype).variant == "cpu_reference"
+    assert chosen(CPU, v_dtype=kv_dtype).variant == "cpu_reference"
+    for facts in (H200, A100):
+        for name in ("kv_dtype", "v_dtype"):
+            with pytest.raises(ck.Unsupported, match=f"{name} = {kv_dtype.value}: no GPU variant reads"):
+                chosen(facts, **{name: kv_dtype})
+
+
+@pytest.mark.parametrize("name", ["kv_dtype", "v_dtype"])
+def test_a_16_bit_cache_has_the_dtype_of_q(name: str) -> None:
     for facts in (H200, A100, CPU):
-        with pytest.raises(ck.Unsupported, match=f"kv_dtype = {kv_dtype.value}"):
-            chosen(facts, kv_dtype=kv_dtype)
+        with pytest.raises(ck.Unsupported, match=f"{name} = f16: must be q's, bf16"):
+            chosen(facts, **{name: ck.KVDtype.F16})
+
+
+@pytest.mark.parametrize("name", ["k_scale", "v_scale"])
+def test_scales_run_on_the_cpu_only(name: str) -> None:
+    assert chosen(CPU, **{name: ck.KVScale.TOKEN_F16}).variant == "cpu_reference"
+    for facts in (H200, A100):
+        with pytest.raises(ck.Unsupported, match=f"{name} = token f16: no GPU variant takes scales yet"):
+            chosen(facts, **{name: ck.KVScale.TOKEN_F16})
 
 
 def test_a_forced_variant_is_taken_or_refused_never_replaced() -> None:

@@ -73,6 +73,7 @@ def test_alignment_comes_from_the_tensors() -> None:
     assert plan_cache.alignment(storage[start + 2 : start + 514].view(8, 64)) == 4
     assert plan_cache.alignment(storage[start : start + 8 * 66].view(8, 66)) == 4
     assert plan_cache.alignment(storage[start : start + 33].view(1, 33)) == 16
+    assert plan_cache.alignment(storage.view(torch.int8)[2 * start : 2 * start + 8 * 65].view(8, 65)) == 1
 
 
 def test_misaligned_caches_are_served() -> None:
@@ -97,7 +98,14 @@ def test_misaligned_caches_are_served() -> None:
         ({"page_table": 3}, ck.InvalidArgument, "page_table: got int"),
         ({"k_cache": torch.zeros(3, 2, 16, 64, dtype=torch.int64)}, ck.InvalidArgument, "k_cache: has dtype torch.int64"),
         ({"k_cache": torch.zeros(3, 3, 16, 64, dtype=torch.bfloat16)}, ck.InvalidProblem, "multiple of num_kv_heads = 3"),
-        ({"k_cache": torch.zeros(3, 2, 16, 64, dtype=torch.int8)}, ck.Unsupported, "no variant reads int8"),
+        ({"k_cache": torch.zeros(3, 2, 16, 64, dtype=torch.float16)}, ck.Unsupported, "kv_dtype = f16: must be q's, bf16"),
+        ({"v_cache": torch.zeros(3, 2, 16, 64, dtype=torch.float16)}, ck.Unsupported, "v_dtype = f16: must be q's, bf16"),
+        ({"k_cache": torch.zeros(3, 2, 16, 64, dtype=torch.uint8)}, ck.InvalidArgument, "k_cache: has dtype torch.uint8"),
+        ({"kv_dtype": "e4m3"}, ck.InvalidProblem, "kv_dtype = 'e4m3': must be a KVDtype"),
+        ({"kv_dtype": ck.KVDtype.INT8}, ck.InvalidArgument, "k_cache: has dtype torch.bfloat16, must be torch.int8"),
+        ({"k_scale": 0.5}, ck.InvalidArgument, "k_scale: got float"),
+        ({"v_scale": torch.ones(5)}, ck.InvalidProblem, "v_scale.shape = (5,)"),
+        ({"v_scale": torch.ones(1, dtype=torch.float16)}, ck.InvalidArgument, "v_scale: has dtype torch.float16"),
         ({"softmax_scale": -1.0}, ck.InvalidProblem, "softmax_scale = -1.0"),
     ],
 )
@@ -114,13 +122,14 @@ def test_bad_arguments(changes: dict, error: type[Exception], fragment: str) -> 
 def test_opcheck_paged(table_format: str) -> None:
     inputs = make_inputs(replace(CASE, table_format=table_format))
     outputs = (torch.empty_like(inputs.q), torch.empty(3, 8))
-    operands = (*inputs[:3], *inputs.page_table.operands, *outputs, None, "HND", "e", None)
+    operands = (*inputs[:3], *inputs.page_table.operands, None, torch.ones(2), *outputs, None, "HND", "e", None, None)
     torch.library.opcheck(torch_ops.paged_decode, operands)
 
 
 def test_opcheck_flash() -> None:
     q, k = torch.randn(2, 8, 64), torch.randn(2, 2, 33, 64)
-    torch.library.opcheck(torch_ops.flash_decoding, (q, k, k.clone(), torch.empty_like(q), torch.empty(2, 8), None, "e"))
+    operands = (q, k, k.clone(), torch.ones(1), None, torch.empty_like(q), torch.empty(2, 8), None, "e", None)
+    torch.library.opcheck(torch_ops.flash_decoding, operands)
 
 
 def test_compiles_as_one_graph() -> None:

@@ -59,7 +59,7 @@ def test_run_writes_every_row_and_allocates_what_is_missing(plan: ck.PagedDecode
 def test_a_workspace_is_welcome_where_none_is_needed(pretend_h200: list) -> None:
     plan = ck.PagedDecodePlan.select(CASE.descriptor, "cpu", ck.PlanPreference(max_workspace_bytes=0))
     plan.run(*make_inputs(CASE), workspace=torch.empty(64, dtype=torch.uint8))
-    assert pretend_h200.pop()[8] is None  # a kernel without splits takes none
+    assert pretend_h200.pop()[10] is None  # a kernel without splits takes none
 
 
 @pytest.mark.parametrize("axis", [1, 2])
@@ -137,7 +137,9 @@ def test_what_a_kernel_is_given(pretend_h200: list, layout: str, table_format: s
     workspace = torch.empty(plan.workspace_size(), dtype=torch.uint8)
     for _ in range(2):
         out, lse = plan.run(*inputs, workspace=workspace)
-        q, k, v, *table, launched_out, launched_lse, launched_workspace, scale, num_ctas, tag, status = pretend_h200.pop()
+        q, k, v, *table, k_scale, v_scale, launched_out, launched_lse = (launched := pretend_h200.pop())[:-5]
+        launched_workspace, scale, num_ctas, tag, status = launched[-5:]
+        assert k_scale is None and v_scale is None
         assert q is inputs.q
         assert tuple(k.shape[1:]) == tuple(v.shape[1:]) == (2, 16, 128)
         assert k.data_ptr() == inputs.k_cache.data_ptr()

@@ -69,7 +69,7 @@ def test_a_shortcut_launches_the_same(
     assert len(others) == 3
     for launched in others:
         assert all(_same_operand(a, b) for a, b in zip(launched, first, strict=True))
-    assert (first[8] is None) == (max_workspace_bytes == 0)
+    assert (first[10] is None) == (max_workspace_bytes == 0)
 
 
 def _same_operand(a: object, b: object) -> bool:

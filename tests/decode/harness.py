@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
 import torch.nn.functional as F
+from decode.storage import fill, make_scale, stored
 
 import cute_kernels as ck
 
@@ -16,13 +17,14 @@ BACKENDS = [
     pytest.param("sm90", id="sm90", marks=pytest.mark.gpu),
     pytest.param("sm80", id="sm80", marks=pytest.mark.gpu),
 ]
+EIGHT_BIT_BACKENDS = BACKENDS[:1]  # those that read 8-bit caches and take scales
 LENGTHS = (0, 1, 15, 16, 17, 63, 64, 65, 257, 1000)
 NAN = float("nan")
 
 
 @dataclass(frozen=True)
 class Shape:
-    """heads, KV heads, head_dim, page_size (0: contiguous) and the lengths of the rows."""
+    """heads, KV heads, head_dim, page_size (0: contiguous), the lengths of the rows, and what the caches store and how scaled."""
 
     num_heads: int = 8
     num_kv_heads: int = 2
@@ -35,6 +37,10 @@ class Shape:
     lse_base: str = "e"
     max_seq_len: int | None = None
     softmax_scale: float | None = None
+    kv_dtype: ck.KVDtype | None = None
+    v_dtype: ck.KVDtype | None = None
+    k_scale: ck.KVScale = ck.KVScale.NONE
+    v_scale: ck.KVScale = ck.KVScale.NONE
 
     @property
     def scale(self) -> float:
@@ -45,10 +51,11 @@ class Shape:
         return [-(-length // self.page_size) for length in self.lengths]
 
     def descriptor(self) -> ck.PagedDecodeDescriptor | ck.FlashDecodingDescriptor:
+        storage = {name: getattr(self, name) for name in ("kv_dtype", "v_dtype", "k_scale", "v_scale")}
         if not self.page_size:
             heads = (self.num_heads, self.num_kv_heads)
             descriptor = ck.FlashDecodingDescriptor.new_gqa(len(self.lengths), *heads, self.lengths[0], self.head_dim, self.dtype)
-            return descriptor if self.softmax_scale is None else descriptor.with_scale(self.softmax_scale)
+            return replace(descriptor, softmax_scale=self.softmax_scale, lse_base=self.lse_base, **storage)
         return ck.PagedDecodeDescriptor(
             batch_size=len(self.lengths),
             num_heads=self.num_heads,
@@ -61,6 +68,7 @@ class Shape:
             max_seq_len=self.max_seq_len,
             softmax_scale=self.softmax_scale,
             lse_base=self.lse_base,
+            **storage,
         )
 
 
@@ -74,6 +82,8 @@ class Inputs:
     v: torch.Tensor
     rows: list[torch.Tensor] = field(default_factory=list)
     beyond: int = -1  # what table entries past a row's pages hold
+    k_scale: torch.Tensor | None = None
+    v_scale: torch.Tensor | None = None
 
     def table(self) -> ck.PageTable:
         """The page table in the shape's format, with two spare columns and hostile entries past each row's end."""
@@ -94,6 +104,19 @@ class Inputs:
         pages = cache[self.rows[row].long()].transpose(0, 1)
         return pages.reshape(self.shape.num_kv_heads, -1, self.shape.head_dim)[:, : self.shape.lengths[row]]
 
+    def real(self, name: str, row: int) -> torch.Tensor:
+        """What "k" or "v" of one row stands for, f64 [num_kv_heads, length, head_dim]."""
+        values, scale = self.tokens(getattr(self, name), row).double(), getattr(self, f"{name}_scale")
+        return values if scale is None else values * self._row_scale(scale, getattr(self.shape, f"{name}_scale").granularity, row)
+
+    def _row_scale(self, scale: torch.Tensor, granularity: str, row: int) -> torch.Tensor:
+        """f64 scales that broadcast over [num_kv_heads, length, head_dim]."""
+        if granularity == "token" and self.shape.page_size:
+            heads = self.shape.num_kv_heads
+            pages = scale.reshape(-1, self.shape.page_size, heads)[self.rows[row].long()]
+            return pages.reshape(-1, heads)[: self.shape.lengths[row]].T.double()[..., None]
+        return (scale[row][..., None] if granularity == "token" else scale.reshape(-1, 1, 1)).double()
+
 
 def make_inputs(shape: Shape, device: str, seed: int = 0, dead: float | None = NAN, beyond: int = -1) -> Inputs:
     """Random inputs over shuffled pages. Slots past a row's end and pages of no row hold `dead` (None: random data)."""
@@ -106,11 +129,12 @@ def make_inputs(shape: Shape, device: str, seed: int = 0, dead: float | None = N
     q = normal(batch, shape.num_heads, dim)
     if not shape.page_size:
         size = (batch, shape.num_kv_heads, shape.lengths[0], dim)
-        return Inputs(shape, q, normal(*size), normal(*size))
+        return _store(Inputs(shape, q, normal(*size), normal(*size)), size[:3], seed)
     total = sum(shape.pages) + 3
     order = torch.randperm(total, device=device, generator=generator).int()
     rows = list(order[: sum(shape.pages)].split(shape.pages))
     inputs = Inputs(shape, q, *(normal(total, shape.num_kv_heads, shape.page_size, dim) for _ in range(2)), rows, beyond)
+    inputs = _store(inputs, (total, shape.page_size, shape.num_kv_heads), seed)
     if dead is not None:
         poison(inputs, dead)
     if shape.order == "NHD":
@@ -118,8 +142,23 @@ def make_inputs(shape: Shape, device: str, seed: int = 0, dead: float | None = N
     return inputs
 
 
+def _store(inputs: Inputs, token_axes: tuple[int, ...], seed: int) -> Inputs:
+    """The same with caches of the shape's dtypes, and with its scales."""
+    shape, device = inputs.shape, inputs.q.device
+    k_dtype, v_dtype = shape.kv_dtype, shape.v_dtype or shape.kv_dtype
+    k_scale = make_scale(shape.k_scale, k_dtype, token_axes, shape.num_kv_heads, 2 * seed + 1)
+    v_scale = make_scale(shape.v_scale, v_dtype, token_axes, shape.num_kv_heads, 2 * seed + 2)
+    return replace(
+        inputs,
+        k=stored(inputs.k, k_dtype, k_scale is not None),
+        v=stored(inputs.v, v_dtype, v_scale is not None),
+        k_scale=None if k_scale is None else k_scale.to(device),
+        v_scale=None if v_scale is None else v_scale.to(device),
+    )
+
+
 def poison(inputs: Inputs, dead: float) -> None:
-    """Writes `dead` into every slot of both caches that no row's tokens occupy."""
+    """Writes `dead` into every slot of both caches, and every token's scale, that no row's tokens occupy."""
     shape = inputs.shape
     live = torch.zeros(inputs.k.shape[0], shape.page_size, dtype=torch.bool, device=inputs.k.device)
     for length, pages in zip(shape.lengths, inputs.rows, strict=True):
@@ -128,7 +167,10 @@ def poison(inputs: Inputs, dead: float) -> None:
         if rest:
             live[pages[full].long(), :rest] = True
     for cache in (inputs.k, inputs.v):
-        cache.masked_fill_(~live[:, None, :, None], dead)
+        fill(cache, ~live[:, None, :, None], dead)
+    for scale in (inputs.k_scale, inputs.v_scale):
+        if scale is not None and scale.dim() == 3:
+            scale.masked_fill_(~live[..., None], dead)
 
 
 def select(shape: Shape, backend: str, **preference: object) -> ck.PagedDecodePlan | ck.FlashDecodingPlan:
@@ -146,21 +188,27 @@ def run(plan, inputs: Inputs, fill: float = NAN, table: ck.PageTable | None = No
     shape, q = inputs.shape, inputs.q
     out, lse = torch.full_like(q, fill), torch.full(q.shape[:2], fill, device=q.device)
     workspace = torch.full((plan.workspace_size(),), 0xCD, dtype=torch.uint8, device=q.device)
+    scales = {"k_scale": inputs.k_scale, "v_scale": inputs.v_scale}
     if not shape.page_size:
-        return plan.run(q, inputs.k, inputs.v, out=out, lse=lse, workspace=workspace)
+        return plan.run(q, inputs.k, inputs.v, **scales, out=out, lse=lse, workspace=workspace)
     caches = [c.transpose(1, 2) if shape.order == "NHD" else c for c in (inputs.k, inputs.v)]
-    return plan.run(q, *caches, table or inputs.table(), out=out, lse=lse, workspace=workspace)
+    return plan.run(q, *caches, table or inputs.table(), **scales, out=out, lse=lse, workspace=workspace)
 
 
 def attend(inputs: Inputs, row: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(out f64, lse f64, out of same-dtype PyTorch) of one row: one head at a time, nothing shared with the package."""
+    """(out f64, lse f64, out of same-dtype PyTorch) of one row: one head at a time, nothing shared with the package.
+
+    8-bit and scaled caches: of what they stand for, rounded to q's dtype for PyTorch.
+    """
     shape, group = inputs.shape, inputs.shape.num_heads // inputs.shape.num_kv_heads
     if not shape.lengths[row]:
         zero = torch.zeros_like(inputs.q[row])
         return zero.double(), torch.full(zero.shape[:1], -math.inf, dtype=torch.float64, device=zero.device), zero
-    k, v = (inputs.tokens(cache, row).repeat_interleave(group, 0) for cache in (inputs.k, inputs.v))
-    logits = torch.einsum("hd,hnd->hn", inputs.q[row].double(), k.double()) * shape.scale
-    out = torch.einsum("hn,hnd->hd", torch.softmax(logits, -1), v.double())
+    k = inputs.real("k", row).repeat_interleave(group, 0)
+    logits = torch.einsum("hd,hnd->hn", inputs.q[row].double(), k) * shape.scale
+    k, v = k.to(shape.dtype), inputs.real("v", row).repeat_interleave(group, 0)
+    out = torch.einsum("hn,hnd->hd", torch.softmax(logits, -1), v)
+    v = v.to(shape.dtype)
     same = F.scaled_dot_product_attention(inputs.q[row][None, :, None], k[None], v[None], scale=shape.scale)[0, :, 0]
     lse = torch.logsumexp(logits, -1)
     return out, lse / math.log(2) if shape.lse_base == "2" else lse, same
