@@ -10,6 +10,8 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .append import KVAppendPlan
+    from .append_descriptor import KVAppendDescriptor
     from .attention import decode_attention
     from .config import DecodeConfig, KernelSpec
     from .descriptors import FlashDecodingDescriptor, KVDtype, KVLayout, PagedDecodeDescriptor
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
     from .merge_states import MergeStatesDescriptor, MergeStatesPlan
     from .page_table import PageTable
     from .plan import FlashDecodingPlan, PagedDecodePlan, PrecisionGuarantee, Sku
+    from .quantize import quantize_kv
     from .workspace import WorkspaceRegion
 
 __version__ = "0.1.0"
@@ -45,6 +48,8 @@ __all__ = [
     "InvalidArgument",
     "InvalidPlanTable",
     "InvalidProblem",
+    "KVAppendDescriptor",
+    "KVAppendPlan",
     "KVDtype",
     "KVLayout",
     "KVScale",
@@ -63,9 +68,12 @@ __all__ = [
     "WorkspaceRegion",
     "WorkspaceTooSmall",
     "decode_attention",
+    "quantize_kv",
 ]
 
 _HOMES = {
+    "append": ("KVAppendPlan",),
+    "append_descriptor": ("KVAppendDescriptor",),
     "attention": ("decode_attention",),
     "config": ("DecodeConfig", "KernelSpec"),
     "descriptors": ("FlashDecodingDescriptor", "KVDtype", "KVLayout", "PagedDecodeDescriptor"),
@@ -75,6 +83,7 @@ _HOMES = {
     "merge_states": ("MergeStatesDescriptor", "MergeStatesPlan"),
     "page_table": ("PageTable",),
     "plan": ("FlashDecodingPlan", "PagedDecodePlan", "PrecisionGuarantee", "Sku"),
+    "quantize": ("quantize_kv",),
     "workspace": ("WorkspaceRegion",),
 }
 _HOME = {name: module for module, names in _HOMES.items() for name in names}

@@ -13,11 +13,12 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from .append_spec import AppendSpec, append_supports
 from .config import KernelSpec, supports
 from .errors import CompileFailed, Unsupported
 from .merge_spec import MergeSpec, merge_supports
 
-Spec = KernelSpec | MergeSpec
+Spec = KernelSpec | MergeSpec | AppendSpec
 
 NOTICE_AFTER = 1.0  # seconds
 
@@ -44,6 +45,11 @@ def compile_merge(spec: MergeSpec) -> Callable[..., None]:
     return _kernels.get(spec) or _compile_once(spec, merge_supports(spec), f"{spec.target} merge", _build_merge)
 
 
+def compile_append(spec: AppendSpec) -> Callable[..., None]:
+    """Returns fn(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale, tag, status), as compile_merge does."""
+    return _kernels.get(spec) or _compile_once(spec, append_supports(spec), f"{spec.arch} append", _build_append)
+
+
 def _build_decode(spec: Any) -> Any:
     from .device.build import build
 
@@ -54,6 +60,12 @@ def _build_merge(spec: Any) -> Any:
     from .device.build_merge import build_merge
 
     return build_merge(spec)
+
+
+def _build_append(spec: Any) -> Any:
+    from .device.build_append import build_append
+
+    return build_append(spec)
 
 
 def _compile_once(spec: Spec, reasons: list[str], what: str, build: Callable[[Any], Any]) -> Callable[..., None]:

@@ -1,8 +1,9 @@
 """Bad metadata on the device: a length that the table cannot hold, a page that the cache lacks, a CSR table out of order.
 
 A kernel masks it: tokens of a page outside the cache do not exist, a negative length is an empty row, a length past the
-row's capacity is the capacity, a row with a bad indptr is empty; other rows are as if nothing were wrong. It records one such
-fault in its plan's status words, where it stays until the caller clears it. `first_fault` finds the same with torch ops.
+row's capacity is the capacity, a row with a bad indptr is empty, a token whose slot is past the cache is not appended;
+other rows are as if nothing were wrong. It records one such fault in its plan's status words, where it stays until the caller
+clears it. `first_fault` finds the same with torch ops.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from torch import Tensor
 from .errors import CompileFailed, InvalidArgument
 from .page_table import PageTable
 
-FaultKind = Literal["page", "length", "indptr"]
-KINDS: tuple[FaultKind, ...] = ("page", "length", "indptr")  # the codes 1, 2, 3 on the device
+FaultKind = Literal["page", "length", "indptr", "slot"]
+KINDS: tuple[FaultKind, ...] = ("page", "length", "indptr", "slot")  # the codes 1, 2, 3, 4 on the device
 STATUS_WORDS = 4  # int32: the plan's tag, row, kind, value; 16 bytes that a kernel stores at once
 BLOCK_PLANS = 1024  # plans whose status words share one allocation
 INT32_MIN, INT32_MAX = -(2**31), 2**31 - 1
@@ -37,11 +38,11 @@ _lock = threading.Lock()
 
 @dataclass(frozen=True)
 class Fault:
-    """Metadata of `row` that breaks a rule.
+    """Metadata of `row` that breaks a rule; of a token, where what is at fault is a slot mapping.
 
     kind and value: "page", an id outside [0, num_pages); "length", one that is negative or beyond what the row's part of the
     table holds (of a CSR table: what indptr and last_page_len amount to); "indptr", the row's first entry where it is
-    negative, above the next row's, or the row ends past the indices.
+    negative, above the next row's, or the row ends past the indices; "slot", one at or past num_pages * page_size.
     """
 
     row: int
@@ -53,6 +54,8 @@ class Fault:
             return f"row {self.row} names page {self.value}: must be from 0 to num_pages - 1"
         if self.kind == "length":
             return f"row {self.row} has length {self.value}: must be from 0 to the tokens that its part of the table holds"
+        if self.kind == "slot":
+            return f"token {self.row} has slot {self.value}: must be negative (skipped) or below num_pages * page_size"
         return f"row {self.row} begins at indptr {self.value}: must be from 0, at most the next row's, and end within the indices"
 
     def error(self, page_table: PageTable) -> InvalidArgument:
@@ -74,6 +77,15 @@ def first_fault(page_table: PageTable, page_size: int, num_pages: int) -> Fault 
         if bad:
             return Fault(row, kind, value)
     return None
+
+
+def first_bad_slot(slot_mapping: Tensor, num_slots: int) -> Fault | None:
+    """The first token of slot_mapping [tokens] whose slot is at or past `num_slots`; synchronises with its device once."""
+    if not len(slot_mapping):
+        return None
+    token = torch.arange(len(slot_mapping), device=slot_mapping.device)
+    bad, row, value = _first(slot_mapping >= num_slots, token, slot_mapping.long()).tolist()
+    return Fault(row, "slot", value) if bad else None
 
 
 Suspects = tuple[FaultKind, Tensor, Tensor, Tensor]  # the kind; of each suspect, all [n]: whether it is bad, its row, its value

@@ -19,10 +19,10 @@ from .checks import Rules, _check_shape, _check_strides, _check_tensor, _overlap
 from .config import LseBase, Target
 from .descriptors import QUERY_DTYPES, _check_alignment, _check_extent, _check_softmax, vector_bytes
 from .dispatch import Candidate, DeviceFacts, Explanation, Launch, PlanPreference, Variant
-from .errors import CompileFailed, InvalidArgument, InvalidProblem, Unsupported
+from .errors import InvalidArgument, InvalidProblem, Unsupported
 from .merge_spec import MAX_COLUMNS, MAX_CTAS_PER_ROW, MergeSpec, StateType, merge_spec, merge_supports
-from .plan import MAX_CHECKED
 from .plan_base import ANY_VARIANT, LAUNCH_ERRORS, SKU_ARCH, Plan, PrecisionGuarantee, Sku, _device, remembered
+from .plan_parts import Checked, choice, refuse_compile_in_capture
 
 AXES = ("num_states", "batch_size", "num_heads", "head_dim")
 NAMES = {"sm90": "sm90_merge", "sm80": "sm80_merge", "cpu": "cpu_reference"}
@@ -173,21 +173,8 @@ def _check_overlap(operands: Operands) -> None:
 
 def explain(descriptor: MergeStatesDescriptor, facts: DeviceFacts, preference: PlanPreference = ANY_VARIANT) -> Explanation:
     """Every variant's answer for `descriptor` on such a device, here or not: nothing is compiled and no GPU is needed."""
-    candidates: list[Candidate] = []
-    taken = False
-    for variant in VARIANTS:
-        candidate = _evaluate(variant, descriptor, facts)
-        if preference.arch not in (None, variant.arch):
-            forced = f'preference forces arch "{preference.arch}"'
-            rejected = candidate.reasons if candidate.verdict == "rejected" else ()
-            candidate = replace(candidate, verdict="excluded", reasons=(forced, *rejected))
-        elif candidate.verdict == "fits" and taken:
-            candidate = replace(candidate, reasons=("an earlier variant serves it",))
-        elif candidate.verdict == "fits":
-            taken = True
-            candidate = replace(candidate, verdict="chosen")
-        candidates.append(candidate)
-    return Explanation(str(descriptor), str(facts), tuple(candidates))
+    answers = [_evaluate(variant, descriptor, facts) for variant in VARIANTS]
+    return choice(answers, str(descriptor), facts, preference)
 
 
 def _evaluate(variant: Variant, descriptor: MergeStatesDescriptor, facts: DeviceFacts) -> Candidate:
@@ -231,8 +218,8 @@ class MergeStatesPlan(Plan):
         sku = Sku("merge_states", *dtypes, SKU_ARCH[chosen.arch], chosen.variant, spec, guarantee)
         super().__init__(device, facts.sm_count, sku, explanation)
         self.descriptor = descriptor
-        self._rules = MergeRules(descriptor, device)
-        self._checked: set[object] = set()
+        rules = MergeRules(descriptor, device)
+        self._check: Checked[Operands, None] = Checked(lambda operands: check(rules, operands))
         self._launch = _launch_of(spec, descriptor.lse_base)
 
     @classmethod
@@ -254,7 +241,7 @@ class MergeStatesPlan(Plan):
 
     def can_implement(self, outs: Tensor, lses: Tensor, *, out: Tensor | None = None, lse: Tensor | None = None) -> None:
         """Checks shapes, dtypes, strides, alignment, devices and overlap as `run` does; raises its typed errors."""
-        check(self._rules, Operands(outs, lses, out, lse))
+        self._check.now(Operands(outs, lses, out, lse))
 
     def run(
         self,
@@ -296,28 +283,14 @@ class MergeStatesPlan(Plan):
                 raise self._launch_failed(error) from error
         return out, lse
 
-    def _check(self, operands: Operands) -> None:
-        key: object = None
-        try:
-            key = operands.signature()
-            if key in self._checked:
-                return
-        except (AttributeError, TypeError):
-            pass  # not a tensor: the check names it
-        check(self._rules, operands)
-        if len(self._checked) >= MAX_CHECKED:
-            self._checked.clear()
-        self._checked.add(key)
-
 
 def _launch_of(spec: MergeSpec | None, lse_base: LseBase) -> Launch:
     """The callable behind a chosen variant, compiled now; the CPU variant where there is no spec."""
     if spec is None:
         return _cpu_variant(lse_base)
-    from .compile import compile_merge, compiled_specs
+    from .compile import compile_merge
 
-    if torch.cuda.is_current_stream_capturing() and spec not in compiled_specs():
-        raise CompileFailed(f"spec = {spec}: is not compiled yet, must not be compiled inside a graph capture; select before it")
+    refuse_compile_in_capture(spec)
     return compile_merge(spec)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import secrets
 from typing import Any
 from weakref import ref
 
@@ -16,9 +15,9 @@ from .config import KernelSpec
 from .descriptors import DecodeProblem, FlashDecodingDescriptor, PagedDecodeDescriptor
 from .dispatch import Candidate, DeviceFacts, Launch, PlanPreference, explain
 from .errors import CompileFailed, InvalidArgument
-from .faults import Fault, first_fault, new_status, read
+from .faults import first_fault
 from .page_table import PageTable
-from .plan_base import ANY_VARIANT, LAUNCH_ERRORS, SKU_ARCH, Plan, PrecisionGuarantee, Sku, _device, remembered
+from .plan_base import ANY_VARIANT, LAUNCH_ERRORS, SKU_ARCH, FlaggingPlan, PrecisionGuarantee, Sku, _device, remembered
 from .seen import Setting, Shortcut, never, shortcut
 from .workspace import workspace_bytes, workspace_regions
 
@@ -35,7 +34,7 @@ def sku_of(problem: DecodeProblem, chosen: Candidate, preference: PlanPreference
     return Sku(operation, *dtypes, SKU_ARCH[chosen.arch], chosen.variant, chosen.config, guarantee)
 
 
-class DecodePlan(Plan):
+class DecodePlan(FlaggingPlan):
     """What the plans of one query row a request share. Make one with `select`; its attributes are read-only facts."""
 
     def __init__(
@@ -52,8 +51,6 @@ class DecodePlan(Plan):
         self._launch = _launch_of(chosen.spec, descriptor)
         self._rules = rules
         self._validate = preference.validate
-        self._tag = secrets.randbits(31) | 1  # marks this plan's words in a workspace that may hold anything
-        self._words = new_status(device)
         status = self._words.data_ptr() if chosen.spec else self._words  # the reference writes the words themselves
         self._constants = (descriptor.scale, self.num_ctas, self._tag, status)
         device_index = device.index if self._several_gpus else None
@@ -64,22 +61,6 @@ class DecodePlan(Plan):
         self._checked: dict[object, Passage] = {}
         self._shortcuts: dict[int, Shortcut] = {}  # by the id of the K cache, as the next
         self._last_q: dict[int, ref[Tensor]] = {}
-
-    def status(self) -> Fault | None:
-        """Bad metadata that a run has met since `clear_status`: one such fault, None where there was none.
-
-        Waits for the plan's device; raises InvalidArgument inside a graph capture. Callers that select the same descriptor,
-        device and preference share the plan and so its status. A cache or a table without pages launches nothing and records
-        nothing.
-        """
-        self._refuse_capture("status")
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)  # a run may be on any stream
-        return read(self._words, self._tag)
-
-    def clear_status(self) -> None:
-        """Forgets the fault that `status` tells of, in the order of the current stream; nothing else does."""
-        self._words.zero_()
 
     def _run(
         self,
@@ -188,10 +169,6 @@ class DecodePlan(Plan):
         fault = first_fault(table, problem.page_size, operands.k_cache.shape[0])
         if fault is not None:
             raise fault.error(table)
-
-    def _refuse_capture(self, name: str) -> None:
-        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            raise InvalidArgument(name, "reads from the device and waits for it, must not be used inside a graph capture")
 
 
 class PagedDecodePlan(DecodePlan):

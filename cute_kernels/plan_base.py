@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import secrets
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator
@@ -13,6 +14,7 @@ import torch
 
 from .dispatch import Explanation, PlanPreference
 from .errors import InvalidArgument, LaunchFailed, Unsupported
+from .faults import Fault, new_status, read
 from .workspace import WorkspaceRegion
 
 MAX_PLANS = 256  # plans that `remembered` keeps
@@ -112,6 +114,43 @@ class Plan:
     def _launch_failed(self, error: Exception) -> LaunchFailed:
         """One of LAUNCH_ERRORS, typed: `raise self._launch_failed(error) from error`."""
         return LaunchFailed(f"{self._name}: {error}")
+
+
+class FlaggingPlan(Plan):
+    """A plan whose kernels report bad metadata in status words of its own."""
+
+    def __init__(
+        self,
+        device: torch.device,
+        sm_count: int,
+        sku: Sku,
+        explanation: Explanation,
+        workspace_bytes: int = 0,
+        workspace_regions: tuple[WorkspaceRegion, ...] = (),
+    ) -> None:
+        super().__init__(device, sm_count, sku, explanation, workspace_bytes, workspace_regions)
+        self._tag = secrets.randbits(31) | 1  # marks this plan's words in memory that may hold anything
+        self._words = new_status(device)
+
+    def status(self) -> Fault | None:
+        """Bad metadata that a run has met since `clear_status`: one such fault, None where there was none.
+
+        Waits for the plan's device; raises InvalidArgument inside a graph capture. Callers that select the same descriptor,
+        device and preference share the plan and so its status. A run that launches nothing records nothing, such as one over
+        a cache or a table without pages.
+        """
+        self._refuse_capture("status")
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)  # a run may be on any stream
+        return read(self._words, self._tag)
+
+    def clear_status(self) -> None:
+        """Forgets the fault that `status` tells of, in the order of the current stream; nothing else does."""
+        self._words.zero_()
+
+    def _refuse_capture(self, name: str) -> None:
+        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise InvalidArgument(name, "reads from the device and waits for it, must not be used inside a graph capture")
 
 
 def remembered(

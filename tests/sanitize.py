@@ -1,4 +1,4 @@
-"""Runs every 16-bit variant and the merges of states once on a small shape, for compute-sanitizer: `make sanitize`.
+"""Runs every 16-bit variant, the merges of states and the appends once on a small shape, for compute-sanitizer: `make sanitize`.
 
 Inputs are made and results checked on the CPU, so that the sanitizer sees little but the kernels of the package. A result
 that is not close to the f32 reference fails the run: a kernel that does nothing is not clean.
@@ -82,6 +82,13 @@ MERGES = (
     ("sm80", ck.MergeStatesDescriptor(2, 3, 4, 7, torch.float32)),  # no pairs of columns
 )
 
+INT8 = ck.KVAppendDescriptor(9, 3, 128, 8, BF16, ck.KVDtype.INT8, ck.KVLayout.NHD, scales="token_dynamic")
+APPENDS = (
+    ("sm90", INT8),
+    ("sm80", replace(INT8, head_dim=5, kv_dtype=ck.KVDtype.E4M3, layout=ck.KVLayout.HND)),  # an element a load, in integers
+    ("sm90", replace(INT8, head_dim=252, kv_dtype=ck.KVDtype.E4M3, dtype=F16)),  # several loads a thread
+)
+
 
 def to_gpu(inputs: Inputs) -> tuple[Inputs, ck.PageTable | None]:
     """The inputs and their page table on the GPU, by copies alone."""
@@ -118,6 +125,29 @@ def merge(arch: str, descriptor: ck.MergeStatesDescriptor) -> tuple[Result, Resu
     return plan.run(outs.cuda(), lses.cuda(), out=out, lse=lse), reference_merge(outs.float(), lses)
 
 
+def append(arch: str, descriptor: ck.KVAppendDescriptor) -> tuple[Result, Result]:
+    """The same of an append to the last slots of a cache, where one token is skipped and one has a slot past the cache.
+
+    out: what K and V [2, tokens, num_kv_heads, head_dim] read as; in the place of lse, their scales.
+    """
+    d, generator, pages = descriptor, torch.Generator().manual_seed(0), 4
+    x = (torch.randn(2, d.num_tokens, d.num_kv_heads, d.head_dim, generator=generator) * 0.1).to(d.dtype)
+    slots = torch.arange(pages * d.page_size - d.num_tokens, pages * d.page_size)
+    kept, last = list(range(2, d.num_tokens)), slots[2:].tolist()
+    slots[0], slots[1] = -1, pages * d.page_size
+    inner = (d.page_size, d.num_kv_heads) if d.layout.order == "NHD" else (d.num_kv_heads, d.page_size)
+    caches = [torch.zeros(pages, *inner, d.head_dim, dtype=torch.uint8).view(d.stored.torch_dtype).cuda() for _ in range(2)]
+    scales = [torch.zeros(pages * d.page_size * d.num_kv_heads, dtype=d.scale_dtype).cuda() for _ in range(2)]
+    plan = ck.KVAppendPlan.select(d, "cuda", ck.PlanPreference(arch=arch))
+    plan.run(x[0].cuda(), x[1].cuda(), *caches, slots.cuda(), k_scale=scales[0], v_scale=scales[1])
+    scale = torch.stack([t.cpu().float().view(-1, d.num_kv_heads)[last] for t in scales])
+    by_slot = [(t if d.layout.order == "NHD" else t.transpose(1, 2)).flatten(0, 1) for t in (c.cpu().float() for c in caches)]
+    stored = torch.stack([t[last] for t in by_slot])
+    largest = {ck.KVDtype.INT8: 127, ck.KVDtype.E4M3: 448}[d.stored]
+    x = x[:, kept].float()
+    return (stored * scale[..., None], scale), (x, x.abs().amax(-1) / largest)
+
+
 def errors(got: Result, expected: Result) -> tuple[float, float]:
     """The largest error of out and of lse, over rows that have tokens. Raises where an empty row is not empty."""
     (out, lse), (exact, exact_lse) = (t.cpu() for t in got), expected
@@ -131,6 +161,8 @@ def all_runs() -> dict[str, Callable[[], tuple[Result, Result]]]:
     runs: dict[str, Callable[[], tuple[Result, Result]]] = {str(case): partial(decode, case) for case in CASES}
     for arch, d in MERGES:
         runs[f"{arch}-merge{d.num_states}-d{d.head_dim}-{d.element_type}"] = partial(merge, arch, d)
+    for arch, a in APPENDS:
+        runs[f"{arch}-append-d{a.head_dim}-{a.stored_type}"] = partial(append, arch, a)
     return runs
 
 

@@ -1,0 +1,131 @@
+"""Values as a cache stores them: divided by a scale in f32, rounded to nearest even and saturated, one 8-bit element each.
+
+fp8 by instruction on sm_90a, two values at a time, and in integers before (compute capability 8.0 to 8.8 has no such
+instruction): the same bits, also of subnormals, infinities and NaN (0x7f of either sign).
+"""
+
+import struct
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int8, Int32, Uint8, Uint16
+
+LARGEST = {"int8": 127.0, "e4m3": 448.0, "e5m2": 57344.0}
+MANTISSA = {"e4m3": 3, "e5m2": 2}  # bits
+LEAST_EXPONENT = {"e4m3": -6, "e5m2": -14}  # of a normal value
+LARGEST_CODE = {"e4m3": 0x7E, "e5m2": 0x7B}
+NAN_CODE = 0x7F
+INF_BITS, MAGNITUDE, SIGN = 0x7F800000, 0x7FFFFFFF, -(2**31)
+LEAST_DIVISOR, LARGEST_DIVISOR = 2.0**-60, 2.0**122  # of `quotient`
+BEYOND = 2.0**20  # a quotient that saturates every type
+
+
+def stored_element(stored_type: str) -> type:
+    """The element type of an 8-bit cache as a kernel takes it."""
+    return Int8 if stored_type == "int8" else Uint8
+
+
+def bits_of(value: float) -> int:
+    """The bits of an f32."""
+    return struct.unpack("<i", struct.pack("<f", value))[0]
+
+
+def as_float(bits: Int32) -> Float32:
+    """The f32 with these bits."""
+    return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[bits])
+
+
+def as_bits(value: Float32) -> Int32:
+    """The bits of an f32."""
+    return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[value])
+
+
+def fma(first: Float32, second: Float32, third: Float32) -> Float32:
+    """first * second + third, rounded once."""
+    return cute.arch.inline_ptx(
+        "fma.rn.f32 {$w0}, {$r0}, {$r1}, {$r2};", write_only_types=[Float32], read_only_args=[first, second, third]
+    )
+
+
+@cute.jit
+def divide(values: cute.Tensor, divisor: Float32, bounded: cutlass.Constexpr):
+    """values / divisor in place: the bits of IEEE division as far as 8 bits can tell, without a division each.
+
+    bounded: whether no quotient is beyond a stored value, nor a NaN unless the divisor is.
+    """
+    if divisor >= LEAST_DIVISOR and divisor <= LARGEST_DIVISOR:
+        inverse = 1.0 / divisor
+        for i in cutlass.range_constexpr(cute.size(values)):
+            values[i] = quotient(values[i], divisor, inverse, bounded)
+    else:
+        for i in cutlass.range_constexpr(cute.size(values)):
+            values[i] = values[i] / divisor
+
+
+@cute.jit
+def quotient(value: Float32, divisor: Float32, inverse: Float32, bounded: cutlass.Constexpr) -> Float32:
+    """value / divisor by Markstein's theorem: an inverse and a quotient that are right to one unit, and an exact remainder.
+
+    Its sign is the value's, of a zero too. Below 2**-18, where everything stored is a zero, a remainder may be inexact.
+    """
+    rough = value * inverse
+    near = fma(fma(-rough, divisor, value), inverse, rough)
+    exact = fma(fma(-near, divisor, value), inverse, near)
+    exact = as_float((as_bits(exact) & MAGNITUDE) | (as_bits(rough) & SIGN))
+    if cutlass.const_expr(bounded):
+        return exact
+    if rough > BEYOND or rough < -BEYOND:  # infinity has no remainder
+        exact = rough
+    return exact
+
+
+@cute.jit
+def encode(stored_type: cutlass.Constexpr, by_instruction: cutlass.Constexpr, values: cute.Tensor) -> cute.Tensor:
+    """The 8-bit elements of `values`, f32 in registers: as many, Int8 or Uint8."""
+    count = cutlass.const_expr(cute.size(values))
+    codes = cute.make_rmem_tensor(count, stored_element(stored_type))
+    if cutlass.const_expr(stored_type == "int8"):
+        for i in cutlass.range_constexpr(count):
+            codes[i] = to_int8(values[i])
+    elif cutlass.const_expr(by_instruction and count > 1):
+        pairs = cute.recast_tensor(codes, Uint16)
+        for i in cutlass.range_constexpr(count // 2):
+            pairs[i] = to_fp8_pair(stored_type, values[2 * i], values[2 * i + 1])
+    elif cutlass.const_expr(by_instruction):
+        codes[0] = Uint8(to_fp8_pair(stored_type, values[0], Float32(0.0)) & 0xFF)
+    else:
+        for i in cutlass.range_constexpr(count):
+            codes[i] = to_fp8(stored_type, values[i])
+    return codes
+
+
+@cute.jit
+def to_int8(value: Float32) -> Int8:
+    """Rounded to nearest even, at most 127 in magnitude; NaN is 0."""
+    rounded = cute.arch.inline_ptx("cvt.rni.s32.f32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[value])
+    return Int8(cutlass.max(-127, cutlass.min(127, rounded)))
+
+
+def to_fp8_pair(stored_type: str, low: Float32, high: Float32) -> Uint16:
+    """Two fp8 codes: that of `low` in the low byte."""
+    return cute.arch.inline_ptx(
+        f"cvt.rn.satfinite.{stored_type}x2.f32 {{$w0}}, {{$r1}}, {{$r0}};", write_only_types=[Uint16], read_only_args=[low, high]
+    )
+
+
+@cute.jit
+def to_fp8(stored_type: cutlass.Constexpr, value: Float32) -> Uint8:
+    """One fp8 code, in integers: an addition rounds the magnitude at the last bit that is kept."""
+    kept, least = cutlass.const_expr(MANTISSA[stored_type]), cutlass.const_expr(LEAST_EXPONENT[stored_type])
+    dropped = cutlass.const_expr(23 - kept)
+    bits = as_bits(value)
+    magnitude = bits & MAGNITUDE
+    halves_to_even = ((magnitude >> dropped) & 1) + ((1 << (dropped - 1)) - 1)
+    code = ((magnitude + halves_to_even) >> dropped) - ((127 + least - 1) << kept)
+    if magnitude < cutlass.const_expr(bits_of(2.0**least)):  # a subnormal: its unit is the last place of this power of two
+        unit = cutlass.const_expr(2.0 ** (least - kept + 23))
+        code = as_bits(as_float(magnitude) + unit) - cutlass.const_expr(bits_of(unit))
+    code = cutlass.min(code, cutlass.const_expr(LARGEST_CODE[stored_type])) | ((bits >> 24) & 0x80)
+    if magnitude > INF_BITS:
+        code = Int32(NAN_CODE)
+    return Uint8(code)

@@ -1,0 +1,114 @@
+"""Builds the append to a paged cache for every target without a GPU and reads the machine code."""
+
+import re
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from compile.test_compile import disassembler
+
+import cute_kernels as ck
+from cute_kernels import compile as compiler
+from cute_kernels.append import kernel_spec
+from cute_kernels.append_spec import AppendSpec, append_supports
+from cute_kernels.device.build_append import build_append
+from cute_kernels.device.kv_encode import BEYOND, LARGEST_DIVISOR, LEAST_DIVISOR
+
+F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
+K, HND, NHD = ck.KVDtype, ck.KVLayout.HND, ck.KVLayout.NHD
+BACKENDS = [("sm90", "sm_90a"), ("sm80", "sm_80"), ("sm80", "sm_90a")]
+
+
+def spec_of(arch: str, target: str, head_dim: int = 128, dtype: torch.dtype = BF16, **changes: object) -> AppendSpec:
+    return kernel_spec(ck.KVAppendDescriptor(64, 8, head_dim, 16, dtype, **changes), arch, target)
+
+
+def dump(spec: AppendSpec, folder: Path) -> tuple[str, str]:
+    """(PTX, SASS) of the kernel."""
+    assert append_supports(spec) == []
+    build_append(spec, f"--keep-ptx --keep-cubin --dump-dir {folder}")
+    (ptx,), (cubin,) = folder.glob("*.ptx"), folder.glob("*.cubin")
+    sass = subprocess.run([disassembler(), "-c", str(cubin)], capture_output=True, text=True, check=True).stdout
+    return ptx.read_text(), sass
+
+
+@pytest.mark.parametrize(("arch", "target"), BACKENDS)
+@pytest.mark.parametrize(
+    ("changes", "conversion"),
+    [
+        ({}, None),
+        ({"kv_dtype": K.INT8, "scales": "token_dynamic", "layout": NHD}, "cvt.rni.s32.f32"),
+        ({"kv_dtype": K.INT8, "scales": "token_dynamic", "head_dim": 255, "dtype": F16, "scale_dtype": F32}, "cvt.rni.s32.f32"),
+        ({"kv_dtype": K.E4M3, "scales": "head"}, "cvt.rn.satfinite.e4m3x2.f32"),
+        ({"kv_dtype": K.E4M3, "head_dim": 5, "slot_dtype": torch.int32}, "cvt.rn.satfinite.e4m3x2.f32"),
+        ({"kv_dtype": K.E5M2, "scales": "tensor", "head_dim": 80}, "cvt.rn.satfinite.e5m2x2.f32"),
+        ({"kv_dtype": K.E5M2, "scales": "token_dynamic", "head_dim": 252, "dtype": F16}, "cvt.rn.satfinite.e5m2x2.f32"),
+    ],
+    ids=str,
+)
+def test_append(changes: dict, conversion: str | None, arch: str, target: str, tmp_path: Path) -> None:
+    """Both rows are loaded before anything is converted or stored, by wide accesses, and nothing goes to local memory."""
+    spec = spec_of(arch, target, **changes)
+    ptx, sass = dump(spec, tmp_path)
+    assert f".target {target}" in ptx
+    assert ("griddepcontrol.wait" in ptx) == (target == "sm_90a")
+    if conversion is not None:
+        by_instruction = "satfinite" not in conversion or arch == "sm90"
+        pairs = 2 if "x2" in conversion and spec.columns > 1 else 1
+        count = 2 * spec.rounds * spec.columns // pairs if by_instruction else 0
+        assert len(re.findall(rf"{re.escape(conversion)} ", ptx)) == count
+        assert ("div.rn.f32" in ptx) == (spec.scales != "none")
+    if spec.columns == 8:
+        loads = [found.start() for found in re.finditer(r"ld\.global\.v4\.b32 ", ptx)]
+        assert len(loads) == 2 and max(loads) < ptx.index("st.global."), "16 bytes a load, both before any store"
+    assert not re.search(r"\b(LDL|STL)\b", sass), "registers spilled to local memory"
+
+
+def test_the_cache_serves_appends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiler, "_kernels", {})
+    spec = spec_of("sm90", "sm_90a")
+    kernel = compiler.compile_append(spec)
+    assert compiler.compile_append(spec) is kernel and compiler.compiled_specs() == [spec]
+    with pytest.raises(ck.Unsupported, match="columns"):
+        compiler.compile_append(replace(spec, columns=3))
+
+
+def divisors(count: int) -> np.ndarray:
+    """f32 of the whole range of `divide`: any mantissa, those near a power of two, dynamic scales."""
+    generator = np.random.default_rng(0)
+    mantissas = generator.integers(0, 2**23, count)
+    mantissas[::3] = np.where(mantissas[::3] % 2, 2**23 - 1 - mantissas[::3] % 64, mantissas[::3] % 64)
+    exponents = generator.integers(-60, 122, count)
+    found = np.ldexp(1 + mantissas / 2**23, exponents).astype(np.float32)
+    found[1::3] = np.abs(generator.standard_normal(count)[1::3]).astype(np.float16).astype(np.float32) / np.float32(127)
+    return np.concatenate([found, np.array([LEAST_DIVISOR, LARGEST_DIVISOR, 1e-8 / 127], dtype=np.float32)])
+
+
+def test_quotients_are_those_of_ieee_division() -> None:
+    """`quotient` in numpy, for every 16-bit value: its bits, but for what every 8-bit type stores as a zero or as its largest.
+
+    A fused multiply-add is one in 64 bits of mantissa, rounded again: it could only be wrong where this test then fails.
+    """
+    f32 = np.float32
+    patterns = torch.arange(-(2**15), 2**15).to(torch.int16)
+    values = np.concatenate([patterns.view(dtype).float().numpy() for dtype in (F16, BF16)])
+
+    def fma(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
+        return (np.longdouble(1) * a * b + c).astype(f32)
+
+    with np.errstate(all="ignore"):
+        for divisor in divisors(60):
+            assert LEAST_DIVISOR <= divisor <= LARGEST_DIVISOR
+            inverse, wanted = f32(1) / divisor, values / divisor
+            rough = values * inverse
+            near = fma(fma(-rough, divisor, values), inverse, rough)
+            got = np.copysign(fma(fma(-near, divisor, values), inverse, near), rough)
+            got = np.where(np.abs(rough) > BEYOND, rough, got)
+            for zero in (wanted, got):
+                zero[np.abs(zero) < 2.0**-18] *= 0
+                zero[np.abs(zero) > 1e5] *= np.inf
+            same = (got.view(np.int32) == wanted.view(np.int32)) | (np.isnan(got) & np.isnan(wanted))
+            assert same.all(), (divisor, values[~same][:4])

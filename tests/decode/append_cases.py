@@ -1,0 +1,151 @@
+"""One append on real tensors, and what it must leave in memory, by numpy and plain loops that share nothing with the package."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from decode.harness import device_of
+
+import cute_kernels as ck
+
+K = ck.KVDtype
+LARGEST = {K.INT8: 127.0, K.E4M3: 448.0, K.E5M2: 57344.0}
+FORMAT = {K.E4M3: (3, 7, 0x7E), K.E5M2: (2, 15, 0x7B)}  # bits of the mantissa, bias, code of the largest value
+FILL = 0x55  # what every byte holds before
+BYTES = {torch.float16: np.uint16, torch.float32: np.uint32}
+
+
+@dataclass
+class Memory:
+    """What an append writes; scales are None where it writes none. Compared byte for byte, NaN scales by being NaN."""
+
+    k_cache: torch.Tensor
+    v_cache: torch.Tensor
+    k_scale: torch.Tensor | None
+    v_scale: torch.Tensor | None
+
+    def assert_equals(self, other: Memory) -> None:
+        for name in ("k_cache", "v_cache"):
+            ours, theirs = (getattr(m, name).cpu().contiguous().view(torch.uint8) for m in (self, other))
+            assert torch.equal(ours, theirs), f"{name}: {(ours != theirs).sum().item()} bytes differ"
+        for name in ("k_scale", "v_scale"):
+            ours, theirs = getattr(self, name), getattr(other, name)
+            if theirs is not None:
+                assert torch.equal(ours.cpu().nan_to_num(-1.0), theirs.cpu().nan_to_num(-1.0)), name
+
+
+def filled(shape: tuple[int, ...], dtype: torch.dtype, device: str = "cpu") -> torch.Tensor:
+    """A tensor of FILL bytes."""
+    count = int(np.prod(shape)) * dtype.itemsize
+    return torch.full((count,), FILL, dtype=torch.uint8, device=device).view(dtype).view(shape)
+
+
+def fresh(d: ck.KVAppendDescriptor, pages: int, device: str = "cpu") -> Memory:
+    """Compact caches, and scales where they are dynamic."""
+    inner = (d.page_size, d.num_kv_heads) if d.layout.order == "NHD" else (d.num_kv_heads, d.page_size)
+    caches = [filled((pages, *inner, d.head_dim), d.kv_dtype.torch_dtype, device) for _ in range(2)]
+    dynamic = d.scales == "token_dynamic"
+    shape = (pages, d.page_size, d.num_kv_heads)
+    return Memory(*caches, *(filled(shape, d.scale_dtype, device) if dynamic else None for _ in range(2)))
+
+
+def given_scales(d: ck.KVAppendDescriptor, device: str) -> dict[str, torch.Tensor]:
+    """Scales that the descriptor wants to be given, none a power of two."""
+    if d.scales == "tensor":
+        return {"k_scale": torch.tensor(0.037, device=device), "v_scale": torch.tensor([1.7], device=device)}
+    if d.scales == "head":
+        steps = torch.arange(d.num_kv_heads, device=device, dtype=torch.float32)
+        return {"k_scale": 0.03 + steps / 7, "v_scale": 5.3 / (1 + steps)}
+    return {}
+
+
+def select(d: ck.KVAppendDescriptor, backend: str, **preference: Any) -> ck.KVAppendPlan:
+    return ck.KVAppendPlan.select(d, device_of(backend), ck.PlanPreference(arch=backend, **preference))
+
+
+def append(d: ck.KVAppendDescriptor, backend: str, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor, pages: int) -> Memory:
+    """Appends to fresh memory."""
+    device = device_of(backend)
+    memory = fresh(d, pages, device)
+    scales = given_scales(d, device) or {"k_scale": memory.k_scale, "v_scale": memory.v_scale}
+    select(d, backend).run(k.to(device), v.to(device), memory.k_cache, memory.v_cache, slots.to(device), **scales)
+    return memory
+
+
+def expected(d: ck.KVAppendDescriptor, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor, pages: int) -> Memory:
+    """The same by a loop over tokens and heads."""
+    memory = fresh(d, pages)
+    given = given_scales(d, "cpu")
+    for name, x in (("k", k), ("v", v)):
+        cache, scale = getattr(memory, f"{name}_cache"), getattr(memory, f"{name}_scale")
+        by_token = cache if d.layout.order == "NHD" else cache.transpose(1, 2)
+        for token, slot in enumerate(slots.tolist()):
+            if not 0 <= slot < pages * d.page_size:
+                continue
+            page, place = divmod(slot, d.page_size)
+            for head in range(d.num_kv_heads):
+                row = x[token, head]
+                if d.kv_dtype not in LARGEST:
+                    by_token[page, place, head] = row
+                    continue
+                divisor = np.float32(1.0)
+                if given:
+                    divisor = given[f"{name}_scale"].reshape(-1).numpy()[head if d.scales == "head" else 0]
+                codes, found = naive_row(row.float().numpy(), d.kv_dtype, d.scales, divisor)
+                by_token[page, place, head] = torch.from_numpy(codes).view(d.kv_dtype.torch_dtype)
+                if scale is not None:
+                    scale[page, place, head] = float(found)
+    return memory
+
+
+def naive_row(values: np.ndarray, kv_dtype: ck.KVDtype, scales: str, divisor: np.float32) -> tuple[np.ndarray, np.float32]:
+    """(codes uint8, the scale before rounding) of f32 values [head_dim]."""
+    with np.errstate(all="ignore"):
+        if scales == "token_dynamic":
+            amax = np.maximum(np.abs(values).max(), np.float32(1e-8))
+            divisor = np.float32(amax / np.float32(LARGEST[kv_dtype]))
+        quotients = values if scales == "none" else (values / divisor).astype(np.float32)
+        if kv_dtype is K.INT8:
+            whole = np.clip(np.rint(quotients.astype(np.float64)), -127, 127)
+            return np.where(np.isnan(quotients), 0, whole).astype(np.int8).view(np.uint8), divisor
+        return naive_fp8(quotients.astype(np.float64), kv_dtype), divisor
+
+
+def naive_fp8(values: np.ndarray, kv_dtype: ck.KVDtype) -> np.ndarray:
+    """The code of the nearest value, the even one of two, the largest for what is beyond; NaN is 0x7f."""
+    table = np.array(fp8_values(kv_dtype))
+    middles = (table[1:] + table[:-1]) / 2
+    magnitude = np.where(np.isnan(values), 0.0, np.abs(values))
+    above = np.searchsorted(middles, magnitude, side="left")  # a middle itself goes down
+    tie = (above < len(middles)) & (magnitude == middles[np.minimum(above, len(middles) - 1)])
+    codes = (above + (tie & (above % 2 == 1))) | (np.signbit(values) * 0x80)
+    return np.where(np.isnan(values), 0x7F, codes).astype(np.uint8)
+
+
+def fp8_values(kv_dtype: ck.KVDtype) -> list[float]:
+    """The values of the codes from 0 to the largest."""
+    mantissa, bias, last = FORMAT[kv_dtype]
+    values = []
+    for code in range(last + 1):
+        exponent, fraction = code >> mantissa, (code & ((1 << mantissa) - 1)) / (1 << mantissa)
+        values.append((1 + fraction) * 2.0 ** (exponent - bias) if exponent else fraction * 2.0 ** (1 - bias))
+    return values
+
+
+def random_kv(d: ck.KVAppendDescriptor, tokens: int, seed: int = 0, scale: float = 3.0) -> tuple[torch.Tensor, torch.Tensor]:
+    """K and V [tokens, num_kv_heads, head_dim], compact, on the CPU."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = (tokens, d.num_kv_heads, d.head_dim)
+    k, v = (torch.randn(shape, generator=generator) * scale for _ in range(2))
+    return k.to(d.dtype), v.to(d.dtype)
+
+
+def random_slots(d: ck.KVAppendDescriptor, tokens: int, pages: int, seed: int = 0) -> torch.Tensor:
+    """Different slots [tokens], some of them negative."""
+    generator = torch.Generator().manual_seed(seed)
+    slots = torch.randperm(pages * d.page_size, generator=generator)[:tokens]
+    slots[::5] = torch.tensor([-1, -(2**31), -7] * tokens)[: len(slots[::5])]
+    return slots.to(d.slot_dtype)
