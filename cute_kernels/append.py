@@ -13,11 +13,11 @@ from .append_checks import AppendRules, Operands, Views, check, normalised
 from .append_descriptor import SLOT_TYPES, KVAppendDescriptor
 from .append_spec import AppendSpec, append_supports
 from .config import Arch, Target
-from .dispatch import Candidate, DeviceFacts, Explanation, Launch, PlanPreference, Variant
+from .dispatch import Candidate, DeviceFacts, Explanation, Launch, PlanPreference, Variant, choice
 from .errors import InvalidArgument
 from .faults import first_bad_slot, record
-from .plan_base import ANY_VARIANT, LAUNCH_ERRORS, SKU_ARCH, FlaggingPlan, PrecisionGuarantee, Sku, _device, remembered
-from .plan_parts import Checked, choice, refuse_compile_in_capture
+from .plan_base import ANY_VARIANT, LAUNCH_ERRORS, SKU_ARCH, FlaggingPlan, PrecisionGuarantee, Sku, selected
+from .plan_parts import Checked, refuse_compile_in_capture
 from .quantize import quantize_kv
 
 NAMES = {"sm90": "sm90_append", "sm80": "sm80_append", "cpu": "cpu_reference"}
@@ -97,10 +97,7 @@ class KVAppendPlan(FlaggingPlan):
         Raises Unsupported with every reason when none does, or not the one that `preference` forces; CompileFailed when
         it cannot be compiled, also inside a graph capture.
         """
-        if not isinstance(descriptor, KVAppendDescriptor):
-            raise InvalidArgument("descriptor", f"got {type(descriptor).__name__}, must be a KVAppendDescriptor")
-        preference = preference or ANY_VARIANT
-        return remembered(cls, descriptor, _device(device, preference), preference)
+        return selected(cls, KVAppendDescriptor, descriptor, device, preference)
 
     def can_implement(
         self,

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .append_descriptor import KVAppendDescriptor
 from .checks import (
-    Rules,
     _check_shape,
     _check_strides,
     _check_tensor,
@@ -105,7 +104,7 @@ def normalised(d: KVAppendDescriptor, operands: Operands, views: Views) -> Opera
 
 
 def _of(rules: AppendRules, name: str, tensor: Any, dtype: torch.dtype) -> None:
-    _check_tensor(cast(Rules, rules), name, tensor, dtype)  # it reads the device alone
+    _check_tensor(rules.device, name, tensor, dtype)
 
 
 def _check_incoming(rules: AppendRules, operands: Operands) -> None:

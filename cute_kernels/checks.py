@@ -124,11 +124,11 @@ def check(rules: Rules, operands: Operands) -> Passage:
     _check_scale(rules, "k_scale", problem.k_scale, operands)
     _check_scale(rules, "v_scale", problem.v_scale, operands)
     if operands.out is not None:
-        _check_tensor(rules, "out", operands.out, problem.q_dtype)
+        _check_tensor(rules.device, "out", operands.out, problem.q_dtype)
         _check_shape("out", operands.out, tuple(operands.q.shape), "q's shape")
         _check_strides("out", operands.out, rules.query_alignment)
     if operands.lse is not None:
-        _check_tensor(rules, "lse", operands.lse, torch.float32)
+        _check_tensor(rules.device, "lse", operands.lse, torch.float32)
         _check_shape("lse", operands.lse, (problem.batch_size, problem.num_heads), "[batch_size, num_heads]")
     _check_overlap(rules, operands)
     return _passage(rules, operands)
@@ -137,7 +137,7 @@ def check(rules: Rules, operands: Operands) -> Passage:
 def check_query(rules: Rules, q: Any) -> None:
     """q alone: what must hold before out can be allocated like it."""
     problem = rules.problem
-    _check_tensor(rules, "q", q, problem.q_dtype)
+    _check_tensor(rules.device, "q", q, problem.q_dtype)
     batch, heads, dim = problem.batch_size, problem.num_heads, problem.head_dim
     if tuple(q.shape) not in ((batch, heads, dim), (batch, 1, heads, dim), (batch, heads, 1, dim)):
         rule = f"must be [batch_size, num_heads, head_dim] = {[batch, heads, dim]}, or that with one unit query axis"
@@ -151,7 +151,7 @@ def check_workspace(rules: Rules, workspace: Any, needed: int) -> None:
         if needed:
             raise WorkspaceTooSmall(needed, 0)
         return
-    _check_tensor(rules, "workspace", workspace, torch.uint8)
+    _check_tensor(rules.device, "workspace", workspace, torch.uint8)
     if workspace.dim() != 1 or not workspace.is_contiguous():
         got = f"got shape {tuple(workspace.shape)} with strides {workspace.stride()}"
         raise InvalidArgument("workspace", f"{got}, must be one-dimensional and contiguous")
@@ -213,7 +213,7 @@ def _check_caches(rules: Rules, operands: Operands) -> None:
     names, extents = zip(*axes, ("head_dim", problem.head_dim), strict=True)
     stored = (("k_cache", operands.k_cache, problem.kv_dtype), ("v_cache", operands.v_cache, problem.v_dtype))
     for name, cache, dtype in stored:
-        _check_tensor(rules, name, cache, *dtype.tensor_dtypes)
+        _check_tensor(rules.device, name, cache, *dtype.tensor_dtypes)
         _check_shape(name, cache, extents, f"[{', '.join(names)}]")
         _check_strides(name, cache, problem.vector_bytes)
         if any(stride == 0 for extent, stride in zip(cache.shape, cache.stride(), strict=True) if extent > 1):
@@ -231,7 +231,7 @@ def _check_table(rules: Rules, operands: Operands) -> None:
     names = OPERAND_NAMES[rules.problem.table_format]
     tensors = (operands.table0, operands.table1, operands.table2)[: len(names)]
     for name, tensor in zip(names, tensors, strict=True):
-        _check_tensor(rules, name, tensor, torch.int32)
+        _check_tensor(rules.device, name, tensor, torch.int32)
     if rules.problem.table_format == "dense":
         _check_shape(names[0], operands.table0, (batch, None), "[batch_size, max_pages]")
         _check_shape(names[1], operands.table1, (batch,), "[batch_size]")
@@ -255,7 +255,7 @@ def _check_scale(rules: Rules, name: str, scale: KVScale, operands: Operands) ->
         if tensor is not None:
             raise InvalidArgument(name, f"got {_kind(tensor)}, must be None: the descriptor has no {name}")
         return
-    _check_tensor(rules, name, tensor, scale.dtype)
+    _check_tensor(rules.device, name, tensor, scale.dtype)
     axes = rules.scale_axes(operands.k_cache.shape[0])
     if tuple(tensor.shape) not in scale.shapes(axes):
         raise InvalidProblem(f"{name}.shape", tuple(tensor.shape), f"must be {scale.meaning(axes)}: the scale is per {scale}")
@@ -276,11 +276,11 @@ def _check_max_pages(rules: Rules, name: str, table: Tensor) -> None:
         raise InvalidProblem(f"{name}.shape", tuple(table.shape), rule)
 
 
-def _check_tensor(rules: Rules, name: str, tensor: Any, *dtypes: torch.dtype) -> None:
+def _check_tensor(device: torch.device, name: str, tensor: Any, *dtypes: torch.dtype) -> None:
     if not isinstance(tensor, Tensor):
         raise InvalidArgument(name, f"got {_kind(tensor)}, must be a tensor")
-    if tensor.device != rules.device:
-        raise InvalidArgument(name, f"is on {tensor.device}, must be on the plan's device, {rules.device}")
+    if tensor.device != device:
+        raise InvalidArgument(name, f"is on {tensor.device}, must be on the plan's device, {device}")
     if tensor.dtype not in dtypes:
         raise InvalidArgument(name, f"has dtype {tensor.dtype}, must be {' or '.join(map(str, dtypes))}")
 
@@ -311,20 +311,23 @@ def _check_strides(name: str, tensor: Tensor, alignment: int) -> None:
 
 
 def _check_overlap(rules: Rules, operands: Operands) -> None:
-    """No written tensor shares bytes with another operand, or with itself."""
     table_names = OPERAND_NAMES.get(rules.problem.table_format, ())
     names = dict(zip(("table0", "table1", "table2"), table_names, strict=False))
-    spans = {names.get(n, n): _span(t) for n, t in operands._asdict().items() if isinstance(t, Tensor) and t.numel()}
-    for written in ("out", "lse", "workspace"):
-        if written not in spans:
-            continue
-        low, high = spans[written]
-        for name, (other_low, other_high) in spans.items():
-            if name != written and low < other_high and other_low < high:
-                raise InvalidArgument(written, f"bytes [{low:#x}, {high:#x}) overlap {name}'s, must be memory of its own")
-    for written, tensor in (("out", operands.out), ("lse", operands.lse)):
-        if tensor is not None and _overlaps_itself(tensor):
-            raise InvalidArgument(written, f"strides {tensor.stride()} make elements share memory, each must have its own")
+    refuse_overlap({names.get(n, n): t for n, t in operands._asdict().items()}, ("out", "lse", "workspace"))
+
+
+def refuse_overlap(operands: dict[str, Any], written: tuple[str, ...]) -> None:
+    """No written tensor shares bytes with another operand, or, but for the workspace, with itself."""
+    spans = {name: _span(t) for name, t in operands.items() if isinstance(t, Tensor) and t.numel()}
+    for name in (name for name in written if name in spans):
+        low, high = spans[name]
+        for other, (other_low, other_high) in spans.items():
+            if other != name and low < other_high and other_low < high:
+                raise InvalidArgument(name, f"bytes [{low:#x}, {high:#x}) overlap {other}'s, must be memory of its own")
+    for name in (name for name in written if name in spans and name != "workspace"):
+        if _overlaps_itself(operands[name]):
+            strides = operands[name].stride()
+            raise InvalidArgument(name, f"strides {strides} make elements share memory, each must have its own")
 
 
 def _span(tensor: Tensor) -> tuple[int, int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
@@ -164,23 +164,29 @@ class Explanation:
         return "\n".join([f"{self.problem}, on {self.device}", *(f"  {line}" for line in lines)])
 
 
+def choice(answers: Iterable[Candidate], problem: str, facts: DeviceFacts, preference: PlanPreference) -> Explanation:
+    """Chooses the first of the answers ("fits" or "rejected" each, in order) that fits and that `preference` allows."""
+    candidates: list[Candidate] = []
+    taken = False
+    for candidate in answers:
+        if preference.arch not in (None, candidate.arch):
+            forced = f'preference forces arch "{preference.arch}"'
+            rejected = candidate.reasons if candidate.verdict == "rejected" else ()
+            candidate = replace(candidate, verdict="excluded", reasons=(forced, *rejected))
+        elif candidate.verdict == "fits" and taken:
+            candidate = replace(candidate, reasons=("an earlier variant serves it",))
+        elif candidate.verdict == "fits":
+            taken = True
+            candidate = replace(candidate, verdict="chosen")
+        candidates.append(candidate)
+    return Explanation(problem, str(facts), tuple(candidates))
+
+
 def explain(problem: DecodeProblem, facts: DeviceFacts, preference: PlanPreference | None = None) -> Explanation:
     """Every variant's answer for `problem` on such a device, here or not: nothing is compiled and no GPU is needed."""
     preference = preference or PlanPreference()
-    candidates: list[Candidate] = []
-    taken = False
-    for variant in VARIANTS:
-        candidate = _evaluate(variant, problem, facts, preference)
-        if preference.arch not in (None, variant.arch):
-            reasons = (f'preference forces arch "{preference.arch}"', *candidate.reasons)
-            candidate = replace(candidate, verdict="excluded", reasons=reasons)
-        elif candidate.verdict == "fits" and not taken:
-            taken = True
-            candidate = replace(candidate, verdict="chosen")
-        elif candidate.verdict == "fits":
-            candidate = replace(candidate, reasons=("an earlier variant serves it",))
-        candidates.append(candidate)
-    return Explanation(str(problem), str(facts), tuple(candidates))
+    answers = (_evaluate(variant, problem, facts, preference) for variant in VARIANTS)
+    return choice(answers, str(problem), facts, preference)
 
 
 def _evaluate(variant: Variant, problem: DecodeProblem, facts: DeviceFacts, preference: PlanPreference) -> Candidate:

@@ -123,9 +123,8 @@ def _csr_suspects(page_table: PageTable, page_size: int, num_pages: int) -> list
     bad_length = (length < 0) | (length > count * page_size)
     suspects: list[Suspects] = [("indptr", bad_indptr, row, begin), ("length", bad_length, row, length)]
     if len(row):
-        owner = torch.searchsorted(end, entry, right=True).clamp(
-            max=len(row) - 1
-        )  # nonsense where an indptr is bad: that comes first
+        # an owner is nonsense where an indptr is bad: that suspect comes first
+        owner = torch.searchsorted(end, entry, right=True).clamp(max=len(row) - 1)
         used = (entry >= begin[owner]) & (entry < (begin + (length + page_size - 1) // page_size)[owner])
         suspects.append(("page", used & ((indices < 0) | (indices >= num_pages)), owner, indices.long()))
     return suspects

@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 
 from . import dispatch
-from .checks import Rules, _check_shape, _check_strides, _check_tensor, _overlaps_itself, _span
+from .checks import _check_shape, _check_strides, _check_tensor, refuse_overlap
 from .config import LseBase, Target
 from .descriptors import QUERY_DTYPES, _check_alignment, _check_extent, _check_softmax, vector_bytes
-from .dispatch import Candidate, DeviceFacts, Explanation, Launch, PlanPreference, Variant
-from .errors import InvalidArgument, InvalidProblem, Unsupported
+from .dispatch import Candidate, DeviceFacts, Explanation, Launch, PlanPreference, Variant, choice
+from .errors import InvalidProblem, Unsupported
 from .merge_spec import MAX_COLUMNS, MAX_CTAS_PER_ROW, MergeSpec, StateType, merge_spec, merge_supports
-from .plan_base import ANY_VARIANT, LAUNCH_ERRORS, SKU_ARCH, Plan, PrecisionGuarantee, Sku, _device, remembered
-from .plan_parts import Checked, choice, refuse_compile_in_capture
+from .plan_base import ANY_VARIANT, LAUNCH_ERRORS, SKU_ARCH, Plan, PrecisionGuarantee, Sku, selected
+from .plan_parts import Checked, refuse_compile_in_capture
 
 AXES = ("num_states", "batch_size", "num_heads", "head_dim")
 NAMES = {"sm90": "sm90_merge", "sm80": "sm80_merge", "cpu": "cpu_reference"}
@@ -141,34 +141,19 @@ def check(rules: MergeRules, operands: Operands) -> None:
         _check_output(rules, "out", operands.out, shape)
     if operands.lse is not None:
         _check_lse(rules, "lse", operands.lse, shape[:2])
-    _check_overlap(operands)
+    refuse_overlap(operands._asdict(), ("out", "lse"))
 
 
 def _check_output(rules: MergeRules, name: str, tensor: Any, shape: tuple[int, ...]) -> None:
     descriptor = rules.descriptor
-    _check_tensor(cast(Rules, rules), name, tensor, descriptor.dtype)  # it reads the device alone
+    _check_tensor(rules.device, name, tensor, descriptor.dtype)
     _check_shape(name, tensor, shape, f"[{', '.join(AXES[-len(shape) :])}]")
     _check_strides(name, tensor, descriptor.columns * descriptor.dtype.itemsize)
 
 
 def _check_lse(rules: MergeRules, name: str, tensor: Any, shape: tuple[int, ...]) -> None:
-    _check_tensor(cast(Rules, rules), name, tensor, torch.float32)
+    _check_tensor(rules.device, name, tensor, torch.float32)
     _check_shape(name, tensor, shape, f"[{', '.join(AXES[-len(shape) - 1 : -1])}]")
-
-
-def _check_overlap(operands: Operands) -> None:
-    """Neither written tensor shares bytes with another operand, or with itself."""
-    spans = {name: _span(tensor) for name, tensor in operands._asdict().items() if tensor is not None and tensor.numel()}
-    for written in ("out", "lse"):
-        if written not in spans:
-            continue
-        low, high = spans[written]
-        for name, (other_low, other_high) in spans.items():
-            if name != written and low < other_high and other_low < high:
-                raise InvalidArgument(written, f"bytes [{low:#x}, {high:#x}) overlap {name}'s, must be memory of its own")
-        tensor = getattr(operands, written)
-        if _overlaps_itself(tensor):
-            raise InvalidArgument(written, f"strides {tensor.stride()} make elements share memory, each must have its own")
 
 
 def explain(descriptor: MergeStatesDescriptor, facts: DeviceFacts, preference: PlanPreference = ANY_VARIANT) -> Explanation:
@@ -234,10 +219,7 @@ class MergeStatesPlan(Plan):
         Raises Unsupported with every reason when none does, or not the one that `preference` forces; CompileFailed when
         it cannot be compiled, also inside a graph capture.
         """
-        if not isinstance(descriptor, MergeStatesDescriptor):
-            raise InvalidArgument("descriptor", f"got {type(descriptor).__name__}, must be a MergeStatesDescriptor")
-        preference = preference or ANY_VARIANT
-        return remembered(cls, descriptor, _device(device, preference), preference)
+        return selected(cls, MergeStatesDescriptor, descriptor, device, preference)
 
     def can_implement(self, outs: Tensor, lses: Tensor, *, out: Tensor | None = None, lse: Tensor | None = None) -> None:
         """Checks shapes, dtypes, strides, alignment, devices and overlap as `run` does; raises its typed errors."""

@@ -14,14 +14,13 @@ from .checks import Operands, Passage, Rules
 from .config import KernelSpec
 from .descriptors import DecodeProblem, FlashDecodingDescriptor, PagedDecodeDescriptor
 from .dispatch import Candidate, DeviceFacts, Launch, PlanPreference, explain
-from .errors import CompileFailed, InvalidArgument
 from .faults import first_fault
 from .page_table import PageTable
-from .plan_base import ANY_VARIANT, LAUNCH_ERRORS, SKU_ARCH, FlaggingPlan, PrecisionGuarantee, Sku, _device, remembered
+from .plan_base import LAUNCH_ERRORS, SKU_ARCH, FlaggingPlan, PrecisionGuarantee, Sku, selected
+from .plan_parts import MAX_CHECKED, refuse_compile_in_capture
 from .seen import Setting, Shortcut, never, shortcut
 from .workspace import workspace_bytes, workspace_regions
 
-MAX_CHECKED = 4096  # signatures that a plan remembers
 MAX_SHORTCUTS = 512  # runs whose tensors it remembers, one a K cache
 NO_PAGE_TABLE = ("none", (None, None, None))  # what stands for the PageTable of a contiguous cache
 
@@ -192,10 +191,7 @@ class PagedDecodePlan(DecodePlan):
         when no variant serves, or not the one that `preference` forces; CompileFailed when it cannot be compiled, also inside
         a graph capture.
         """
-        if not isinstance(descriptor, PagedDecodeDescriptor):
-            raise InvalidArgument("descriptor", f"got {type(descriptor).__name__}, must be a PagedDecodeDescriptor")
-        preference = ANY_VARIANT if preference is None else preference
-        return remembered(cls, descriptor, _device(device, preference), preference)
+        return selected(cls, PagedDecodeDescriptor, descriptor, device, preference)
 
     def can_implement(
         self,
@@ -265,10 +261,7 @@ class FlashDecodingPlan(DecodePlan):
         preference: PlanPreference | None = None,
     ) -> FlashDecodingPlan:
         """As PagedDecodePlan.select."""
-        if not isinstance(descriptor, FlashDecodingDescriptor):
-            raise InvalidArgument("descriptor", f"got {type(descriptor).__name__}, must be a FlashDecodingDescriptor")
-        preference = ANY_VARIANT if preference is None else preference
-        return remembered(cls, descriptor, _device(device, preference), preference)
+        return selected(cls, FlashDecodingDescriptor, descriptor, device, preference)
 
     def can_implement(
         self,
@@ -315,8 +308,7 @@ def _launch_of(spec: KernelSpec | None, descriptor: PagedDecodeDescriptor | Flas
         from .reference import cpu_variant
 
         return cpu_variant(descriptor.problem)
-    from .compile import compile_decode, compiled_specs
+    from .compile import compile_decode
 
-    if torch.cuda.is_current_stream_capturing() and spec not in compiled_specs():
-        raise CompileFailed(f"spec = {spec}: is not compiled yet, must not be compiled inside a graph capture; select before it")
+    refuse_compile_in_capture(spec)
     return compile_decode(spec)

@@ -177,6 +177,20 @@ def remembered(
     return plan
 
 
+def selected(
+    plan: Callable[[_Descriptor, torch.device, PlanPreference], _Plan],
+    described_by: type,
+    descriptor: _Descriptor,
+    device: torch.device | str | None,
+    preference: PlanPreference | None,
+) -> _Plan:
+    """What every `select` does: the remembered plan of a descriptor of its type, on the resolved device."""
+    if not isinstance(descriptor, described_by):
+        raise InvalidArgument("descriptor", f"got {type(descriptor).__name__}, must be a {described_by.__name__}")
+    preference = ANY_VARIANT if preference is None else preference
+    return remembered(plan, descriptor, _device(device, preference), preference)
+
+
 def forget_plans() -> None:
     """Empties the memory of `remembered`; plans in use live on. For tests, and to give back what plans hold on a device."""
     with _lock:
