@@ -7,8 +7,8 @@ from typing import cast
 
 import torch
 
-from .append_spec import MAX_HEAD_DIM, ScaleKind, ScaleType, SlotType, StoredType
-from .config import ElementType
+from .append_spec import MAX_HEAD_DIM, ScaleKind, ScaleType, SlotType
+from .config import ElementType, StoredType
 from .descriptors import QUERY_DTYPES, KVDtype, KVLayout, _check_alignment, _check_extent, vector_bytes
 from .errors import InvalidProblem, Unsupported
 from .quantize import EIGHT_BIT

@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from .config import Arch, ElementType, Target
+from .config import Arch, ElementType, StoredType, Target
 
-StoredType = Literal["f16", "bf16", "e4m3", "e5m2", "int8"]
 ScaleKind = Literal["none", "tensor", "head", "token_dynamic"]
 ScaleType = Literal["f16", "f32"]
 SlotType = Literal["i32", "i64"]

@@ -15,15 +15,22 @@ Target = Literal["sm_90a", "sm_80"]
 Source = Literal["paged", "contiguous"]
 TableFormat = Literal["dense", "csr", "none"]
 ElementType = Literal["f16", "bf16"]
+StoredType = Literal["f16", "bf16", "e4m3", "e5m2", "int8"]
+ScaleForm = Literal["none", "head", "token_f16", "token_f32"]
 LseBase = Literal["e", "2"]
 Partition = Literal["whole", "balanced", "invariant"]
 
-MMA_K = 16  # depth of one m16n8k16 step: head_dim is padded to it
+MMA_K = 16  # depth of one m16n8k16 step
 TILE_M = 16  # packed query rows of one tensor-core tile
 MAX_TILE_ELEMENTS = 8192  # tile_n x padded head_dim of a 16-row tile: above, registers spill (read from SASS)
 MIN_BOX_ROWS = 8  # rows of one 128-byte swizzle atom: the smallest page part that one TMA box may bring
 SMEM_BYTES = {"sm_90a": 232_448, "sm_80": 101_376}  # what one CTA may use (227 KiB; 99 KiB serves 8.0, 8.6 and 8.9)
-ELEMENT_BYTES = 2
+ELEMENT_BYTES: dict[StoredType, int] = {"f16": 2, "bf16": 2, "e4m3": 1, "e5m2": 1, "int8": 1}
+LDMATRIX_BYTES = 32  # of a token that one ldmatrix.x4 brings: rows of the caches are padded to it
+UNIT_BYTES = 2  # tiles are kept, moved and read in units of 16 bits, whatever they hold
+QUERY_BYTES = 2
+SCALE_BYTES = 4  # of a token's scale in shared memory
+WEIGHT_BITS = 14  # softmax weights reach 2 ** 14 where P is f16, so that those 2 ** 38 times smaller still count
 TWO_CTAS_HEAD_DIM = 128  # above, two CTAs need more registers than an SM has
 MERGE_PADDING = 8  # f32 between rows of the merge buffer: a warp's stores then hit every bank
 PIECE_BYTES = {1: 98_304, 2: 32_768}  # KV bytes that stream while a piece is opened, merged and stored, by CTAs an SM
@@ -50,11 +57,33 @@ class DecodeConfig:
 
 
 @dataclass(frozen=True)
+class RingShape:
+    """A ring of tiles of K, or of V: tile_n tokens of `units` units of 16 bits, `box_rows` tokens a slab (device/tile.py)."""
+
+    tile_n: int
+    box_rows: int
+    units: int
+    num_stages: int
+
+    @property
+    def column_block(self) -> int:
+        """Units of one swizzled column block: the largest of 16, 32 and 64 that divides a row."""
+        return math.gcd(self.units, 64)
+
+    @property
+    def tile_bytes(self) -> int:
+        """Bytes of one tile."""
+        return self.tile_n * self.units * UNIT_BYTES
+
+
+@dataclass(frozen=True)
 class KernelSpec:
     """Everything that changes the generated code of a decode kernel. Hashable; the compile cache's key.
 
     arch: the mainloop ("sm90": one TMA producer warp and a ring of mbarriers; "sm80": a cp.async ring per warp).
-    target: what it is compiled for. vector_bytes: bytes one cp.async moves (16 for TMA). page_size: 0 when contiguous.
+    target: what it is compiled for. element_type: of q and out; k_type, v_type: what the caches store. k_scale, v_scale: "head"
+    for a scale a KV head or one for all, "token_..." for one a token and KV head.
+    vector_bytes: bytes one cp.async moves (16 for TMA). page_size: 0 when contiguous.
     partition: how rows are divided between CTAs. "whole": not at all; "balanced": wherever the shares of the CTAs end;
     "invariant": at places that depend on the row's length only. Parts of a row meet in the workspace.
     """
@@ -64,6 +93,10 @@ class KernelSpec:
     source: Source
     table_format: TableFormat
     element_type: ElementType
+    k_type: StoredType
+    v_type: StoredType
+    k_scale: ScaleForm
+    v_scale: ScaleForm
     head_dim: int
     group_size: int
     page_size: int
@@ -81,13 +114,60 @@ class KernelSpec:
 
     @property
     def padded_head_dim(self) -> int:
-        """head_dim rounded up to the depth of one MMA step."""
-        return padded_head_dim(self.head_dim)
+        """head_dim rounded up to the columns that one ldmatrix.x4 brings of the narrower cache."""
+        return padded_head_dim(self.head_dim, min(self.k_bytes, self.v_bytes))
 
     @property
-    def column_block(self) -> int:
-        """Elements of one swizzled column block of a tile: at most 64 (128 bytes)."""
-        return column_block(self.head_dim)
+    def k_bytes(self) -> int:
+        """Bytes of an element of K."""
+        return ELEMENT_BYTES[self.k_type]
+
+    @property
+    def v_bytes(self) -> int:
+        """Bytes of an element of V."""
+        return ELEMENT_BYTES[self.v_type]
+
+    @property
+    def k_math(self) -> ElementType:
+        """The type of the operands of Q K^T: f16 holds every 8-bit element exactly."""
+        return "f16" if self.k_bytes == 1 else self.element_type
+
+    @property
+    def v_math(self) -> ElementType:
+        """The type of the operands of P V."""
+        return "f16" if self.v_bytes == 1 else self.element_type
+
+    @property
+    def rescales_query(self) -> bool:
+        """Whether rows of the query are multiplied by a power of two and a sign (device/query_range.py)."""
+        return self.k_bytes == 1 or self.k_scale == "head"
+
+    @property
+    def k_token_scale(self) -> bool:
+        """Whether K has a scale a token."""
+        return self.k_scale.startswith("token")
+
+    @property
+    def v_token_scale(self) -> bool:
+        """Whether V has a scale a token."""
+        return self.v_scale.startswith("token")
+
+    @property
+    def token_scales(self) -> int:
+        """How many of K and V have a scale a token."""
+        return self.k_token_scale + self.v_token_scale
+
+    @property
+    def weight_bits(self) -> int:
+        """Softmax weights are at most 2 ** weight_bits."""
+        return WEIGHT_BITS if self.v_bytes == 1 else 0
+
+    @property
+    def rings(self) -> tuple[RingShape, RingShape]:
+        """The rings of K and V tiles in shared memory."""
+        k_units, v_units = (self.padded_head_dim * nbytes // UNIT_BYTES for nbytes in (self.k_bytes, self.v_bytes))
+        tile_n, rows, stages = self.tile_n, self.box_rows, self.num_stages
+        return RingShape(tile_n, rows, k_units, stages), RingShape(tile_n, rows, v_units, stages)
 
     @property
     def box_rows(self) -> int:
@@ -114,7 +194,7 @@ class KernelSpec:
     @property
     def tile_bytes(self) -> int:
         """Bytes of K and V of one tile."""
-        return 2 * self.tile_n * self.padded_head_dim * ELEMENT_BYTES
+        return self.tile_n * self.padded_head_dim * (self.k_bytes + self.v_bytes)
 
     @property
     def piece_cost(self) -> int:
@@ -131,8 +211,8 @@ class KernelSpec:
 
     @property
     def merge_floats(self) -> int:
-        """f32 of the buffer in which the warps' states are merged."""
-        return merge_floats(self.head_dim, self.group_size, self.num_warps)
+        """f32 of the buffer in which the warps' states merge: of each warp and packed row its padded output, maximum and sum."""
+        return self.num_warps * self.packed_rows * (self.padded_head_dim + MERGE_PADDING + 2)
 
     @property
     def min_ctas_per_sm(self) -> int:
@@ -142,8 +222,11 @@ class KernelSpec:
 
     @property
     def smem_bytes(self) -> int:
-        """Shared memory of one CTA in bytes."""
-        return smem_bytes(self.head_dim, self.group_size, self.tile_n, self.num_stages, self.num_warps)
+        """Shared memory of one CTA in bytes: rings of tiles and their scales, two queries, the merge, barriers, and 1 KiB."""
+        stage = self.tile_bytes + self.token_scales * self.tile_n * SCALE_BYTES
+        barriers = 2 * 8 + 4 + 8 * self.token_scales  # full, empty, the tile's holes, where in its words the scales are
+        query = 2 * TILE_M * self.padded_head_dim * QUERY_BYTES
+        return self.num_stages * (stage + barriers) + query + 4 * self.merge_floats + 1024  # alignment and a few words
 
 
 def packed_rows(group_size: int) -> int:
@@ -156,33 +239,15 @@ def m_tiles(group_size: int) -> int:
     return -(-group_size // TILE_M)
 
 
-def merge_floats(head_dim: int, group_size: int, num_warps: int) -> int:
-    """f32 of the merge buffer: for each warp and packed row its padded output, maximum and sum."""
-    return num_warps * packed_rows(group_size) * (padded_head_dim(head_dim) + MERGE_PADDING + 2)
-
-
 def grid_ctas(units: int, sm_count: int, ctas_per_sm: int) -> int:
     """CTAs of the persistent grid: as many slices of the batch as fit, at least one, for each of `units` (KV head, m-tile)."""
     return units * max(1, sm_count * ctas_per_sm // units)
 
 
-def padded_head_dim(head_dim: int) -> int:
-    """head_dim rounded up to a multiple of the MMA depth, 16."""
-    return -(-head_dim // MMA_K) * MMA_K
-
-
-def column_block(head_dim: int) -> int:
-    """Elements of one swizzled column block: the largest of 16, 32, 64 that divides the padded head_dim."""
-    return math.gcd(padded_head_dim(head_dim), 64)
-
-
-def smem_bytes(head_dim: int, group_size: int, tile_n: int, num_stages: int, num_warps: int) -> int:
-    """Bytes of the ring of K and V tiles, two queries, the warps' states while they merge, the barriers, and 1 KiB."""
-    ring = 2 * num_stages * tile_n * padded_head_dim(head_dim) * ELEMENT_BYTES
-    query = 2 * TILE_M * padded_head_dim(head_dim) * ELEMENT_BYTES
-    merge = merge_floats(head_dim, group_size, num_warps) * 4
-    barriers = num_stages * (2 * 8 + 4)  # full, empty, and the tile's holes
-    return ring + query + merge + barriers + 1024  # alignment and a few words
+def padded_head_dim(head_dim: int, element_bytes: int) -> int:
+    """head_dim rounded up to a multiple of the columns that one ldmatrix.x4 brings: 16 of 16 bits, 32 of 8."""
+    columns = LDMATRIX_BYTES // element_bytes
+    return -(-head_dim // columns) * columns
 
 
 def supports(spec: KernelSpec) -> list[str]:
@@ -196,7 +261,8 @@ def supports(spec: KernelSpec) -> list[str]:
         reasons.append(f"num_warps={spec.num_warps} is not 1, 2, 4 or 8")
     if spec.num_stages % spec.num_warps:
         reasons.append(f"num_stages={spec.num_stages} is not a multiple of num_warps={spec.num_warps}: a stage has one reader")
-    if (spec.padded_head_dim > 192 and spec.tile_n > 16) or spec.tile_n * spec.padded_head_dim > MAX_TILE_ELEMENTS:
+    widest = 16 if spec.v_bytes > 1 else 32  # tokens at head_dim 256, where the output alone takes 128 registers
+    if (spec.padded_head_dim > 192 and spec.tile_n > widest) or spec.tile_n * spec.padded_head_dim > MAX_TILE_ELEMENTS:
         reasons.append(f"tile_n={spec.tile_n} x head_dim={spec.padded_head_dim} needs more registers than a thread has")
     if spec.smem_bytes > SMEM_BYTES[spec.target]:
         reasons.append(f"shared memory {spec.smem_bytes} bytes exceeds {SMEM_BYTES[spec.target]} on {spec.target}")
@@ -213,10 +279,13 @@ def _cp_async_reasons(spec: KernelSpec) -> list[str]:
         reasons.append(f"num_stages={spec.num_stages} gives a warp's cp.async ring fewer than 2 stages")
     if spec.tile_n > MAX_CP_ASYNC_TILE_N:
         reasons.append(f"tile_n={spec.tile_n} exceeds {MAX_CP_ASYNC_TILE_N}, the tokens whose pages one warp looks up")
-    if spec.vector_bytes not in (2, 4, 8, 16) or spec.head_dim * ELEMENT_BYTES % spec.vector_bytes:
+    least, most = sorted((spec.k_bytes, spec.v_bytes))
+    if spec.vector_bytes not in (1, 2, 4, 8, 16) or spec.head_dim * least % spec.vector_bytes:
         reasons.append(
-            f"vector_bytes={spec.vector_bytes} is not 2, 4, 8 or 16 bytes that divide a head of {spec.head_dim} elements"
+            f"vector_bytes={spec.vector_bytes} is not 1, 2, 4, 8 or 16 bytes that divide a head of {spec.head_dim} elements"
         )
+    elif spec.vector_bytes < most:
+        reasons.append(f"vector_bytes={spec.vector_bytes} is less than an element of {most} bytes")
     return reasons
 
 
@@ -226,8 +295,9 @@ def _tma_reasons(spec: KernelSpec) -> list[str]:
         reasons.append(f"TMA needs sm_90a, target is {spec.target}")
     if spec.vector_bytes != 16:
         reasons.append(f"TMA needs 16-byte aligned strides, got {spec.vector_bytes}")
-    if spec.head_dim % MMA_K:
-        reasons.append(f"TMA needs head_dim to be a multiple of {MMA_K}, got {spec.head_dim}")
+    if spec.head_dim != spec.padded_head_dim:
+        columns = LDMATRIX_BYTES // min(spec.k_bytes, spec.v_bytes)
+        reasons.append(f"TMA needs head_dim to be a multiple of {columns}, got {spec.head_dim}")
     if spec.source == "paged" and spec.page_size % MIN_BOX_ROWS:
         reasons.append(f"TMA needs page_size to be a multiple of {MIN_BOX_ROWS}, got {spec.page_size}")
     if spec.box_rows > 256:

@@ -6,9 +6,9 @@ lengths differ. The terms and how their constants were measured: docs/design.md,
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from .config import ELEMENT_BYTES, Arch, DecodeConfig, KernelSpec, Target, grid_ctas
+from .config import Arch, DecodeConfig, KernelSpec, Target, grid_ctas
 from .descriptors import DecodeProblem
 from .spec import kernel_spec
 
@@ -71,6 +71,10 @@ COSTS: dict[Arch, ArchCosts] = {
         word_us=0.0,
     ),
 }
+COSTS_OF_8_BITS: dict[Arch, ArchCosts] = {  # a KB holds twice the tokens, to be converted first: 64 x 1k, 1 x 8k; 8 x 8k
+    "sm90": replace(COSTS["sm90"], second_cta_us=0.0, lone_weight=0.01, drain_us=0.06, warp_us=0.09),
+    "sm80": COSTS["sm80"],
+}
 
 
 @dataclass(frozen=True)
@@ -109,7 +113,8 @@ def predict_us(problem: DecodeProblem, config: DecodeConfig, arch: Arch, target:
 
 def cost_of(problem: DecodeProblem, spec: KernelSpec, ctas_per_sm: int, sm_count: int) -> Cost:
     """What `problem` is expected to take with the kernel of `spec` and `ctas_per_sm` CTAs on each of `sm_count` SMs."""
-    costs, grid = COSTS[spec.arch], grid_ctas(problem.units, sm_count, ctas_per_sm)
+    costs = (COSTS_OF_8_BITS if problem.has_8_bits else COSTS)[spec.arch]
+    grid = grid_ctas(problem.units, sm_count, ctas_per_sm)
     slices, pieces, parts = expected_schedule(problem, spec, grid)
     return Cost(
         slices=slices,
@@ -129,8 +134,8 @@ def row_tokens(problem: DecodeProblem) -> int:
 
 
 def kv_bytes(problem: DecodeProblem) -> int:
-    """Bytes of K and V. The m-tiles of a KV head share them through L2."""
-    return 2 * ELEMENT_BYTES * problem.batch_size * row_tokens(problem) * problem.num_kv_heads * problem.head_dim
+    """Bytes of K and V and their scales. The m-tiles of a KV head share them through L2."""
+    return problem.batch_size * row_tokens(problem) * problem.num_kv_heads * problem.kv_bytes
 
 
 def expected_schedule(problem: DecodeProblem, spec: KernelSpec, grid: int) -> tuple[int, int, int]:

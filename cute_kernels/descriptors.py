@@ -9,7 +9,7 @@ from typing import ClassVar, Literal
 
 import torch
 
-from .config import LseBase, Source, TableFormat, m_tiles
+from .config import LseBase, Source, TableFormat, m_tiles, padded_head_dim
 from .errors import InvalidProblem, Unsupported
 from .kv_scale import KVScale
 
@@ -161,6 +161,22 @@ class DecodeProblem:
     def group_size(self) -> int:
         """Query heads that share one KV head."""
         return self.num_heads // self.num_kv_heads
+
+    @property
+    def padded_head_dim(self) -> int:
+        """head_dim as the tensor-core variants pad it."""
+        return padded_head_dim(self.head_dim, min(2, self.kv_dtype.element_bytes, self.v_dtype.element_bytes))
+
+    @property
+    def has_8_bits(self) -> bool:
+        """Whether K or V is stored in 8 bits."""
+        return 1 in (self.kv_dtype.element_bytes, self.v_dtype.element_bytes)
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of K and V, and of their scales, of one token and KV head."""
+        scales = sum(scale.dtype.itemsize for scale in (self.k_scale, self.v_scale) if scale.granularity == "token")
+        return self.head_dim * (self.kv_dtype.element_bytes + self.v_dtype.element_bytes) + scales
 
     @property
     def units(self) -> int:

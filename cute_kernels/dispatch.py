@@ -190,8 +190,9 @@ def explain(problem: DecodeProblem, facts: DeviceFacts, preference: PlanPreferen
 
 
 def _evaluate(variant: Variant, problem: DecodeProblem, facts: DeviceFacts, preference: PlanPreference) -> Candidate:
-    reasons = [*_device_reasons(variant, facts), *_dtype_reasons(variant, problem)]
-    if variant.arch == "cpu" or problem.element_type == "f32":
+    unread = _dtype_reasons(variant, problem)
+    reasons = [*_device_reasons(variant, facts), *unread]
+    if variant.arch == "cpu" or unread:
         return Candidate(variant.name, variant.arch, "rejected" if reasons else "fits", tuple(reasons))
     target = variant.target(facts) or variant.targets[-1][1]  # elsewhere: what it would lack besides the device
     config, source = _config(variant.arch, target, problem, facts, preference)
@@ -232,11 +233,6 @@ def _dtype_reasons(variant: Variant, problem: DecodeProblem) -> list[str]:
     for name, dtype in stored.items():
         if dtype.element_bytes > 1 and dtype != QUERY_DTYPES[problem.q_dtype]:
             reasons.append(f"{name} = {dtype.value}: must be q's, {problem.element_type}, or an 8-bit one")
-        elif dtype.element_bytes == 1 and variant.arch != "cpu":
-            reasons.append(f"{name} = {dtype.value}: no GPU variant reads {dtype.value} caches yet, the CPU variant does")
-    if variant.arch != "cpu":
-        scales = (("k_scale", problem.k_scale), ("v_scale", problem.v_scale))
-        reasons += [f"{name} = {scale}: no GPU variant takes scales yet, the CPU variant does" for name, scale in scales if scale]
     return reasons
 
 

@@ -2,17 +2,7 @@
 
 from __future__ import annotations
 
-from .config import (
-    ELEMENT_BYTES,
-    SMEM_BYTES,
-    TWO_CTAS_HEAD_DIM,
-    Arch,
-    DecodeConfig,
-    Target,
-    padded_head_dim,
-    smem_bytes,
-    supports,
-)
+from .config import SMEM_BYTES, TWO_CTAS_HEAD_DIM, Arch, DecodeConfig, Target, supports
 from .cost_model import cost_of
 from .descriptors import DecodeProblem
 from .spec import kernel_spec
@@ -21,6 +11,10 @@ from .spec import kernel_spec
 SHAPES: dict[Arch, tuple[tuple[int, int, int], ...]] = {
     "sm90": ((16_384, 8, 1), (16_384, 4, 1), (16_384, 4, 2), (8_192, 8, 1)),
     "sm80": ((8_192, 4, 1), (8_192, 4, 2)),
+}
+SHAPES_OF_8_BITS: dict[Arch, tuple[tuple[int, int, int], ...]] = {  # 8 warps on tiles of 16 KB never won
+    "sm90": ((16_384, 4, 1), (8_192, 4, 2), (8_192, 8, 1)),
+    "sm80": SHAPES["sm80"],
 }
 LARGEST_TILE_N = {"sm90": 64, "sm80": 32}
 RING_BYTES = 131_072  # in flight on an SM, over all its CTAs: 64 KB cost 2 to 4%, 192 KB 0 to 1%
@@ -38,29 +32,33 @@ def choose(problem: DecodeProblem, arch: Arch, target: Target, sm_count: int) ->
 def candidates(problem: DecodeProblem, arch: Arch, target: Target) -> list[DecodeConfig]:
     """What the choice is made from, without duplicates."""
     found: dict[DecodeConfig, None] = {}
-    limit = 4 if padded_head_dim(problem.head_dim) in FOUR_WARPS_HEAD_DIMS else 8
-    for tile_bytes, most_warps, ctas_per_sm in SHAPES[arch]:
+    limit = 4 if problem.padded_head_dim in FOUR_WARPS_HEAD_DIMS else 8
+    for tile_bytes, most_warps, ctas_per_sm in (SHAPES_OF_8_BITS if problem.has_8_bits else SHAPES)[arch]:
         if ctas_per_sm == 1 or (target == "sm_90a" and problem.head_dim <= TWO_CTAS_HEAD_DIM):
-            tile_n = tile_tokens(problem.head_dim, arch, tile_bytes)
-            num_warps, num_stages = ring(problem, tile_n, min(most_warps, limit), ctas_per_sm, arch, target)
-            found[DecodeConfig(tile_n, num_stages, num_warps, ctas_per_sm)] = None
+            tile_n = tile_tokens(problem, arch, tile_bytes)
+            found[ring(problem, tile_n, min(most_warps, limit), ctas_per_sm, arch, target)] = None
     return list(found)
 
 
-def tile_tokens(head_dim: int, arch: Arch, tile_bytes: int) -> int:
+def token_bytes(problem: DecodeProblem) -> int:
+    """Bytes of K and V of a token in a tile."""
+    return problem.padded_head_dim * (problem.kv_dtype.element_bytes + problem.v_dtype.element_bytes)
+
+
+def tile_tokens(problem: DecodeProblem, arch: Arch, tile_bytes: int) -> int:
     """KV tokens of a tile: the power of two from 16 on whose K and V fill `tile_bytes`."""
-    tokens = tile_bytes // (2 * ELEMENT_BYTES * padded_head_dim(head_dim))
+    tokens = tile_bytes // token_bytes(problem)
     return max(16, min(LARGEST_TILE_N[arch], 1 << (max(tokens, 1).bit_length() - 1)))
 
 
-def ring(problem: DecodeProblem, tile_n: int, most_warps: int, ctas_per_sm: int, arch: Arch, target: Target) -> tuple[int, int]:
-    """(warps, stages): the deepest ring within RING_BYTES, with the most warps that shared memory then allows."""
-    tile_bytes = 2 * ELEMENT_BYTES * tile_n * padded_head_dim(problem.head_dim)
-    deepest = RING_BYTES // ctas_per_sm // tile_bytes
+def ring(problem: DecodeProblem, tile_n: int, most_warps: int, ctas_per_sm: int, arch: Arch, target: Target) -> DecodeConfig:
+    """The deepest ring within RING_BYTES, with the most warps that shared memory then allows."""
+    deepest = RING_BYTES // ctas_per_sm // (tile_n * token_bytes(problem))
     for num_warps in (w for w in (8, 4, 2, 1) if w <= most_warps):
         shallowest = SHALLOWEST[arch] * num_warps
         for num_stages in range(max(deepest // num_warps * num_warps, shallowest), shallowest - 1, -num_warps):
-            needed = smem_bytes(problem.head_dim, problem.group_size, tile_n, num_stages, num_warps)
+            config = DecodeConfig(tile_n, num_stages, num_warps, ctas_per_sm)
+            needed = kernel_spec(problem, arch, target, config, partition="balanced").smem_bytes
             if needed <= SMEM_BYTES[target] // ctas_per_sm:
-                return num_warps, num_stages
-    return 1, SHALLOWEST[arch]
+                return config
+    return DecodeConfig(tile_n, SHALLOWEST[arch], 1, ctas_per_sm)

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import cast
 
-from .config import Arch, DecodeConfig, ElementType, KernelSpec, Partition, Target
+import torch
+
+from .config import Arch, DecodeConfig, ElementType, KernelSpec, Partition, ScaleForm, StoredType, Target
 from .descriptors import DecodeProblem
+from .kv_scale import KVScale
 
 
 def kernel_spec(problem: DecodeProblem, arch: Arch, target: Target, config: DecodeConfig, *, partition: Partition) -> KernelSpec:
@@ -16,6 +19,10 @@ def kernel_spec(problem: DecodeProblem, arch: Arch, target: Target, config: Deco
         source=problem.source,
         table_format=problem.table_format,
         element_type=cast(ElementType, problem.element_type),
+        k_type=cast(StoredType, problem.kv_dtype.value),
+        v_type=cast(StoredType, problem.v_dtype.value),
+        k_scale=scale_form(problem.k_scale),
+        v_scale=scale_form(problem.v_scale),
         head_dim=problem.head_dim,
         group_size=problem.group_size,
         page_size=problem.page_size,
@@ -26,3 +33,10 @@ def kernel_spec(problem: DecodeProblem, arch: Arch, target: Target, config: Deco
         partition=partition,
         lse_base=problem.lse_base,
     )
+
+
+def scale_form(scale: KVScale) -> ScaleForm:
+    """How a kernel takes the scales: one for all is read as one a KV head is."""
+    if scale.granularity == "token":
+        return "token_f16" if scale.dtype == torch.float16 else "token_f32"
+    return "head" if scale else "none"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .config import SLOTS, Partition, packed_rows, padded_head_dim
+from .config import SLOTS, Partition, packed_rows
 from .descriptors import DecodeProblem
 
 REGION_ALIGNMENT = 128  # bytes: a region starts and ends on a cache line
@@ -30,7 +30,7 @@ def workspace_regions(problem: DecodeProblem, num_ctas: int, partition: Partitio
     slots = SLOTS[partition] * num_ctas
     if slots == 0 or problem.batch_size == 0:
         return ()
-    words = slots * packed_rows(problem.group_size) * padded_head_dim(problem.head_dim) // 2
+    words = slots * packed_rows(problem.group_size) * problem.padded_head_dim // 2
     return (WorkspaceRegion("partial_states", 0, words * WORD_BYTES),)
 
 

@@ -11,8 +11,9 @@ from cutlass import Float32, Int32, Int64
 
 from ..append_spec import CTA_THREADS, AppendSpec
 from ..quantize import LEAST_AMAX
-from .kv_encode import LARGEST, MAGNITUDE, as_bits, as_float, bits_of, divide, encode
+from .kv_encode import LARGEST, MAGNITUDE, bits_of, divide, encode
 from .kv_source import SLOT_FAULT, report
+from .registers import as_bits, as_float
 
 INT32_MAX = 2**31 - 1
 

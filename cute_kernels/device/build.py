@@ -5,9 +5,9 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
-from ..config import ELEMENT_BYTES, KernelSpec
+from ..config import ELEMENT_BYTES, QUERY_BYTES, KernelSpec, ScaleForm, StoredType
 from .decode import DecodeKernel
-from .tracing import ELEMENT_TYPES, compile_kernel, rows, scalars
+from .tracing import ELEMENT_TYPES, compile_kernel, rows, scalars, stored_element
 
 
 def _tables(spec: KernelSpec) -> tuple:
@@ -23,22 +23,34 @@ def _tables(spec: KernelSpec) -> tuple:
     return None, None, None
 
 
+def _cache(spec: KernelSpec, stored_type: StoredType, shape: tuple):
+    """A fake cache [pages, num_kv_heads, page_size, head_dim]."""
+    return rows(stored_element(stored_type), shape, spec.vector_bytes // ELEMENT_BYTES[stored_type], spec.vector_bytes)
+
+
+def _scale(form: ScaleForm):
+    """A fake scale tensor, or None: of any strides."""
+    if form == "none":
+        return None
+    token = form.startswith("token")
+    dtype = cutlass.Float16 if form == "token_f16" else Float32
+    return scalars(dtype, tuple(cute.sym_int64() for _ in range(3 if token else 1)))
+
+
 def arguments(spec: KernelSpec) -> tuple:
     """Fake arguments of DecodeKernel for `spec`."""
     dtype = ELEMENT_TYPES[spec.element_type]
     batch, heads, kv_heads = cute.sym_int64(), cute.sym_int64(), cute.sym_int64()
     pair = 2 if spec.head_dim % 2 == 0 else 1
-    query = [rows(dtype, (batch, heads, spec.head_dim), pair, pair * ELEMENT_BYTES) for _ in range(2)]
+    query = [rows(dtype, (batch, heads, spec.head_dim), pair, pair * QUERY_BYTES) for _ in range(2)]
     slots = spec.page_size or cute.sym_int64()
     pages = cute.sym_int64()
-    caches = [
-        rows(dtype, (pages, kv_heads, slots, spec.head_dim), spec.vector_bytes // ELEMENT_BYTES, spec.vector_bytes)
-        for _ in range(2)
-    ]
+    caches = [_cache(spec, stored, (pages, kv_heads, slots, spec.head_dim)) for stored in (spec.k_type, spec.v_type)]
+    scales = _scale(spec.k_scale), _scale(spec.v_scale)
     lse = scalars(Float32, (batch, heads))
     workspace = make_fake_tensor(cutlass.Uint8, (cute.sym_int64(),), (1,), assumed_align=16) if spec.split else None
     stream = make_fake_stream(use_tvm_ffi_env_stream=True)
-    tensors = (query[0], *caches, *_tables(spec), None, None, query[1], lse, workspace)  # None: no scales
+    tensors = (query[0], *caches, *_tables(spec), *scales, query[1], lse, workspace)
     return (*tensors, Float32(1.0), Int32(1), Int32(1), Int64(0), stream)
 
 

@@ -6,8 +6,7 @@ from cutlass.cute.runtime import make_fake_stream
 
 from ..append_spec import AppendSpec
 from .append import AppendKernel
-from .kv_encode import stored_element
-from .tracing import ELEMENT_TYPES, compile_kernel, rows, scalars
+from .tracing import ELEMENT_TYPES, compile_kernel, rows, scalars, stored_element
 
 SLOT_TYPES = {"i32": Int32, "i64": Int64}
 
@@ -23,7 +22,7 @@ def _scales(spec: AppendSpec, pages, heads) -> tuple:
 def arguments(spec: AppendSpec) -> tuple:
     """Fake arguments of AppendKernel for `spec`."""
     dtype = ELEMENT_TYPES[spec.element_type]
-    stored = ELEMENT_TYPES.get(spec.stored_type) or stored_element(spec.stored_type)
+    stored = stored_element(spec.stored_type)
     tokens, heads, pages = cute.sym_int64(), cute.sym_int64(), cute.sym_int64()
     inner = (spec.page_size, heads) if spec.nhd else (heads, spec.page_size)
     incoming = [rows(dtype, (tokens, heads, spec.head_dim), spec.columns, spec.columns * dtype.width // 8) for _ in range(2)]

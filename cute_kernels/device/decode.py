@@ -5,22 +5,22 @@ mainloop_sm80), what is computed on it (attend) and where a state goes (epilogue
 """
 
 import math
-from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64
 
 from ..config import MAX_BLOCKS, KernelSpec
-from . import tile
-from .attend import TileReader, make_mma, make_state, reset_state
+from .attend import Attention, make_mmas, make_readers, make_state, reset_state
 from .combine import Parts, combine_group, combine_row, group_of, make_parts
 from .epilogue import share_state, store_final, store_partial
+from .kv_scale import Scaling, open_scaling
 from .kv_source import open_row, open_row_or_nothing
 from .mainloop_sm80 import CpAsyncMainloop
 from .mainloop_sm90 import TmaMainloop
-from .pack_gqa import fetch_query, hold_query, refresh_query
+from .pack_gqa import fetch_query, hold_query, refresh_query, sync_consumers
 from .partials import open_workspace
+from .problem import Problem
 from .shared import Shared, allocate
 from .work_scheduler import (
     Piece,
@@ -37,24 +37,6 @@ from .work_scheduler import (
 )
 
 LOG2_E = math.log2(math.e)
-CONSUMERS = 1  # named barrier of the consumer warps; 0 is the CTA's
-
-
-@dataclass(frozen=True)
-class Problem:
-    """Tensors of a launch: q, out [batch, num_heads, head_dim]; lse [batch, num_heads]; caches as the mainloop takes them.
-
-    k [pages, num_kv_heads, page_size, head_dim] gives extents only. tables: the page table's tensors. status: where faults in
-    them are reported, and the plan's tag.
-    """
-
-    q: cute.Tensor
-    k: cute.Tensor
-    caches: tuple
-    tables: tuple
-    out: cute.Tensor
-    lse: cute.Tensor
-    status: tuple
 
 
 class DecodeKernel:
@@ -88,12 +70,12 @@ class DecodeKernel:
     ):
         """q, out [batch, num_heads, head_dim]; k, v [pages, num_kv_heads, page_size, head_dim] (contiguous: a page per row).
 
-        k_scale, v_scale: None, no kernel takes scales yet. tag: marks this plan's words, odd and positive; status: address of
+        k_scale, v_scale: [1], [num_kv_heads], or a token's (kv_scale.fetch_scales), or None. tag: marks this plan's words, odd and positive; status: address of
         the plan's 4 int32 status words.
         """
         tables = tuple(t for t in (table0, table1, table2) if t is not None)
-        caches = self.mainloop.operands(k, v)
-        self.decode(q, k, caches, tables, out, lse, workspace, softmax_scale * LOG2_E, tag, status).launch(
+        caches, scales = self.mainloop.operands(k, v), (k_scale, v_scale)
+        self.decode(q, k, caches, scales, tables, out, lse, workspace, softmax_scale * LOG2_E, (status, tag)).launch(
             grid=(num_ctas, 1, 1),
             block=(self.threads, 1, 1),
             smem=self.spec.smem_bytes,
@@ -104,10 +86,10 @@ class DecodeKernel:
         )
 
     @cute.kernel
-    def decode(self, q, k, caches, tables, out, lse, workspace, scale_log2: Float32, tag: Int32, status: Int64):
+    def decode(self, q, k, caches, scales: tuple, tables: tuple, out, lse, workspace, scale_log2: Float32, status: tuple):
         """One CTA's share: a producer warp runs ahead, consumer warps attend, merge and store piece by piece."""
         spec = self.spec
-        problem, shared = Problem(q, k, caches, tables, out, lse, (status, tag)), allocate(spec, q.element_type)
+        problem, shared = Problem(q, k, caches, scales, tables, out, lse, status), allocate(spec)
         self.mainloop.prepare(caches, shared.barriers)
         located = locate(spec, k)
         if cutlass.const_expr(self.overlap):
@@ -116,10 +98,13 @@ class DecodeKernel:
         batch = Int32(q.shape[0])
         share = take_share(spec, tables, k, batch, located)
         if cutlass.const_expr(self.mainloop.producer_warps > 0):
-            if cute.arch.make_warp_uniform(cute.arch.warp_idx()) == spec.num_warps:
-                self.mainloop.produce(caches, shared, tables, k, batch, share, problem.status)
-            else:
+            warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+            if warp < spec.num_warps:
                 self.consume(problem, shared, workspace, share, scale_log2)
+            elif warp == spec.num_warps:
+                self.mainloop.produce(problem, shared, share, scales=False)
+            elif cutlass.const_expr(self.mainloop.producer_warps > 1):
+                self.mainloop.produce(problem, shared, share, scales=True)
         else:
             self.consume(problem, shared, workspace, share, scale_log2)
 
@@ -128,12 +113,11 @@ class DecodeKernel:
         """The consumer warps: every piece of the share, in order, then what the share combines for others."""
         spec, lane = self.spec, cute.arch.lane_idx()
         batch = Int32(problem.q.shape[0])
-        tiled_mma = make_mma(problem.q.element_type)
-        thr_mma = tiled_mma.get_slice(lane)
-        reader_k = TileReader(tiled_mma, lane, shared.rings[0], transpose=False)
-        reader_v = TileReader(tiled_mma, lane, tile.transposed(shared.rings[1]), transpose=True)
-        held, state = hold_query(spec, shared.query), make_state(spec, thr_mma)
-        _, head, heads = heads_of(spec, share.unit)
+        mmas = make_mmas(spec)
+        thr_mma, readers = mmas[1].get_slice(lane), make_readers(spec, mmas, lane, shared)
+        held, state = hold_query(spec), make_state(spec, thr_mma)
+        kv_head, head, heads = heads_of(spec, share.unit)
+        scaling = open_scaling(spec, problem.scales, kv_head, scale_log2)
         row, first, issued = share.row, share.tile, Int32(0)
         if unfinished(share, row, first):
             fetch_query(spec, problem.q, row, head, heads, shared.query[None, None, None, row % 2])
@@ -144,25 +128,21 @@ class DecodeKernel:
             piece = make_piece(spec, share, row, start, length, first, issued)
             next_row, next_first = after(spec, piece)
             cute.arch.cp_async_wait_group(0)
-            self.sync()
-            query = refresh_query(spec, shared.query[None, None, None, row % 2], held)
+            sync_consumers(spec)
+            query, inverses = refresh_query(spec, shared.query[None, None, None, row % 2], held, scaling.sign)
             if next_row > row and unfinished(share, next_row, next_first):
                 fetch_query(spec, problem.q, next_row, head, heads, shared.query[None, None, None, next_row % 2])
             reset_state(state)
-            attention = (tiled_mma, (reader_k, reader_v), query, state, scale_log2)
-            self.mainloop.consume(piece, attention, problem.caches, shared, problem.tables, problem.status)
+            attention = Attention(mmas, readers, query, inverses, state, scaling)
+            self.mainloop.consume(piece, attention, problem, shared)
             start, length = open_row_or_nothing(spec, problem.tables, problem.k, next_row, batch)
-            share_state(spec, shared.merge, thr_mma, state, heads, self.mainloop.order(piece))
-            self.sync()
-            self.store(problem, shared, workspace, share, piece, scale_log2)
+            share_state(spec, shared.merge, thr_mma, state, inverses, heads, self.mainloop.order(piece))
+            sync_consumers(spec)
+            self.store(problem, shared, workspace, share, piece, scaling)
             issued += piece.stop - piece.first
             row, first = next_row, next_first
         if cutlass.const_expr(spec.split):
             self.finish(problem, shared, workspace, share)
-
-    def sync(self):
-        """Barrier of the consumer warps."""
-        cute.arch.barrier(barrier_id=CONSUMERS, number_of_threads=self.spec.num_warps * 32)
 
     @cute.jit
     def remember(self, shared: Shared, share: Share, length: Int32):
@@ -173,18 +153,18 @@ class DecodeKernel:
                 shared.schedule[3] = first_slice(self.spec, shared.schedule, tiles_of(self.spec, length))
 
     @cute.jit
-    def store(self, problem: Problem, shared: Shared, workspace, share: Share, piece: Piece, scale_log2: Float32):
+    def store(self, problem: Problem, shared: Shared, workspace, share: Share, piece: Piece, scaling: Scaling):
         """A whole row is a result; a part of one goes to the workspace."""
         spec = self.spec
         if piece.first > 0 or piece.stop < piece.tiles:
             if cutlass.const_expr(spec.split):
                 words, tag = open_workspace(spec, workspace), problem.status[1]
                 slot = self.slot_of(shared, share, piece)
-                store_partial(spec, shared.merge, piece, words, slot, tag, scale_log2)
+                store_partial(spec, shared.merge, piece, words, slot, tag, scaling)
                 if cutlass.const_expr(spec.partition == "invariant"):
                     self.combine_alone(problem, words, share, piece, slot)
         else:
-            store_final(spec, shared.merge, piece, problem.out, problem.lse, scale_log2)
+            store_final(spec, shared.merge, piece, problem.out, problem.lse, scaling)
 
     @cute.jit
     def combine_alone(self, problem: Problem, words, share: Share, piece: Piece, slot: Int32):

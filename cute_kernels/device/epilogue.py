@@ -10,8 +10,9 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from ..config import MERGE_PADDING, TILE_M, KernelSpec
-from .attend import WarpState
+from ..config import TILE_M, KernelSpec
+from .attend import WarpState, value_column
+from .kv_scale import Scaling, unit_of
 from .partials import pairs_of, send, word_at
 from .softmax import finite_or_zero, quad_sum, rows_of
 from .work_scheduler import Piece
@@ -24,19 +25,14 @@ def lse_factor(spec: KernelSpec) -> float:
     return 1.0 if spec.lse_base == "2" else LN_2
 
 
-def merge_tensors(spec: KernelSpec, base: cute.Pointer) -> tuple:
-    """Shared memory of the merge, f32: O [row, column, order], then row_max and row_sum [row, order]."""
-    rows, warps, columns = spec.packed_rows, spec.num_warps, spec.padded_head_dim + MERGE_PADDING
-    states = cute.make_layout((rows, warps), stride=(1, rows))
-    acc = cute.make_layout((rows, columns, warps), stride=(columns, 1, rows * columns))
-    row_max = base + rows * columns * warps
-    return cute.make_tensor(base, acc), cute.make_tensor(row_max, states), cute.make_tensor(row_max + rows * warps, states)
-
-
 @cute.jit
-def share_state(spec: cutlass.Constexpr, merge: tuple, thr_mma, state: WarpState, heads: Int32, order: Int32):
-    """A warp writes its state at its place in the merge."""
+def share_state(spec: cutlass.Constexpr, merge: tuple, thr_mma, state: WarpState, inverses, heads: Int32, order: Int32):
+    """A warp writes its state at its place in the merge, without the query's row factors and the unit that it is kept in.
+
+    inverses: of the row factors, or None.
+    """
     acc, row_max, row_sum = merge
+    unit = Float32(1.0) if cutlass.const_expr(state.unit is None) else unit_of(state.unit)
     lane = cute.arch.lane_idx()
     outputs = rows_of(state.acc_o)
     coords = rows_of(thr_mma.partition_C(cute.make_identity_tensor((TILE_M, spec.padded_head_dim))))
@@ -45,14 +41,14 @@ def share_state(spec: cutlass.Constexpr, merge: tuple, thr_mma, state: WarpState
         row = lane // 4 + 8 * r
         if row < heads:
             for c in cutlass.range_constexpr(cute.size(outputs, mode=[1])):
-                acc[row, coords[r, c][1], order] = outputs[r, c]
+                acc[row, value_column(spec, coords[r, c][1]), order] = outputs[r, c] * unit
             if lane % 4 == 0:
-                row_max[row, order] = state.row_max[r]
-                row_sum[row, order] = total
+                row_max[row, order] = state.row_max[r] * (1.0 if cutlass.const_expr(inverses is None) else inverses[r])
+                row_sum[row, order] = total * unit
 
 
 @cute.jit
-def merge_row(spec: cutlass.Constexpr, row_max, row_sum, row: Int32, scale_log2: Float32):
+def merge_row(spec: cutlass.Constexpr, row_max, row_sum, row: Int32, scaling: Scaling):
     """Weights of the warps' states of one row, and its lse in base 2 (-inf when empty)."""
     weights = cute.make_rmem_tensor(spec.num_warps, Float32)
     peak = -Float32.inf
@@ -61,10 +57,12 @@ def merge_row(spec: cutlass.Constexpr, row_max, row_sum, row: Int32, scale_log2:
     shift = finite_or_zero(peak)
     total = Float32(0.0)
     for w in cutlass.range_constexpr(spec.num_warps):
-        weights[w] = cute.math.exp2((row_max[row, w] - shift) * scale_log2, fastmath=True)
+        weights[w] = cute.math.exp2((row_max[row, w] - shift) * scaling.log2, fastmath=True)
         total += weights[w] * row_sum[row, w]
-    lse = cute.math.log2(total) + shift * scale_log2  # log2(0) = -inf
-    inverse = Float32(0.0) if total == 0.0 else 1.0 / total  # 0: an empty state; NaN is not one
+    lse = cute.math.log2(total) + (shift * scaling.log2 - spec.weight_bits)
+    inverse = scaling.value / total
+    if total == 0.0:  # an empty state, whatever its scales; NaN is not one
+        lse, inverse = -Float32.inf, Float32(0.0)
     for w in cutlass.range_constexpr(spec.num_warps):
         weights[w] = weights[w] * inverse
     return weights, lse
@@ -80,7 +78,7 @@ def merged(spec: cutlass.Constexpr, acc, weights, row: Int32, column: Int32) -> 
 
 
 @cute.jit
-def store_final(spec: cutlass.Constexpr, merge: tuple, piece: Piece, out, lse, scale_log2: Float32):
+def store_final(spec: cutlass.Constexpr, merge: tuple, piece: Piece, out, lse, scaling: Scaling):
     """A whole row: the merged state is the result, in out [batch, num_heads, head_dim] and lse [batch, num_heads]."""
     acc, row_max, row_sum = merge
     target = cute.domain_offset((piece.head, 0), out[piece.row, None, None])
@@ -90,7 +88,7 @@ def store_final(spec: cutlass.Constexpr, merge: tuple, piece: Piece, out, lse, s
     targets = cute.zipped_divide(target, (1, width))
     for i in cutlass.range(cute.arch.thread_idx()[0], piece.heads * per_row, spec.num_warps * 32, unroll=1):
         row, column = i // per_row, i % per_row
-        weights, row_lse = merge_row(spec, row_max, row_sum, row, scale_log2)
+        weights, row_lse = merge_row(spec, row_max, row_sum, row, scaling)
         for c in cutlass.range_constexpr(width):
             values[c] = merged(spec, acc, weights, row, column * width + c).to(out.element_type)
         cute.autovec_copy(values, targets[(0, None), (row, column)])
@@ -99,7 +97,7 @@ def store_final(spec: cutlass.Constexpr, merge: tuple, piece: Piece, out, lse, s
 
 
 @cute.jit
-def store_partial(spec: cutlass.Constexpr, merge: tuple, piece: Piece, words, slot: Int32, tag: Int32, scale_log2: Float32):
+def store_partial(spec: cutlass.Constexpr, merge: tuple, piece: Piece, words, slot: Int32, tag: Int32, scaling: Scaling):
     """A part of a row: the merged state goes to its slot of the workspace."""
     acc, row_max, row_sum = merge
     per_row, threads = cutlass.const_expr(spec.padded_head_dim // 2), cutlass.const_expr(spec.num_warps * 32)
@@ -109,7 +107,7 @@ def store_partial(spec: cutlass.Constexpr, merge: tuple, piece: Piece, words, sl
         for j in cutlass.range_constexpr(together):  # all reads before the first store: their latencies overlap
             i = cutlass.min(begin + j * threads, work - 1)
             row, pair = i // per_row, i % per_row
-            weights, values[2, j] = merge_row(spec, row_max, row_sum, row, scale_log2)
+            weights, values[2, j] = merge_row(spec, row_max, row_sum, row, scaling)
             for c in cutlass.range_constexpr(2):
                 values[c, j] = merged(spec, acc, weights, row, 2 * pair + c)
         for j in cutlass.range_constexpr(together):

@@ -10,6 +10,9 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int8, Int32, Uint8, Uint16
 
+from .registers import as_bits, as_float
+from .tracing import stored_element
+
 LARGEST = {"int8": 127.0, "e4m3": 448.0, "e5m2": 57344.0}
 MANTISSA = {"e4m3": 3, "e5m2": 2}  # bits
 LEAST_EXPONENT = {"e4m3": -6, "e5m2": -14}  # of a normal value
@@ -20,24 +23,9 @@ LEAST_DIVISOR, LARGEST_DIVISOR = 2.0**-60, 2.0**122  # of `quotient`
 BEYOND = 2.0**20  # a quotient that saturates every type
 
 
-def stored_element(stored_type: str) -> type:
-    """The element type of an 8-bit cache as a kernel takes it."""
-    return Int8 if stored_type == "int8" else Uint8
-
-
 def bits_of(value: float) -> int:
     """The bits of an f32."""
     return struct.unpack("<i", struct.pack("<f", value))[0]
-
-
-def as_float(bits: Int32) -> Float32:
-    """The f32 with these bits."""
-    return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[bits])
-
-
-def as_bits(value: Float32) -> Int32:
-    """The bits of an f32."""
-    return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[value])
 
 
 def fma(first: Float32, second: Float32, third: Float32) -> Float32:

@@ -1,17 +1,19 @@
 """SM80 mainloop: each warp fills a cp.async ring of its own, token by token, and attends to it; no block-wide barrier.
 
-It takes any page size and any alignment of 2 bytes or more, so it also serves pages under 8 tokens on SM90. Rows past
+It takes any page size and any alignment of an element or more, so it also serves pages under 8 tokens on SM90. Rows past
 the end and columns past head_dim are filled with zeros by cp.async's source size.
 """
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Int16, Int32, Int64
+from cutlass import Boolean, Int8, Int16, Int32, Int64
 
-from ..config import ELEMENT_BYTES, KernelSpec
+from ..config import UNIT_BYTES, KernelSpec, RingShape
 from . import tile
-from .attend import attend_tile
+from .attend import Attention, attend_tile
+from .kv_scale import fetch_scales
 from .kv_source import find_holes, find_page, inspect_row
+from .problem import Problem
 from .shared import Shared, read_holes
 from .work_scheduler import Piece
 
@@ -23,7 +25,6 @@ class CpAsyncMainloop:
         self.spec = spec
         self.producer_warps = 0
         self.depth = spec.num_stages // spec.num_warps
-        self.vector = spec.vector_bytes // ELEMENT_BYTES
 
     def operands(self, k: cute.Tensor, v: cute.Tensor) -> tuple:
         """(K, V) caches [pages, heads, slots, head_dim] in any strides."""
@@ -37,17 +38,16 @@ class CpAsyncMainloop:
         """A ring per warp needs neither barriers nor tensor maps."""
 
     @cute.jit
-    def consume(self, piece: Piece, kernel_state: tuple, operands, shared: Shared, tables: tuple, status: tuple):
+    def consume(self, piece: Piece, attention: Attention, problem: Problem, shared: Shared):
         """Warp w takes tiles w, w + num_warps, ... of the piece, `depth` - 1 of them in flight."""
-        spec, depth = self.spec, self.depth
-        tiled_mma, readers, query, state, scale_log2 = kernel_state
+        spec, depth, tables = self.spec, self.depth, problem.tables
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         begin = piece.first + warp
-        num_pages = Int32(operands[0].shape[0])
+        num_pages = Int32(problem.k.shape[0])
         pages = self.lookup(tables, piece, begin, num_pages)
         for ahead in cutlass.range_constexpr(depth - 1):
             upcoming = self.lookup(tables, piece, begin + (ahead + 1) * spec.num_warps, num_pages)
-            self.fetch(operands, shared, piece, begin + ahead * spec.num_warps, warp * depth + ahead, pages, status)
+            self.fetch(problem, shared, piece, begin + ahead * spec.num_warps, warp * depth + ahead, pages)
             pages = upcoming
         turns = (piece.stop - begin + spec.num_warps - 1) // spec.num_warps
         for i in cutlass.range(turns, unroll=1):
@@ -56,15 +56,15 @@ class CpAsyncMainloop:
             cute.arch.sync_warp()
             later = token_tile + (depth - 1) * spec.num_warps
             upcoming = self.lookup(tables, piece, later + spec.num_warps, num_pages)
-            self.fetch(operands, shared, piece, later, warp * depth + (i + depth - 1) % depth, pages, status)
+            self.fetch(problem, shared, piece, later, warp * depth + (i + depth - 1) % depth, pages)
             pages = upcoming
             stage, valid = warp * depth + i % depth, piece.length - token_tile * spec.tile_n
             holes = read_holes(spec, shared, stage)
-            attend_tile(spec, tiled_mma, readers, shared.rings[1], query, state, stage, valid, holes, scale_log2)
+            attend_tile(spec, attention, shared, stage, valid, holes)
             cute.arch.sync_warp()
         cute.arch.cp_async_wait_group(0)
         if piece.first == 0 and cute.arch.thread_idx()[0] == 0:
-            inspect_row(spec, tables, piece.row, status)
+            inspect_row(spec, tables, piece.row, problem.status)
 
     @cute.jit
     def lookup(self, tables: tuple, piece: Piece, token_tile: Int32, num_pages: Int32) -> Int32:
@@ -73,41 +73,45 @@ class CpAsyncMainloop:
         return find_page(self.spec, tables, piece.start, piece.length, token, num_pages)
 
     @cute.jit
-    def fetch(self, operands, shared: Shared, piece: Piece, token_tile: Int32, stage: Int32, pages: Int32, status: tuple):
+    def fetch(self, problem: Problem, shared: Shared, piece: Piece, token_tile: Int32, stage: Int32, pages: Int32):
         """Starts the loads of one tile and commits them as a group; the group is empty past the piece's end."""
-        spec = self.spec
-        per_token = cutlass.const_expr(spec.padded_head_dim // self.vector)
+        spec, num_pages = self.spec, Int32(problem.k.shape[0])
         if token_tile < piece.stop:
+            position = token_tile * spec.tile_n + cute.arch.lane_idx()
             if cutlass.const_expr(spec.source == "paged"):
-                mine, num_pages = token_tile * spec.tile_n + cute.arch.lane_idx(), Int32(operands[0].shape[0])
-                holes = find_holes(mine, piece.length, pages, num_pages, piece.row, status)
+                holes = find_holes(position, piece.length, pages, num_pages, piece.row, problem.status)
                 if cute.arch.lane_idx() == 0:
                     shared.holes[stage] = holes
-            for i in cutlass.range(-(-spec.tile_n * per_token // 32), unroll=4):
-                index = i * 32 + cute.arch.lane_idx()
-                token, column = index // per_token, index % per_token * self.vector
-                page = cute.arch.shuffle_sync(pages, token)
-                if token < spec.tile_n:
-                    position = token_tile * spec.tile_n + token
-                    inside = position < piece.length and column < spec.head_dim
-                    inside = inside and page >= 0 and page < Int32(operands[0].shape[0])
-                    slot = position % spec.page_size if cutlass.const_expr(spec.page_size) else position
-                    offset = self.swizzled(stage, token, column)
-                    for cache, ring in zip(operands, shared.rings, strict=True):
-                        self.fetch_vector(cache, ring, (page, piece.kv_head, slot, column), offset, inside)
+            inside = position < piece.length and pages >= 0 and pages < num_pages
+            for scales, ring in zip(problem.scales, shared.scales, strict=True):
+                fetch_scales(spec, ring, scales, pages, position, piece.kv_head, cute.arch.lane_idx(), stage, inside)
+            both = tuple(zip(problem.caches, shared.rings, spec.rings, strict=True))
+            for caches in (both,) if spec.k_bytes == spec.v_bytes else ((one,) for one in both):
+                self.fetch_tokens(caches, num_pages, piece, token_tile, stage, pages)
         cute.arch.cp_async_commit_group()
 
-    def swizzled(self, stage: Int32, token: Int32, column: Int32) -> Int32:
-        """Byte offset of an element in the ring: tile.ring_layout with tile.swizzle applied."""
-        block = self.spec.column_block
-        row_bytes, bits = block * ELEMENT_BYTES, tile.SWIZZLE_BITS[block]
-        offset = (column // block * self.spec.tile_n + token) * row_bytes + column % block * ELEMENT_BYTES
-        offset = offset ^ ((offset >> 3) & ((2**bits - 1) << 4))
-        return stage * (self.spec.tile_n * self.spec.padded_head_dim * ELEMENT_BYTES) + offset
+    @cute.jit
+    def fetch_tokens(self, caches: tuple, num_pages: Int32, piece: Piece, token_tile: Int32, stage: Int32, pages: Int32):
+        """Starts the loads of the tokens of one tile. caches: (cache, ring, RingShape) of those that have elements of one size."""
+        spec, element_bytes = self.spec, cutlass.const_expr(caches[0][0].element_type.width // 8)
+        vector = cutlass.const_expr(spec.vector_bytes // element_bytes)
+        per_token = cutlass.const_expr(spec.padded_head_dim // vector)
+        for i in cutlass.range(-(-spec.tile_n * per_token // 32), unroll=4):
+            index = i * 32 + cute.arch.lane_idx()
+            token, column = index // per_token, index % per_token * vector
+            page = cute.arch.shuffle_sync(pages, token)
+            if token < spec.tile_n:
+                position = token_tile * spec.tile_n + token
+                inside = position < piece.length and column < spec.head_dim
+                inside = inside and page >= 0 and page < num_pages
+                slot = position % spec.page_size if cutlass.const_expr(spec.page_size) else position
+                for cache, ring, shape in caches:
+                    offset = swizzled(shape, stage, token, column * element_bytes)
+                    self.fetch_vector(cache, ring, (page, piece.kv_head, slot, column), offset, inside)
 
     @cute.jit
     def fetch_vector(self, cache: cute.Tensor, ring: cute.Tensor, coord: tuple, offset: Int32, inside: Boolean):
-        """One vector of a token: cp.async of 16, 8 or 4 bytes with zero fill, or a plain 2-byte load and store."""
+        """One vector of a token: cp.async of 16, 8 or 4 bytes with zero fill, or a plain load and store of 2 or 1."""
         size = cutlass.const_expr(self.spec.vector_bytes)
         target = ring.iterator.toint() + offset
         source = cache.iterator.toint()
@@ -120,7 +124,15 @@ class CpAsyncMainloop:
                 read_only_args=[Int32(target), Int64(source), Int32(size) if inside else Int32(0)],
             )
         else:
-            value = Int16(0)
+            element = cutlass.const_expr(Int16 if size == 2 else Int8)
+            value = element(0)
             if inside:
-                value = cute.make_tensor(cute.make_ptr(Int16, source, cute.AddressSpace.gmem), 1)[0]
-            cute.arch.inline_ptx("st.shared.u16 [{$r0}], {$r1};", read_only_args=[Int32(target), value])
+                value = cute.make_tensor(cute.make_ptr(element, source, cute.AddressSpace.gmem), 1)[0]
+            cute.arch.inline_ptx(f"st.shared.u{8 * size} [{{$r0}}], {{$r1}};", read_only_args=[Int32(target), Int16(value)])
+
+
+def swizzled(shape: RingShape, stage: Int32, token: Int32, column: Int32) -> Int32:
+    """Byte offset in the ring of a token's byte `column`: tile.ring_layout with tile.swizzle applied."""
+    row_bytes, bits = shape.column_block * UNIT_BYTES, tile.SWIZZLE_BITS[shape.column_block]
+    offset = (column // row_bytes * shape.tile_n + token) * row_bytes + column % row_bytes
+    return stage * shape.tile_bytes + (offset ^ ((offset >> 3) & ((2**bits - 1) << 4)))

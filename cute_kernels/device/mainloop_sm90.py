@@ -1,4 +1,6 @@
-"""SM90 mainloop: one producer warp issues a TMA box per page into a ring of mbarriers; consumer warps take tiles in turn.
+"""SM90 mainloop: a producer warp issues a TMA box per page into a ring of mbarriers; consumer warps take tiles in turn.
+
+Scales of tokens have a producer warp of their own: beside the boxes they took a warp longer than a tile takes to come.
 
 Tile i lies in stage i % num_stages and belongs to warp i % num_warps. num_stages is a multiple of num_warps, so a stage always
 has the same reader: with several, a fast one passes a parity that an older phase satisfied and reads garbage.
@@ -9,10 +11,12 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64
 from cutlass.cute.nvgpu import cpasync
 
-from ..config import ELEMENT_BYTES, TILE_M, KernelSpec
+from ..config import TILE_M, UNIT_BYTES, KernelSpec, RingShape
 from . import tile
-from .attend import attend_tile
+from .attend import Attention, attend_tile
+from .kv_scale import fetch_scales
 from .kv_source import find_holes, find_page, inspect_row, open_row_or_nothing
+from .problem import Problem
 from .shared import Shared, read_holes
 from .work_scheduler import Piece, Share, after, make_piece, unfinished
 
@@ -20,35 +24,46 @@ EVICT_FIRST = 0x12F0000000000000  # L2 policy: KV is read once
 EVICT_NORMAL = 0x1000000000000000
 
 
+def in_units(cache: cute.Tensor) -> cute.Tensor:
+    """A cache [pages, heads, slots, head_dim] in elements of 16 bits: pairs of neighbouring columns where it has 8."""
+    if cache.element_type.width == 8 * UNIT_BYTES:
+        return cache
+    return cute.recast_tensor(cache, cutlass.Float16)
+
+
+def arrive_after_copies(barrier: cute.Pointer):
+    """Each lane arrives once its own cp.async so far have landed."""
+    cute.arch.inline_ptx("cp.async.mbarrier.arrive.noinc.shared.b64 [{$r0}];", read_only_args=[Int32(barrier.toint())])
+
+
 class TmaMainloop:
     """Host part: tensor maps. Device part: producer and consumers of one CTA's range of tiles."""
 
     def __init__(self, spec: KernelSpec):
         self.spec = spec
-        self.producer_warps = 1
+        self.producer_warps = 2 if spec.token_scales else 1
         self.boxes = spec.tile_n // spec.box_rows
-        self.stage_bytes = 2 * spec.tile_n * spec.padded_head_dim * ELEMENT_BYTES
+        self.arrivals = 1 + (32 + 1 if spec.token_scales else 0)  # at a full barrier: for K and V, each lane's scales, and once more
 
     def operands(self, k: cute.Tensor, v: cute.Tensor) -> tuple:
         """(K atom, K coordinates, V atom, V coordinates) of caches [pages, heads, slots, head_dim] in any strides."""
-        return (*self._tensor_map(k), *self._tensor_map(v))
+        return (*self._tensor_map(k, self.spec.rings[0]), *self._tensor_map(v, self.spec.rings[1]))
 
-    def _tensor_map(self, cache: cute.Tensor) -> tuple:
-        spec, columns = self.spec, tile.columns(self.spec)
+    def _tensor_map(self, cache: cute.Tensor, shape: RingShape) -> tuple:
+        columns, units = tile.columns(shape), in_units(cache)
         layout = cute.make_layout(
-            (cache.shape[2], columns, cache.shape[1], cache.shape[0]),
-            stride=(cache.stride[2], (1, columns[0]), cache.stride[1], cache.stride[0]),
+            (units.shape[2], columns, units.shape[1], units.shape[0]),
+            stride=(units.stride[2], (1, columns[0]), units.stride[1], units.stride[0]),
         )
-        view = cute.make_tensor(cache.iterator, layout)
-        slab = cute.make_composed_layout(tile.swizzle(spec), 0, tile.slab_layout(spec))
+        view = cute.make_tensor(units.iterator, layout)
+        slab = cute.make_composed_layout(tile.swizzle(shape), 0, tile.slab_layout(shape))
         load = cpasync.CopyBulkTensorTileG2SOp()
-        return tuple(cpasync.make_tiled_tma_atom(load, view, slab, (spec.box_rows, columns)))[:2]
+        return tuple(cpasync.make_tiled_tma_atom(load, view, slab, (shape.box_rows, columns)))[:2]
 
-    def _partition(self, atom, coords: cute.Tensor, ring: cute.Tensor) -> tuple:
+    def _partition(self, atom, coords: cute.Tensor, ring: cute.Tensor, shape: RingShape) -> tuple:
         """Boxes in shared memory [box, slab, stage] and global memory [box, slot block, head, page]."""
-        spec = self.spec
-        slabs = cute.make_tensor(ring.iterator, tile.slab_ring_layout(spec))
-        boxes = cute.zipped_divide(coords, (spec.box_rows, tile.columns(spec)))
+        slabs = cute.make_tensor(ring.iterator, tile.slab_ring_layout(shape))
+        boxes = cute.zipped_divide(coords, (shape.box_rows, tile.columns(shape)))
         return cpasync.tma_partition(atom, 0, cute.make_layout(1), cute.group_modes(slabs, 0, 2), boxes)
 
     def order(self, piece: Piece) -> Int32:
@@ -62,30 +77,31 @@ class TmaMainloop:
         if cute.arch.thread_idx()[0] == 0:
             for atom in (operands[0], operands[2]):
                 cpasync.prefetch_descriptor(atom)
-            for stage in cutlass.range_constexpr(2 * self.spec.num_stages):
-                cute.arch.mbarrier_init(barriers + stage, 1)
+            for stage in cutlass.range_constexpr(self.spec.num_stages):
+                cute.arch.mbarrier_init(barriers + stage, self.arrivals)
+                cute.arch.mbarrier_init(barriers + self.spec.num_stages + stage, 1)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
 
     @cute.jit
-    def produce(self, operands, shared: Shared, tables: tuple, k: cute.Tensor, batch: Int32, share: Share, status: tuple):
-        """The producer warp: every tile of the share, in order. The next piece's first pages are looked up a piece ahead."""
-        spec = self.spec
-        atom_k, coords_k, atom_v, coords_v = operands
-        boxes_k, boxes_v = self._partition(atom_k, coords_k, shared.rings[0]), self._partition(atom_v, coords_v, shared.rings[1])
-        copies, num_pages = (atom_k, *boxes_k, atom_v, *boxes_v), Int32(k.shape[0])
+    def produce(self, problem: Problem, shared: Shared, share: Share, scales: cutlass.Constexpr):
+        """A producer warp: every tile of the share, in order. The next piece's first pages are looked up a piece ahead.
+
+        scales: whether it brings the tokens' scales; K and V otherwise.
+        """
+        spec, tables, k, batch = self.spec, problem.tables, problem.k, Int32(problem.q.shape[0])
         row, tile, issued = share.row, share.tile, Int32(0)
         start, length = open_row_or_nothing(spec, tables, k, row, batch)
-        pages = self.lookup(tables, start, length, tile, num_pages)
+        pages = self.lookup(tables, start, length, tile, Int32(k.shape[0]))
         while unfinished(share, row, tile):
             piece = make_piece(spec, share, row, start, length, tile, issued)
             next_row, next_tile = after(spec, piece)
             next_start, next_length = open_row_or_nothing(spec, tables, k, next_row, batch)
-            next_pages = self.lookup(tables, next_start, next_length, next_tile, num_pages)
-            self.issue(copies, shared, tables, piece, num_pages, pages, status)
-            if piece.first == 0:
+            next_pages = self.lookup(tables, next_start, next_length, next_tile, Int32(k.shape[0]))
+            self.issue(problem, shared, piece, pages, scales)
+            if piece.first == 0 and not scales:
                 with cute.arch.elect_one():
-                    inspect_row(spec, tables, row, status)
+                    inspect_row(spec, tables, row, problem.status)
             issued += piece.stop - piece.first
             row, tile, start, length, pages = next_row, next_tile, next_start, next_length, next_pages
 
@@ -99,11 +115,9 @@ class TmaMainloop:
         return tile * self.spec.tile_n + cute.arch.lane_idx() * self.spec.box_rows
 
     @cute.jit
-    def issue(self, copies, shared: Shared, tables: tuple, piece: Piece, num_pages: Int32, pages: Int32, status: tuple):
-        """The tiles of one piece, box by box."""
-        spec, barriers = self.spec, shared.barriers
-        atom_k, smem_k, gmem_k, atom_v, smem_v, gmem_v = copies
-        policy = Int64(EVICT_FIRST if cutlass.const_expr(spec.group_size <= TILE_M) else EVICT_NORMAL)
+    def issue(self, problem: Problem, shared: Shared, piece: Piece, pages: Int32, scales: cutlass.Constexpr):
+        """The tiles of one piece, each once its stage is free. Lane l of `pages` has the page of box l from the first tile on."""
+        spec, tables, num_pages = self.spec, problem.tables, Int32(problem.k.shape[0])
         tiles_ahead = cutlass.const_expr(32 // self.boxes)
         upcoming, holes = pages, Int32(0)
         for i in cutlass.range(piece.stop - piece.first, unroll=1):
@@ -111,34 +125,62 @@ class TmaMainloop:
             if ahead == 0:
                 pages, tile = upcoming, piece.first + i
                 upcoming = self.lookup(tables, piece.start, piece.length, tile + tiles_ahead, num_pages)
-                if cutlass.const_expr(spec.source == "paged"):
-                    holes = find_holes(self.token_of_lane(tile), piece.length, pages, num_pages, piece.row, status)
+                if cutlass.const_expr(spec.source == "paged" and not scales):
+                    holes = find_holes(self.token_of_lane(tile), piece.length, pages, num_pages, piece.row, problem.status)
             stage, turn = (piece.issued + i) % spec.num_stages, (piece.issued + i) // spec.num_stages
-            full, empty = barriers + stage, barriers + spec.num_stages + stage
-            cute.arch.mbarrier_wait(empty, (turn + 1) % 2)
-            with cute.arch.elect_one():
-                shared.holes[stage] = (holes >> (ahead * self.boxes)) & (2**self.boxes - 1)
-                cute.arch.mbarrier_arrive_and_expect_tx(full, self.stage_bytes)
-            for box in cutlass.range_constexpr(self.boxes):
-                page = cute.arch.shuffle_sync(pages, ahead * self.boxes + box)
-                slot = (piece.first + i) * self.boxes + box
-                if cutlass.const_expr(spec.page_size):
-                    slot = slot % (spec.page_size // spec.box_rows)
-                box_of = (slot, 0, piece.kv_head, page)
-                cute.copy(atom_k, gmem_k[None, box_of], smem_k[None, box, stage], tma_bar_ptr=full, cache_policy=policy)
-                cute.copy(atom_v, gmem_v[None, box_of], smem_v[None, box, stage], tma_bar_ptr=full, cache_policy=policy)
+            cute.arch.mbarrier_wait(shared.barriers + spec.num_stages + stage, (turn + 1) % 2)
+            if cutlass.const_expr(scales):
+                self.issue_scales(problem, shared, piece, i, pages, ahead * self.boxes, stage)
+            else:
+                self.issue_boxes(problem, shared, piece, i, pages, ahead * self.boxes, holes, stage)
 
     @cute.jit
-    def consume(self, piece: Piece, kernel_state: tuple, operands, shared: Shared, tables: tuple, status: tuple):
+    def issue_boxes(
+        self, problem: Problem, shared: Shared, piece: Piece, i: Int32, pages: Int32, lane: Int32, holes: Int32, stage: Int32
+    ):
+        """K and V of the piece's tile i, box by box. Its pages, and its holes, are in the lanes from `lane` on."""
+        spec, full = self.spec, shared.barriers + stage
+        atom_k, coords_k, atom_v, coords_v = problem.caches
+        smem_k, gmem_k = self._partition(atom_k, coords_k, shared.rings[0], spec.rings[0])
+        smem_v, gmem_v = self._partition(atom_v, coords_v, shared.rings[1], spec.rings[1])
+        policy = Int64(EVICT_FIRST if cutlass.const_expr(spec.group_size <= TILE_M) else EVICT_NORMAL)
+        with cute.arch.elect_one():
+            shared.holes[stage] = (holes >> lane) & (2**self.boxes - 1)
+            cute.arch.mbarrier_arrive_and_expect_tx(full, spec.tile_bytes)
+        for box in cutlass.range_constexpr(self.boxes):
+            page = cute.arch.shuffle_sync(pages, lane + box)
+            slot = (piece.first + i) * self.boxes + box
+            if cutlass.const_expr(spec.page_size):
+                slot = slot % (spec.page_size // spec.box_rows)
+            box_of = (slot, 0, piece.kv_head, page)
+            cute.copy(atom_k, gmem_k[None, box_of], smem_k[None, box, stage], tma_bar_ptr=full, cache_policy=policy)
+            cute.copy(atom_v, gmem_v[None, box_of], smem_v[None, box, stage], tma_bar_ptr=full, cache_policy=policy)
+
+    @cute.jit
+    def issue_scales(self, problem: Problem, shared: Shared, piece: Piece, i: Int32, pages: Int32, lane: Int32, stage: Int32):
+        """The scales of the piece's tile i, a token a lane."""
+        spec, num_pages, full = self.spec, Int32(problem.k.shape[0]), shared.barriers + stage
+        for group in cutlass.range_constexpr(-(-spec.tile_n // 32)):
+            token = group * 32 + cute.arch.lane_idx()
+            page = cute.arch.shuffle_sync(pages, lane + cutlass.min(token // spec.box_rows, self.boxes - 1))
+            position = (piece.first + i) * spec.tile_n + token
+            inside = position < piece.length and page >= 0 and page < num_pages
+            for scales, ring in zip(problem.scales, shared.scales, strict=True):
+                fetch_scales(spec, ring, scales, page, position, piece.kv_head, token, stage, inside)
+        arrive_after_copies(full)
+        with cute.arch.elect_one():  # for what fetch_scales stores itself
+            cute.arch.mbarrier_arrive(full)
+
+    @cute.jit
+    def consume(self, piece: Piece, attention: Attention, problem: Problem, shared: Shared):
         """This warp's tiles of one piece: those whose place in the CTA's stream is its own modulo num_warps."""
         spec, barriers = self.spec, shared.barriers
-        tiled_mma, readers, query, state, scale_log2 = kernel_state
         for i in cutlass.range(self.order(piece), piece.stop - piece.first, spec.num_warps, unroll=1):
             stage, wrap = (piece.issued + i) % spec.num_stages, (piece.issued + i) // spec.num_stages
             cute.arch.mbarrier_wait(barriers + stage, wrap % 2)
             valid = piece.length - (piece.first + i) * spec.tile_n
             holes = read_holes(spec, shared, stage)
-            attend_tile(spec, tiled_mma, readers, shared.rings[1], query, state, stage, valid, holes, scale_log2)
+            attend_tile(spec, attention, shared, stage, valid, holes)
             if valid < spec.tile_n:
                 cute.arch.fence_proxy("async.shared", space="cta")  # zeroed V rows, before TMA writes the stage again
             cute.arch.sync_warp()

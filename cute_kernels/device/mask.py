@@ -7,7 +7,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-VECTOR = 8  # 16-bit elements of one 16-byte store
+VECTOR = 8  # units of one 16-byte store
 
 
 @cute.jit
@@ -28,9 +28,9 @@ def mask_holes(acc_s: cute.Tensor, coords: cute.Tensor, holes: Int32, tokens: cu
 
 @cute.jit
 def zero_rows(spec: cutlass.Constexpr, tile: cute.Tensor, valid: Int32, lane: Int32):
-    """One warp zeroes rows valid.. of a tile [tile_n tokens, padded head_dim]: 0 * NaN must not reach the output."""
+    """One warp zeroes rows valid.. of a tile of V [tile_n tokens, units]: 0 * NaN must not reach the output."""
     vectors = cute.zipped_divide(tile, (1, VECTOR))
-    per_row = cutlass.const_expr(spec.padded_head_dim // VECTOR)
+    per_row = cutlass.const_expr(spec.rings[1].units // VECTOR)
     zero = cute.make_rmem_tensor(VECTOR, tile.element_type)
     zero.fill(0)
     for i in cutlass.range(valid * per_row + lane, spec.tile_n * per_row, cute.arch.WARP_SIZE):

@@ -8,11 +8,13 @@ in use.
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Int32, Int64
+from cutlass import Boolean, Float32, Int32, Int64
 
 from ..config import MMA_K, KernelSpec
+from .query_range import FRAGMENT, load_step, rescaled, row_factors
+from .tracing import ELEMENT_TYPES
 
-FRAGMENT = 8  # elements of one lane's A fragment of a k16 step
+CONSUMERS = 1  # named barrier of the consumer warps; 0 is the CTA's
 
 
 def query_layout(spec: KernelSpec) -> cute.Layout:
@@ -24,6 +26,18 @@ def fragments(tensor: cute.Tensor) -> cute.Tensor:
     """Registers [element, step] as A fragments ((2, 2, 2), 1, step)."""
     steps = cute.size(tensor) // FRAGMENT
     return cute.make_tensor(tensor.iterator, cute.make_layout(((2, 2, 2), 1, steps), stride=((1, 2, 4), 0, FRAGMENT)))
+
+
+def column_of(spec: KernelSpec, lane: Int32, e: int) -> Int32:
+    """The column of a k16 step that is element e of a lane's A fragment: as the codec leaves the columns of K (kv_codec.py)."""
+    if spec.k_bytes == 1:
+        return lane % 4 * 4 + 2 * (e // 4) + e % 2
+    return lane % 4 * 2 + 8 * (e // 4) + e % 2
+
+
+def sync_consumers(spec: KernelSpec):
+    """Barrier of the consumer warps."""
+    cute.arch.barrier(barrier_id=CONSUMERS, number_of_threads=spec.num_warps * 32)
 
 
 @cute.jit
@@ -39,7 +53,7 @@ def fetch_query(spec: cutlass.Constexpr, q: cute.Tensor, row: Int32, head: Int32
     for step in cutlass.range(cute.arch.warp_idx(), spec.padded_head_dim // MMA_K, spec.num_warps, unroll=1):
         for e in cutlass.range_constexpr(0, FRAGMENT, pair):
             query_row = lane // 4 + 8 * (e // 2 % 2)
-            column = step * MMA_K + lane % 4 * 2 + 8 * (e // 4) + e % 2
+            column = step * MMA_K + column_of(spec, lane, e)
             inside = query_row < heads and column < spec.head_dim
             offset = Int64(0)
             if inside:
@@ -66,24 +80,42 @@ def in_registers(spec: KernelSpec) -> bool:
     return spec.padded_head_dim <= (192 if spec.packed_rows > 1 else 96)
 
 
-def hold_query(spec: KernelSpec, shared: cute.Tensor):
+def hold_query(spec: KernelSpec):
     """Registers for the whole query [element, k16 step]; None where it is read from shared memory step by step."""
-    return cute.make_rmem_tensor((FRAGMENT, spec.padded_head_dim // MMA_K), shared.element_type) if in_registers(spec) else None
+    shape = (FRAGMENT, spec.padded_head_dim // MMA_K)
+    return cute.make_rmem_tensor(shape, ELEMENT_TYPES[spec.k_math]) if in_registers(spec) else None
 
 
-def refresh_query(spec: KernelSpec, shared: cute.Tensor, held):
-    """The query of a new piece, as query_step takes it: read into the registers, or the buffer itself."""
+def refresh_query(spec: KernelSpec, shared: cute.Tensor, held, sign: Float32) -> tuple:
+    """The query of a new piece as query_step takes it: read into the registers, or in its buffer; and row_factors' inverses.
+
+    The inverses are None where nothing is rescaled. sign: of K's scale.
+    """
+    inverses = None
+    if spec.rescales_query:
+        shared, inverses = rescale_query(spec, shared, sign)
     if held is None:
-        return shared
+        return shared, inverses
     for step in range(spec.padded_head_dim // MMA_K):
         cute.autovec_copy(shared[None, cute.arch.lane_idx(), step], held[None, step])
-    return held
+    return held, inverses
+
+
+@cute.jit
+def rescale_query(spec: cutlass.Constexpr, shared: cute.Tensor, sign: Float32) -> tuple:
+    """(the query rescaled in shared memory, row_factors' inverses): each step by one warp, once all have read it."""
+    factors, inverses = row_factors(spec, shared)
+    target = cute.recast_tensor(shared, ELEMENT_TYPES[spec.k_math])
+    sync_consumers(spec)
+    for step in cutlass.range(cute.arch.warp_idx(), spec.padded_head_dim // MMA_K, spec.num_warps, unroll=1):
+        fragment = rescaled(load_step(shared, step), factors, sign, target.element_type)
+        cute.autovec_copy(fragment, target[None, cute.arch.lane_idx(), step])
+    sync_consumers(spec)
+    return target, inverses
 
 
 def query_step(spec: KernelSpec, query: cute.Tensor, step: int) -> cute.Tensor:
     """The A fragment of one k16 step."""
     if in_registers(spec):
         return fragments(query)[None, None, step]
-    fragment = cute.make_rmem_tensor(FRAGMENT, query.element_type)
-    cute.autovec_copy(query[None, cute.arch.lane_idx(), step], fragment)
-    return fragments(fragment)[None, None, 0]
+    return fragments(load_step(query, step))[None, None, 0]

@@ -6,21 +6,23 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
-from ..config import KernelSpec
+from ..config import MERGE_PADDING, KernelSpec
 from . import tile
-from .epilogue import merge_tensors
+from .kv_scale import ScaleRing, make_scale_rings
 from .pack_gqa import query_layout
+from .tracing import ELEMENT_TYPES
 
 
 @dataclass(frozen=True)
 class Shared:
-    """The K and V rings, swizzled; two queries; the merge buffer; the mbarriers; the holes of each stage's tile (mask.py).
+    """The K and V rings, swizzled, and their tokens' scales; two queries; the merge buffer; the mbarriers; holes (mask.py).
 
     schedule: what only the end of a share needs, (prefix, cost, slices) of it and the slice that opened its first row: kept
     out of registers.
     """
 
     rings: tuple
+    scales: tuple[ScaleRing | None, ScaleRing | None]
     query: cute.Tensor
     merge: tuple
     barriers: cute.Pointer
@@ -28,16 +30,27 @@ class Shared:
     schedule: cute.Tensor
 
 
-def allocate(spec: KernelSpec, element_type: type) -> Shared:
+def merge_tensors(spec: KernelSpec, base: cute.Pointer) -> tuple:
+    """Shared memory of the merge, f32: O [row, column, order], then row_max and row_sum [row, order]."""
+    rows, warps, columns = spec.packed_rows, spec.num_warps, spec.padded_head_dim + MERGE_PADDING
+    states = cute.make_layout((rows, warps), stride=(1, rows))
+    acc = cute.make_layout((rows, columns, warps), stride=(columns, 1, rows * columns))
+    row_max = base + rows * columns * warps
+    return cute.make_tensor(base, acc), cute.make_tensor(row_max, states), cute.make_tensor(row_max + rows * warps, states)
+
+
+def allocate(spec: KernelSpec) -> Shared:
     """Lays out the CTA's shared memory."""
     smem = cutlass.memory.SmemAllocator()
-    ring, swizzle = tile.ring_layout(spec), tile.swizzle(spec)
-    rings = tuple(smem.allocate_tensor(element_type, ring, byte_alignment=1024, swizzle=swizzle) for _ in range(2))
-    query = smem.allocate_tensor(element_type, query_layout(spec), byte_alignment=128)
+    rings = []
+    for shape, math_type in zip(spec.rings, (spec.k_math, spec.v_math), strict=True):
+        layout, swizzle = tile.ring_layout(shape), tile.swizzle(shape)
+        rings.append(smem.allocate_tensor(ELEMENT_TYPES[math_type], layout, byte_alignment=1024, swizzle=swizzle))
+    query = smem.allocate_tensor(ELEMENT_TYPES[spec.element_type], query_layout(spec), byte_alignment=128)
     merge = merge_tensors(spec, smem.allocate_array(Float32, spec.merge_floats, byte_alignment=16))
     barriers = smem.allocate_array(Int64, 2 * spec.num_stages)
     holes, schedule = (cute.make_tensor(smem.allocate_array(Int32, n), cute.make_layout(n)) for n in (spec.num_stages, 4))
-    return Shared(rings, query, merge, barriers, holes, schedule)
+    return Shared(tuple(rings), make_scale_rings(spec, smem), query, merge, barriers, holes, schedule)
 
 
 @cute.jit

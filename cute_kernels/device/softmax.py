@@ -43,10 +43,18 @@ def finite_or_zero(value: Float32) -> Float32:
 
 
 @cute.jit
-def online_softmax(acc_s: cute.Tensor, acc_o: cute.Tensor, row_max: cute.Tensor, row_sum: cute.Tensor, scale_log2: Float32):
-    """acc_s becomes exp2((acc_s - row_max) * scale_log2); row_max, row_sum and acc_o move to the new maximum.
+def online_softmax(
+    acc_s: cute.Tensor,
+    acc_o: cute.Tensor,
+    row_max: cute.Tensor,
+    row_sum: cute.Tensor,
+    row_scales: tuple,
+    weights_up: tuple | None,
+):
+    """acc_s becomes exp2((acc_s - row_max) * row_scale); row_max, row_sum and acc_o move to the new maximum.
 
     acc_s, acc_o: f32 accumulators of one warp; row_max, row_sum: f32 [rows in use]; row_sum holds this thread's columns only.
+    weights_up: (what is added to the exponent, a factor on the sum and O so far), or None.
     """
     scores, outputs = rows_of(acc_s), rows_of(acc_o)
     for r in cutlass.range_constexpr(cute.size(row_max)):
@@ -54,8 +62,11 @@ def online_softmax(acc_s: cute.Tensor, acc_o: cute.Tensor, row_max: cute.Tensor,
         peak = row.reduce(cute.ReductionOp.MAX, row_max[r], 0)
         peak = quad_max(peak)
         shift = finite_or_zero(peak)
-        decay = cute.math.exp2((row_max[r] - shift) * scale_log2, fastmath=True)
-        weights = cute.math.exp2((row - shift) * scale_log2, fastmath=True)
+        decay = cute.math.exp2((row_max[r] - shift) * row_scales[r], fastmath=True)
+        exponents = (row - shift) * row_scales[r]
+        if cutlass.const_expr(weights_up is not None):
+            exponents, decay = exponents + weights_up[0], decay * weights_up[1]
+        weights = cute.math.exp2(exponents, fastmath=True)
         scores[r, None].store(weights)
         row_sum[r] = weights.reduce(cute.ReductionOp.ADD, row_sum[r] * decay, 0)
         row_max[r] = peak

@@ -1,49 +1,50 @@
-"""A KV tile in shared memory: tile_n tokens x padded head_dim, as swizzled slabs.
+"""A tile of K or V in shared memory: tile_n tokens x a row of 16-bit units, as swizzled slabs.
 
-One slab is what one TMA box brings: [column block][row][column_block elements], with `box_rows` rows of one page. Its rows of
-32, 64 or 128 bytes are swizzled over 8 (or fewer) rows so that ldmatrix reads them without bank conflicts. A tile is
-tile_n / box_rows slabs in a row, so token `t` lies in slab t / box_rows: the nested first mode below.
+A unit is an element of 16 bits or two neighbouring ones of 8. One slab is what one TMA box brings: [column block][row]
+[column_block units], with `box_rows` rows of one page. Its rows of 32, 64 or 128 bytes are swizzled over 8 (or fewer) rows so
+that ldmatrix reads them without bank conflicts. A tile is tile_n / box_rows slabs in a row, so token `t` lies in slab
+t / box_rows: the nested first mode below.
 """
 
 import cutlass.cute as cute
 
-from ..config import KernelSpec
+from ..config import RingShape
 
 SWIZZLE_BITS = {64: 3, 32: 2, 16: 1}
 
 
-def swizzle(spec: KernelSpec) -> cute.Swizzle:
-    """XOR of address bits 4.. with bits 7..: rows of `column_block` elements spread over all banks."""
-    return cute.make_swizzle(SWIZZLE_BITS[spec.column_block], 4, 3)
+def swizzle(shape: RingShape) -> cute.Swizzle:
+    """XOR of address bits 4.. with bits 7..: rows of `column_block` units spread over all banks."""
+    return cute.make_swizzle(SWIZZLE_BITS[shape.column_block], 4, 3)
 
 
-def columns(spec: KernelSpec) -> tuple:
-    """The column mode of every tile: (elements of a block, blocks)."""
-    return (spec.column_block, spec.padded_head_dim // spec.column_block)
+def columns(shape: RingShape) -> tuple:
+    """The column mode of every tile: (units of a block, blocks)."""
+    return (shape.column_block, shape.units // shape.column_block)
 
 
-def slab_layout(spec: KernelSpec) -> cute.Layout:
-    """(row, (column, block)) -> element of one slab."""
-    block = spec.column_block
-    return cute.make_layout((spec.box_rows, columns(spec)), stride=(block, (1, spec.box_rows * block)))
+def slab_layout(shape: RingShape) -> cute.Layout:
+    """(row, (column, block)) -> unit of one slab."""
+    block = shape.column_block
+    return cute.make_layout((shape.box_rows, columns(shape)), stride=(block, (1, shape.box_rows * block)))
 
 
-def ring_layout(spec: KernelSpec) -> cute.Layout:
-    """((row, slab), (column, block), stage) -> element of the whole ring of K (or V) tiles."""
-    rows, block = spec.box_rows, spec.column_block
-    slab, tile = rows * spec.padded_head_dim, spec.tile_n * spec.padded_head_dim
+def ring_layout(shape: RingShape) -> cute.Layout:
+    """((row, slab), (column, block), stage) -> unit of the whole ring of K (or V) tiles."""
+    rows, block = shape.box_rows, shape.column_block
+    slab, tile = rows * shape.units, shape.tile_n * shape.units
     return cute.make_layout(
-        ((rows, spec.tile_n // rows), columns(spec), spec.num_stages),
+        ((rows, shape.tile_n // rows), columns(shape), shape.num_stages),
         stride=((block, slab), (1, rows * block), tile),
     )
 
 
-def slab_ring_layout(spec: KernelSpec) -> cute.Layout:
+def slab_ring_layout(shape: RingShape) -> cute.Layout:
     """(row, (column, block), slab, stage): the same memory, one TMA box at a time."""
-    rows, block = spec.box_rows, spec.column_block
-    slab, tile = rows * spec.padded_head_dim, spec.tile_n * spec.padded_head_dim
+    rows, block = shape.box_rows, shape.column_block
+    slab, tile = rows * shape.units, shape.tile_n * shape.units
     return cute.make_layout(
-        (rows, columns(spec), spec.tile_n // rows, spec.num_stages),
+        (rows, columns(shape), shape.tile_n // rows, shape.num_stages),
         stride=(block, (1, rows * block), slab, tile),
     )
 

@@ -7,7 +7,7 @@ import torch
 
 import cute_kernels as ck
 from cute_kernels import geometry
-from cute_kernels.config import MAX_BLOCKS, grid_ctas, smem_bytes
+from cute_kernels.config import MAX_BLOCKS, KernelSpec, grid_ctas, padded_head_dim
 from cute_kernels.workspace import workspace_bytes, workspace_regions
 
 
@@ -55,9 +55,25 @@ def test_group_size_and_threads() -> None:
     assert geometry.threads("sm80", 4) == 128
 
 
+def spec_of(k_type: str, v_type: str, k_scale: str, v_scale: str) -> KernelSpec:
+    """128 columns, 3 query heads a KV head, tiles of 64 tokens, 4 stages, 4 warps."""
+    storage = ("bf16", k_type, v_type, k_scale, v_scale)
+    return KernelSpec("sm90", "sm_90a", "paged", "dense", *storage, 128, 3, 16, 16, 64, 4, 4, "balanced", "e")
+
+
 def test_smem_of_a_cta() -> None:
-    ring, queries, merge = 4 * 2 * 64 * 128 * 2, 2 * 16 * 128 * 2, 4 * 3 * (128 + 8 + 2) * 4  # 4 warps, 3 query heads a KV head
-    assert smem_bytes(128, 3, 64, 4, 4) == ring + queries + merge + 4 * (2 * 8 + 4) + 1024
+    queries, merge = 2 * 16 * 128 * 2, 4 * 3 * (128 + 8 + 2) * 4  # 4 warps, 3 query heads a KV head
+    rest, tile = queries + merge + 4 * (2 * 8 + 4) + 1024, 64 * 128  # full and empty barriers, holes
+    assert spec_of("bf16", "bf16", "none", "none").smem_bytes == 4 * tile * (2 + 2) + rest
+    assert spec_of("e4m3", "e4m3", "head", "none").smem_bytes == 4 * tile * (1 + 1) + rest
+    assert spec_of("bf16", "e5m2", "none", "none").smem_bytes == 4 * tile * (2 + 1) + rest
+    scales = 4 * (64 * 4 + 8)  # a word a token, and two of flags, in each stage
+    assert spec_of("int8", "int8", "token_f16", "token_f32").smem_bytes == 4 * tile * (1 + 1) + rest + 2 * scales
+
+
+def test_padded_head_dim() -> None:
+    assert [padded_head_dim(dim, 2) for dim in (1, 16, 40, 128)] == [16, 16, 48, 128]
+    assert [padded_head_dim(dim, 1) for dim in (1, 32, 40, 128)] == [32, 32, 64, 128]
 
 
 def test_grid_ctas() -> None:

@@ -17,7 +17,6 @@ BACKENDS = [
     pytest.param("sm90", id="sm90", marks=pytest.mark.gpu),
     pytest.param("sm80", id="sm80", marks=pytest.mark.gpu),
 ]
-EIGHT_BIT_BACKENDS = BACKENDS[:1]  # those that read 8-bit caches and take scales
 LENGTHS = (0, 1, 15, 16, 17, 63, 64, 65, 257, 1000)
 NAN = float("nan")
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from decode.harness import (
-    EIGHT_BIT_BACKENDS,
+    BACKENDS,
     Inputs,
     Shape,
     assert_bitwise,
@@ -33,7 +33,7 @@ PLACES = {
     "contiguous": {"page_size": 0, "lengths": (129,) * 3},
 }
 
-backends = pytest.mark.parametrize("backend", EIGHT_BIT_BACKENDS)
+backends = pytest.mark.parametrize("backend", BACKENDS)
 dtypes = pytest.mark.parametrize("kv_dtype", [E4M3, E5M2, INT8], ids=lambda d: d.value)
 scales = pytest.mark.parametrize("scale", [NONE, TENSOR, HEAD, TOKEN, TOKEN_F16], ids=str)
 places = pytest.mark.parametrize("place", PLACES)

@@ -1,0 +1,58 @@
+"""What the bits of a cache mean: a 32-bit register of a tile, as ldmatrix gives it, becomes operands of the MMA.
+
+16-bit elements are operands as they are. Of 8 bits, a register of K holds four neighbouring columns of one token, and one of V,
+transposed, two columns of each of two tokens. Both become two registers of two f16, which hold every such element exactly:
+of K the lower and the upper half, of V the even and the odd bytes, so that each is two tokens of one column.
+"""
+
+import cutlass.cute as cute
+from cutlass import Int32
+
+HALVES, PARITIES = ("10", "32"), ("20", "31")  # bytes of each register, the upper first
+E4M3_TO_F16 = "0x5C005C00"  # 2 ** (15 - 7), twice: between the biases of the exponents
+INT8_BIAS = "0x64806480"  # 1024 + 128, twice: an int8 with its sign flipped, below the exponent of 1024, less this
+
+
+def decode(stored_type: str, by_instruction: bool, word: Int32, pairs: tuple[str, str]) -> tuple[Int32, Int32]:
+    """Two registers of f16 from one of 8-bit elements. pairs: HALVES or PARITIES; by_instruction: whether there is one for e4m3."""
+    if stored_type == "int8":
+        text = _int8(pairs)
+    elif stored_type == "e5m2":
+        text = " ".join(_e5m2(i, pair) for i, pair in enumerate(pairs))
+    elif by_instruction:
+        text = _e4m3(pairs)
+    else:
+        text = " ".join(_e4m3_in_integers(i, pair) for i, pair in enumerate(pairs))
+    return cute.arch.inline_ptx(f"{{ {text} }}", write_only_types=[Int32, Int32], read_only_args=[word])
+
+
+def _int8(pairs: tuple[str, str]) -> str:
+    lines = [".reg .b32 x, y, bias;", f"xor.b32 x, {{$r0}}, 0x80808080; mov.b32 bias, {INT8_BIAS};"]
+    for i, (upper, lower) in enumerate(pairs):
+        lines.append(f"prmt.b32 y, x, 0x64646464, 0x4{upper}4{lower}; sub.f16x2 {{$w{i}}}, y, bias;")
+    return " ".join(lines)
+
+
+def _e5m2(index: int, pair: str) -> str:
+    """e5m2 is the upper half of an f16."""
+    return f"prmt.b32 {{$w{index}}}, {{$r0}}, 0, 0x{pair[0]}4{pair[1]}4;"
+
+
+def _e4m3(pairs: tuple[str, str]) -> str:
+    lines = [".reg .b32 x; .reg .b16 lower, upper;"]
+    lines.append(f"prmt.b32 x, {{$r0}}, 0, 0x{pairs[1]}{pairs[0]};" if pairs != HALVES else "mov.b32 x, {$r0};")
+    lines.append("mov.b32 {lower, upper}, x;")
+    lines += [f"cvt.rn.f16x2.e4m3x2 {{$w{i}}}, {half};" for i, half in enumerate(("lower", "upper"))]
+    return " ".join(lines)
+
+
+def _e4m3_in_integers(index: int, pair: str) -> str:
+    """The bits of an f16 at 2 ** -8 of the value: the magnitude one place down; a carry out of NaN's makes NaN's exponent."""
+    return (
+        "{ .reg .b32 x, sign, size, carry, factor; "
+        f"prmt.b32 x, {{$r0}}, 0, 0x{pair[0]}4{pair[1]}4; and.b32 sign, x, 0x80008000; "
+        "shr.u32 size, x, 1; and.b32 size, size, 0x3F803F80; "
+        "add.u32 carry, size, 0x00800080; and.b32 carry, carry, 0x40004000; "
+        f"or.b32 size, size, carry; or.b32 size, size, sign; mov.b32 factor, {E4M3_TO_F16}; "
+        f"mul.f16x2 {{$w{index}}}, size, factor; }}"
+    )

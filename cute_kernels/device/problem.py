@@ -1,0 +1,23 @@
+"""The tensors of a launch."""
+
+from dataclasses import dataclass
+
+import cutlass.cute as cute
+
+
+@dataclass(frozen=True)
+class Problem:
+    """q, out [batch, num_heads, head_dim]; lse [batch, num_heads]; the caches as the mainloop takes them.
+
+    k [pages, num_kv_heads, page_size, head_dim] gives extents only. scales: K's and V's, or None (kv_scale.py). tables: the page
+    table's tensors. status: where faults in them are reported, and the plan's tag.
+    """
+
+    q: cute.Tensor
+    k: cute.Tensor
+    caches: tuple
+    scales: tuple
+    tables: tuple
+    out: cute.Tensor
+    lse: cute.Tensor
+    status: tuple
