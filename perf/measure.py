@@ -10,7 +10,7 @@ from typing import cast
 import torch
 
 from perf.cases import Bar, Case, bar_of
-from perf.gate import OURS, GateResult, check
+from perf.correctness import OURS, GateResult, check
 from perf.inputs import ROTATED_BYTES, Inputs, make_inputs
 from perf.providers.base import Candidate, NotSupported, Provider, Result
 from perf.timing import Clock, Rotation, Timing, host_time

@@ -8,7 +8,7 @@ from typing import ClassVar, Protocol
 
 import torch
 
-from perf.gate import Tolerance
+from perf.correctness import Tolerance
 from perf.inputs import Inputs, Pages
 
 # out [batch, num_heads, head_dim] and, where its natural logarithm is promised, lse f32 [batch, num_heads]

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from perf import record, run
 from perf.cases import Case, Rows, fixed
-from perf.gate import OURS, PEERS
+from perf.correctness import OURS, PEERS
 from perf.measure import DeviceFailed, Limits, measure
 from perf.providers import PROVIDERS
 from perf.providers.base import Candidate, NotSupported
