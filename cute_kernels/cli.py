@@ -1,4 +1,4 @@
-"""The command line: doctor, plan, explain, compile and demo."""
+"""The command line: doctor, plan, explain, compile, demo and dashboard."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
+from pathlib import Path
 from typing import Annotated, Literal, cast
 
 import torch
@@ -21,7 +22,7 @@ from . import __version__, tuned
 from .descriptors import DecodeProblem, FlashDecodingDescriptor, KVLayout, PagedDecodeDescriptor
 from .dispatch import PRETEND, DeviceFacts, Explanation, PlanPreference, VariantArch
 from .dispatch import explain as explain_problem
-from .errors import CuteKernelsError, Unsupported
+from .errors import CuteKernelsError, MissingDependency, Unsupported
 from .plan import sku_of
 from .workspace import workspace_bytes, workspace_regions
 
@@ -167,6 +168,26 @@ def demo(
     from .demo.run import run_demo
 
     raise typer.Exit(run_demo(device or None, max_new_tokens))
+
+
+@app.command()
+def dashboard(
+    out: Annotated[Path, typer.Option(help="The HTML file to write.", dir_okay=False)] = Path("dashboard.html"),
+    results: Annotated[Path | None, typer.Option(help="Folder of the records; default: the checkout's perf/results.")] = None,
+) -> None:
+    """Writes the recorded performance as one HTML page. Runs from a checkout: the records are not installed."""
+    try:
+        from perf.dashboard.page import RESULTS, build
+    except ModuleNotFoundError as error:
+        need = "the dashboard is part of the checkout: run it there, in an environment with its dev extra (make setup)"
+        raise MissingDependency(str(error.name), need) from error
+    with console.status("building the page"):
+        html, page = build(RESULTS if results is None else results)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(html, encoding="utf-8")
+    for problem in page.problems:
+        print(problem, file=sys.stderr)
+    console.print(f"{out}: {sum(len(gpu.cases) for gpu in page.gpus)} cases, {len(html) / 1e6:.1f} MB", markup=False)
 
 
 def main() -> None:
