@@ -72,7 +72,7 @@ function drawOverview(state, visible) {
     element,
     {
       xAxis: { type: "category", data: labels, boundaryGap: true },
-      yAxis: { type: "value", scale: true, min: 1, name: "ratio to read" },
+      yAxis: { type: "value", scale: true, min: (range) => Math.min(1, range.min), name: "ratio to read" },
       tooltip: {
         confine: true, backgroundColor: css("--surface"), borderColor: css("--line"), textStyle: { color: css("--text"), fontSize: 12 },
         formatter: (point) => `${escapeHtml(titleOf(gpu.cases[point.value[2]]))}<br>${escapeHtml(point.value[0])}: <b>${point.value[1].toFixed(3)}</b>`,
@@ -108,7 +108,7 @@ function drawHistory(element, gpuName, item, metric) {
   }
   draw(element, {
     xAxis: { type: "category", data: gpu.revisions.map(([label]) => label), boundaryGap: true },
-    yAxis: { type: "value", scale: true, name: metric === "us" ? "us" : "ratio to read" },
+    yAxis: { type: "value", scale: true, name: metric === "us" ? "us" : "ratio to read", ...(metric === "ratio" && { min: (range) => Math.min(1, range.min) }) },
     legend: { type: "scroll", top: 0, right: 0, itemWidth: 12, itemHeight: 8, icon: "roundRect", textStyle: { color: css("--muted") }, data: series.filter((one) => one.name).map((one) => one.name) },
     series,
   });
@@ -124,7 +124,7 @@ function drawSamples(element, gpuName, item) {
       data: result.samples.map((us, index) => [index + 1, us]),
     }));
   draw(element, {
-    xAxis: { type: "value", name: "replay", nameLocation: "end", min: 0, minInterval: 1 },
+    xAxis: { type: "value", name: "replay", nameLocation: "middle", nameGap: 24, min: 0, max: (range) => range.max + 1, minInterval: 1 },
     yAxis: { type: "value", scale: true, name: "us" },
     legend: { type: "scroll", top: 0, right: 0, itemWidth: 12, itemHeight: 8, textStyle: { color: css("--muted") } },
     series,

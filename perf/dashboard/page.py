@@ -47,8 +47,8 @@ def echarts(folder: Path = FOLDER) -> str:
         command = ["npm", "ci", "--no-audit", "--no-fund", "--ignore-scripts"]
         done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
         if done.returncode or not path.exists():
-            said = done.stderr.strip().splitlines() or ["nothing"]
-            raise MissingDependency("echarts", f"`{' '.join(command)}` in {folder} failed with {done.returncode}: {said[-1]}")
+            said = next((line for line in done.stderr.splitlines() if "error" in line), "it said nothing")
+            raise MissingDependency("echarts", f"`{' '.join(command)}` in {folder} failed with {done.returncode}: {said}")
     return path.read_text(encoding="utf-8")
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from cute_kernels.dispatch import DeviceFacts
 from perf.cases import case_sets
 from perf.compare import Comparison, changes, compare_revisions
 from perf.history import Revision, by_gpu, revisions
@@ -83,7 +83,8 @@ class HeatMap:
 class GpuView:
     """Everything about one GPU. against_best: the newest revision's times of ours against the best known before it.
 
-    machine, versions: of the newest record; providers: label and version of those that have results, ours first.
+    slug: the name as the page's address spells it. revisions: label and time, oldest first. providers: label and version of
+    those that have results, ours first.
     """
 
     slug: str
@@ -128,7 +129,7 @@ class Page:
     """The whole page: one view a GPU, and the lines that were not used."""
 
     gpus: tuple[GpuView, ...]
-    problems: tuple[str, ...]
+    problems: tuple[Problem, ...]
 
 
 def page_of(records: Sequence[Record], problems: Iterable[Problem]) -> Page:
@@ -136,7 +137,7 @@ def page_of(records: Sequence[Record], problems: Iterable[Problem]) -> Page:
     gpus = [gpu_view(name, of_gpu) for name, of_gpu in by_gpu(records).items() if any(r.metric == DEVICE for r in of_gpu)]
     if not gpus:
         raise ValueError("results: hold no record of device time")
-    return Page(tuple(gpus), tuple(str(problem) for problem in problems))
+    return Page(tuple(gpus), tuple(problems))
 
 
 def gpu_view(name: str, records: Sequence[Record]) -> GpuView:
@@ -156,7 +157,7 @@ def gpu_view(name: str, records: Sequence[Record]) -> GpuView:
     versions = {record.provider: record.version for record in sorted(records, key=lambda record: record.time)}
     order = [*PROVIDERS, *(provider for provider in versions if provider not in PROVIDERS and provider != READ)]
     return GpuView(
-        slug=DeviceFacts("cuda", name, None, 1).slug,
+        slug=re.sub(r"[^a-z0-9]+", "-", name.lower()),
         name=name,
         newest=max(records, key=lambda record: record.time),
         revisions=tuple((revision.label, f"{revision.time:%Y-%m-%d %H:%M}") for revision in history),
