@@ -30,6 +30,7 @@ PROVIDERS = {
     "sdpa": ("PyTorch SDPA, K and V gathered beforehand", "#c9c2b6", "#6f6a61"),
 }
 MAX_CASES = 13
+EIGHT_BIT_FIELDS = ("kv_dtype", "kv_scale")  # absent from a record of a 16-bit cache
 PAGES = (16, 64)  # page sizes to choose cases from: the first that has any
 
 WIDTH, MARGIN = 900, 32
@@ -140,7 +141,8 @@ def parse_case(record: Mapping[str, Any]) -> Case:
     kind = kinds[rule.pop("rule")]
     if "groups" in rule:
         rule["groups"] = tuple((int(rows), int(tokens)) for rows, tokens in rule["groups"])
-    return Case(**{field.name: record[field.name] for field in fields(Case)} | {"lengths": kind(**rule)})
+    found = {f.name: record[f.name] for f in fields(Case) if f.name in record or f.name not in EIGHT_BIT_FIELDS}
+    return Case(**found | {"lengths": kind(**rule)})
 
 
 def get(record: Mapping[str, Any], name: str, kind: type[T]) -> T:
@@ -196,7 +198,8 @@ def default_cases(newest: Newest) -> list[str]:
         timed: dict[str, list[Record]] = {}
         for name, of_case in newest.items():
             records = [bar.record for bar in bars(of_case) if bar.share is not None]
-            if records and records[0].provider == "ours" and (records[0].case.dtype, records[0].case.page_size) == ("bf16", page):
+            case = records[0].case if records and records[0].provider == "ours" else None
+            if case is not None and (case.dtype, case.kv_dtype, case.page_size) == ("bf16", None, page):
                 timed[name] = records
         best = sorted(timed, key=lambda name: (-len(timed[name]), not timed[name][0].barred))[:MAX_CASES]
         if best:
@@ -228,7 +231,9 @@ def traits(case: Case) -> tuple[str, ...]:
     spread = (case.lengths.kind,) if isinstance(case.lengths, Spread) else ()
     paged = f"pages of {case.page_size}" if case.page_size else "contiguous"
     options = tuple(option.upper() for option in (case.layout, case.table_format) if option in ("NHD", "csr"))
-    return (case.dtype, paged, *options, *spread)
+    cache = (f"{case.kv_dtype} cache",) if case.kv_dtype else ()
+    scales = (f"{case.kv_scale} scales",) if case.kv_scale else ()
+    return (case.dtype, *cache, *scales, paged, *options, *spread)
 
 
 def draw(cases: Sequence[Sequence[Bar]]) -> str:

@@ -13,7 +13,8 @@ from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from cute_kernels.dispatch import DeviceFacts
-from perf.cases import Case, select_cases
+from perf.case_sets import select_cases
+from perf.cases import Case
 from perf.measure import DeviceFailed, Limits, Outcome, measure
 from perf.providers import PROVIDERS, Provider
 from perf.record import append, case_fields, environment, machine, timestamp

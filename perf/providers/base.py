@@ -8,6 +8,7 @@ from typing import ClassVar, Protocol
 
 import torch
 
+from perf.cases import Case, EightBit
 from perf.gate import Tolerance
 from perf.inputs import Inputs, Pages
 
@@ -26,11 +27,13 @@ class Candidate:
     A call allocates nothing that a CUDA graph could not hold, and never waits for the device. It returns its result, or None
     for a provider that computes nothing. The fastest candidate of a provider is the one that is measured.
     detail: what a record says of it, and how a provider's candidates differ. host: steps by name whose host time is recorded.
+    tolerance: what the gate allows on this case where that is not what it allows the provider.
     """
 
     calls: Sequence[Callable[[], Result | None]]
     detail: Mapping[str, object] = field(default_factory=dict)
     host: Mapping[str, Callable[[], object]] = field(default_factory=dict)
+    tolerance: Tolerance | None = None
 
 
 class Provider(Protocol):
@@ -57,6 +60,14 @@ def require(supported: bool, reason: str) -> None:
     """Raise NotSupported with `reason` unless `supported`."""
     if not supported:
         raise NotSupported(reason)
+
+
+def require_storage(case: Case, *eight_bit: EightBit) -> None:
+    """Raise NotSupported unless the caches are 16-bit or one of `eight_bit`, without scales."""
+    if case.kv_dtype is not None:
+        require(case.kv_dtype in eight_bit, f"no kernel for {case.kv_dtype} caches")
+    if case.kv_scale is not None:
+        raise NotSupported(f"scales ({case.kv_scale}) are not passed to it")
 
 
 def paged(inputs: Inputs) -> Pages:

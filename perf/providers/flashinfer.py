@@ -9,9 +9,9 @@ from typing import ClassVar
 
 import torch
 
-from perf.gate import PEERS, Tolerance
+from perf.gate import FP8_QUERY, PEERS, Tolerance
 from perf.inputs import DTYPES, Inputs
-from perf.providers.base import Candidate, Result, paged, require, require_sm90
+from perf.providers.base import Candidate, Result, paged, require, require_sm90, require_storage
 from perf.record import package_version
 
 WORKSPACE_BYTES = 512 * 2**20  # zeroed once: FlashInfer asks for that
@@ -38,6 +38,7 @@ class FlashInferFa2(_FlashInfer):
         from flashinfer import BatchDecodeWithPagedKVCacheWrapper
 
         case, pages = inputs.case, paged(inputs)
+        require_storage(case, "e4m3", "e5m2")
         wrapper = BatchDecodeWithPagedKVCacheWrapper(
             torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=pages.table.device),
             kv_layout=case.layout,
@@ -49,9 +50,8 @@ class FlashInferFa2(_FlashInfer):
             backend="fa2",
         )
         shape = (case.num_heads, case.num_kv_heads, case.head_dim, case.page_size)
-        dtype = DTYPES[case.dtype]
         table = (pages.indptr, pages.indices, pages.last_page_len)
-        plan = partial(wrapper.plan, *table, *shape, q_data_type=dtype, kv_data_type=dtype)
+        plan = partial(wrapper.plan, *table, *shape, q_data_type=DTYPES[case.dtype], kv_data_type=inputs.sets[0].k.dtype)
         plan()
         out = torch.empty_like(inputs.sets[0].q)
 
@@ -63,7 +63,7 @@ class FlashInferFa2(_FlashInfer):
 
 
 class FlashInferXqa(_FlashInfer):
-    """xqa_batch_decode_with_kv_cache."""
+    """xqa_batch_decode_with_kv_cache. Over an e4m3 cache it rounds q and P to e4m3 on its way."""
 
     name: ClassVar[str] = "flashinfer-xqa"
 
@@ -71,6 +71,7 @@ class FlashInferXqa(_FlashInfer):
         from flashinfer.decode import xqa_batch_decode_with_kv_cache
 
         case, pages = inputs.case, paged(inputs)
+        require_storage(case, "e4m3")
         require(case.page_size in XQA_PAGES, f"page_size {case.page_size} is not one of {XQA_PAGES}")
         require(case.head_dim % 16 == 0, f"head_dim {case.head_dim} is not a multiple of 16")
         workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=pages.table.device)
@@ -96,4 +97,5 @@ class FlashInferXqa(_FlashInfer):
 
             return run
 
-        return [Candidate([call(s.q, s.k, s.v) for s in inputs.sets])]
+        calls = [call(s.q, s.k, s.v) for s in inputs.sets]
+        return [Candidate(calls, {"q_dtype": "e4m3"}, tolerance=FP8_QUERY) if case.kv_dtype else Candidate(calls)]

@@ -12,7 +12,19 @@ import pytest
 import typer
 
 from perf.cases import Case, Rows, Spread, fixed
-from perf.picture import BARS_LEFT, BARS_RIGHT, MAX_CASES, bars, default_cases, main, matching_cases, parse, read_records
+from perf.picture import (
+    BARS_LEFT,
+    BARS_RIGHT,
+    MAX_CASES,
+    bars,
+    default_cases,
+    main,
+    matching_cases,
+    parse,
+    parse_case,
+    read_records,
+    traits,
+)
 from perf.record import append, case_fields
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -51,6 +63,24 @@ def shares(svg: ElementTree.Element) -> list[str]:
 
 def bar_widths(svg: ElementTree.Element) -> list[float]:
     return [float(bar.get("width", "")) for row in svg.iter(f"{SVG}g") for bar in row.iter(f"{SVG}rect")]
+
+
+def test_committed_records_keep_their_cases() -> None:
+    """What was recorded of a case is what would be recorded now: cases of 16-bit caches have not changed."""
+    lines = (Path(__file__).parents[2] / "perf" / "results" / "h200.jsonl").read_text().splitlines()
+    found = [json.loads(line) for line in lines]
+    assert len(found) >= 488
+    for entry in found:
+        now = json.loads(json.dumps(case_fields(parse_case(entry))))
+        assert now == {name: entry[name] for name in now}
+        assert now["name"] == parse_case(entry).name
+
+
+def test_8_bit_cases_are_read_back_and_told_apart() -> None:
+    case = Case(32, 8, 128, 16, fixed(64, 8192), kv_dtype="int8", kv_scale="token-f16")
+    assert parse_case(json.loads(json.dumps(case_fields(case)))) == case
+    assert traits(case) == ("bf16", "int8 cache", "token-f16 scales", "pages of 16")
+    assert traits(CASE) == ("bf16", "pages of 16")
 
 
 def test_numbers_are_the_ratios(tmp_path: Path) -> None:
