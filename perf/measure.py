@@ -11,7 +11,7 @@ import torch
 
 from perf.case_sets import bar_of
 from perf.cases import Bar, Case
-from perf.gate import OURS, GateResult, check
+from perf.correctness import OURS, GateResult, check
 from perf.inputs import ROTATED_BYTES, Inputs, make_inputs
 from perf.providers.base import Candidate, NotSupported, Provider, Result
 from perf.timing import Clock, Rotation, Timing, host_time

@@ -9,7 +9,7 @@ from typing import ClassVar, Protocol
 import torch
 
 from perf.cases import Case, EightBit
-from perf.gate import Tolerance
+from perf.correctness import Tolerance
 from perf.inputs import Inputs, Pages
 
 # out [batch, num_heads, head_dim] and, where its natural logarithm is promised, lse f32 [batch, num_heads]

@@ -11,7 +11,7 @@ from typing import ClassVar
 import torch
 
 from perf.cases import Case
-from perf.gate import FP8_QUERY, PEERS, Tolerance
+from perf.correctness import FP8_QUERY, PEERS, Tolerance
 from perf.inputs import Inputs
 from perf.providers.base import Candidate, Result, paged, require_sm90, require_storage
 from perf.record import package_version

@@ -11,7 +11,7 @@ import torch
 import cute_kernels as ck
 from cute_kernels.dispatch import VariantArch
 from perf.cases import Case
-from perf.gate import OURS, Tolerance
+from perf.correctness import OURS, Tolerance
 from perf.inputs import DTYPES, Inputs, InputSet, Pages
 from perf.providers.base import Candidate, NotSupported, Result
 from perf.storage import KV_SCALES

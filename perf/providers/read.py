@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import torch
 
-from perf.gate import Tolerance
+from perf.correctness import Tolerance
 from perf.inputs import Inputs
 from perf.providers.base import Candidate, require_sm90
 

@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 import torch.nn.functional as F
 
-from perf.gate import PEERS, Tolerance
+from perf.correctness import PEERS, Tolerance
 from perf.inputs import Inputs
 from perf.providers.base import Candidate, Result, require, require_storage
 

@@ -1,4 +1,4 @@
-"""perf.inputs and perf.gate: what the cases run on, and that a wrong result does not pass."""
+"""perf.inputs and perf.correctness: what the cases run on, and that a wrong result does not pass."""
 
 from dataclasses import replace
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from perf.cases import Case, Rows, fixed
-from perf.gate import FP8_QUERY, OURS, PEERS, attention_f64, check, same_dtype, sample_rows, ulp
+from perf.correctness import FP8_QUERY, OURS, PEERS, attention_f64, check, same_dtype, sample_rows, ulp
 from perf.inputs import make_inputs, num_sets
 
 CPU = torch.device("cpu")

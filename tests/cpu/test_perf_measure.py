@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from perf import record, run
 from perf.cases import Case, Rows, fixed
-from perf.gate import FP8_QUERY, OURS, PEERS, attention_f64
+from perf.correctness import FP8_QUERY, OURS, PEERS, attention_f64
 from perf.inputs import make_inputs
 from perf.measure import DeviceFailed, Limits, measure
 from perf.providers import PROVIDERS
@@ -109,7 +109,8 @@ def by_provider(outcomes):
 
 def test_summarize_divides_replays_by_calls():
     timing = summarize([100.0, 200.0, 300.0, 400.0, 1000.0], 10)
-    assert timing == Timing(median=30.0, p20=pytest.approx(18.0), p80=pytest.approx(52.0), replays=5)
+    samples = (10.0, 20.0, 30.0, 40.0, 100.0)
+    assert timing == Timing(median=30.0, p20=pytest.approx(18.0), p80=pytest.approx(52.0), replays=5, samples=samples)
 
 
 def test_host_time_counts_calls_and_synchronizes_between_chunks():
@@ -241,7 +242,7 @@ def test_records_are_lines_of_strict_json(tmp_path):
     assert ours["gate"]["tolerance"] == {"factor": 1.25, "ulps": 2, "relative": 0.0}
     assert 0 < ours["gate"]["relative_error"] < 0.01
     assert ours["lengths"] == {"rule": "Rows", "groups": [[3, 7]], "seed": 0}
-    assert ours["us"] == {"median": 10.0, "p20": 10.0, "p80": 10.0, "replays": 15}
+    assert ours["us"] == {"median": 10.0, "p20": 10.0, "p80": 10.0, "replays": 15, "samples": [10.0] * 15}
     assert ours["ratio_to_read"] == 2.5
     assert ours["bytes"] == CASE.kv_bytes == 2688
     assert ours["gate"]["passed"] is True
