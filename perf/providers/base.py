@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, Protocol
+from typing import ClassVar, Protocol, runtime_checkable
 
 import torch
 
@@ -54,6 +54,14 @@ class Provider(Protocol):
 
     def prepare(self, inputs: Inputs) -> Sequence[Candidate]:
         """The ways to run the case of `inputs`. Raises NotSupported. Anything it plans or compiles is outside the timing."""
+
+
+@runtime_checkable
+class CompilesAhead(Protocol):
+    """A competitor that can compile what several cases need at once, faster than one after the other in `prepare`."""
+
+    def compile_ahead(self, cases: Sequence[Case]) -> None:
+        """Compile for those of `cases` that it supports. What fails here fails in `prepare` again, where it is recorded."""
 
 
 def require(supported: bool, reason: str) -> None:

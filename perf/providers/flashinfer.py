@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from functools import partial
 from importlib.util import find_spec
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
+from cute_kernels import KVDtype
+from perf.cases import Case
 from perf.correctness import FP8_QUERY, PEERS, Tolerance
 from perf.inputs import DTYPES, Inputs
 from perf.providers.base import Candidate, Result, paged, require, require_sm90, require_storage
@@ -16,9 +20,10 @@ from perf.record import package_version
 
 WORKSPACE_BYTES = 512 * 2**20  # zeroed once: FlashInfer asks for that
 XQA_PAGES = (16, 32, 64, 128)
+BUILDS = 6  # at a time: each is a few compilers of up to 2 GB
 
 
-class _FlashInfer:
+class _FlashInfer(ABC):
     tolerance: ClassVar[Tolerance | None] = PEERS
     reads_unused: ClassVar[bool] = True
 
@@ -27,6 +32,15 @@ class _FlashInfer:
 
     def version(self) -> str:
         return package_version("flashinfer-python") or "unknown"
+
+    def compile_ahead(self, cases: Sequence[Case]) -> None:
+        """As CompilesAhead."""
+        with ThreadPoolExecutor(BUILDS) as pool:
+            wait([pool.submit(build) for build in self.builds([case for case in cases if case.page_size])])
+
+    @abstractmethod
+    def builds(self, cases: Sequence[Case]) -> Iterable[Callable[[], object]]:
+        """What compiles and loads each module that `prepare` would ask for, once."""
 
 
 class FlashInferFa2(_FlashInfer):
@@ -60,6 +74,14 @@ class FlashInferFa2(_FlashInfer):
 
         calls = [call(s.q, s.k, s.v) for s in inputs.sets]
         return [Candidate(calls, host={"run": calls[0], "plan": plan})]
+
+    def builds(self, cases: Sequence[Case]) -> Iterable[Callable[[], object]]:
+        from flashinfer.prefill import get_batch_prefill_module  # what a wrapper with tensor cores plans with
+
+        fixed: tuple[Any, ...] = (0, False, False, False)  # positions, window, softcap, f16 scores
+        keys = {(DTYPES[c.dtype], cache_dtype(c), c.head_dim) for c in cases if c.kv_dtype != "int8"}
+        for q_dtype, kv_dtype, head_dim in keys:
+            yield partial(get_batch_prefill_module, "fa2", q_dtype, kv_dtype, q_dtype, torch.int32, head_dim, head_dim, *fixed)
 
 
 class FlashInferXqa(_FlashInfer):
@@ -99,3 +121,19 @@ class FlashInferXqa(_FlashInfer):
 
         calls = [call(s.q, s.k, s.v) for s in inputs.sets]
         return [Candidate(calls, {"q_dtype": "e4m3"}, tolerance=FP8_QUERY) if case.kv_dtype else Candidate(calls)]
+
+    def builds(self, cases: Sequence[Case]) -> Iterable[Callable[[], object]]:
+        from flashinfer.xqa import get_xqa_module
+
+        keys = {
+            (DTYPES[c.dtype], cache_dtype(c), c.page_size, c.head_dim, c.num_heads // c.num_kv_heads)
+            for c in cases
+            if c.kv_dtype in (None, "e4m3") and c.page_size in XQA_PAGES and c.head_dim % 16 == 0
+        }
+        for key in keys:
+            yield partial(get_xqa_module, *key, False, key[0], 1, False)  # window, out, query tokens, ragged
+
+
+def cache_dtype(case: Case) -> torch.dtype:
+    """The dtype of a case's cache tensors."""
+    return KVDtype(case.kv_dtype or case.dtype).torch_dtype

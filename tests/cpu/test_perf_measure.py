@@ -4,13 +4,14 @@ import io
 import json
 import re
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from importlib.machinery import ModuleSpec
 from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
+from perf_fakes import Fake, FakeClock, Timed
 from rich.console import Console
 from typer.testing import CliRunner
 
@@ -20,75 +21,18 @@ from perf.correctness import FP8_QUERY, OURS, PEERS, attention_f64
 from perf.inputs import make_inputs
 from perf.measure import DeviceFailed, Limits, measure
 from perf.providers import PROVIDERS
-from perf.providers.base import Candidate, NotSupported
+from perf.providers.base import NotSupported
 from perf.providers.ours import Ours
 from perf.providers.read import vectors
 from perf.providers.sdpa import Sdpa
 from perf.report import problems, summary
-from perf.timing import Rotation, Timing, host_time, summarize
+from perf.resume import Deadline
+from perf.timing import Timing, host_time, summarize
 
 CPU = torch.device("cpu")
 CASE = Case(4, 2, 16, 4, Rows(((3, 7),)))
 RAGGED = Case(4, 2, 16, 4, Rows(((2, 9), (1, 4))))
 LIMITS = Limits(replays=15, trials=2, memory_bytes=2**20, rotated_bytes=3 * CASE.kv_bytes, host_calls=0)
-
-
-@dataclass(frozen=True)
-class FakeRotation(Rotation):
-    us: float
-
-
-class FakeClock:
-    """A clock on which a call takes as many microseconds as the `us` of the first call says, or 10."""
-
-    def __init__(self, lost=False):
-        self.lost = lost
-
-    def capture(self, calls):
-        for call in calls:
-            call()
-        return FakeRotation(lambda: None, len(calls), getattr(calls[0], "us", 10.0))
-
-    def times(self, rotations, replays):
-        return [summarize([rotation.us * rotation.calls] * replays, rotation.calls) for rotation in rotations]
-
-    def synchronize(self):
-        if self.lost:
-            raise RuntimeError("an illegal memory access was encountered")
-
-
-class Fake:
-    """A provider whose candidates are functions of a set's index."""
-
-    reads_unused = False
-
-    def __init__(self, name, *candidates, tolerance=None, reason=None):
-        self.name, self.candidates, self.tolerance, self.reason = name, candidates, tolerance, reason
-
-    def available(self):
-        return self.reason
-
-    def version(self):
-        return "1"
-
-    def prepare(self, inputs):
-        return [Candidate([partial(function, inputs, index) for index in range(3)]) for function in self.candidates]
-
-
-class Timed(Fake):
-    """A provider without results whose candidates take the given microseconds."""
-
-    def __init__(self, name, *us):
-        super().__init__(name)
-        self.us = us
-
-    def prepare(self, inputs):
-        candidates = []
-        for us in self.us:
-            calls = [lambda: None for _ in inputs.sets]
-            calls[0].us = us
-            candidates.append(Candidate(calls, {"shape": us}))
-        return candidates
 
 
 def wrong(inputs, index):
@@ -259,7 +203,9 @@ def test_run_records_every_case_until_the_device_is_lost(tmp_path, monkeypatch, 
     monkeypatch.setattr(run, "GraphClock", partial(FakeClock, lost=lost))
     monkeypatch.setattr(run, "machine", lambda device: {"sm_mhz": 1980.0})
     cases, path = [CASE, RAGGED], tmp_path / "cpu.jsonl"
-    outcomes = run.run_cases(cases, [Timed("read", 4.0), Fake("crash", crash, tolerance=OURS)], LIMITS, CPU, path)
+    providers = [Timed("read", 4.0), Fake("crash", crash, tolerance=OURS)]
+    outcomes, left = run.run_cases(cases, providers, LIMITS, CPU, path, Deadline(None))
+    assert left == (1 if lost else 0)
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert len(lines) == len(outcomes) == (1 if lost else 4)
     assert [line["name"] for line in lines if line["provider"] == "crash"] == [case.name for case in cases[: 1 if lost else 2]]
