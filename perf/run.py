@@ -25,7 +25,7 @@ from perf.timing import GraphClock
 
 app = typer.Typer(add_completion=False)
 console = Console(width=None if sys.stdout.isatty() else 200)
-CASES_LEFT = 3  # exit code
+WRONG, CASES_LEFT = 1, 3  # exit codes
 
 
 @app.command()
@@ -69,7 +69,7 @@ def main(
     console.print(f"{len(outcomes)} records appended to {path}")
     if left:
         console.print(f"[yellow]{left} of {len(chosen)} cases left: run again with --resume")
-    raise typer.Exit(1 if any(outcome.failed for outcome in outcomes) else CASES_LEFT if left else 0)
+    raise typer.Exit(WRONG if any(outcome.failed for outcome in outcomes) else CASES_LEFT if left else 0)
 
 
 def still_to_run(cases: list[Case], competitors: list[Provider], paths: list[Path]) -> list[Case]:

@@ -9,6 +9,8 @@ from typing import Any, ClassVar
 import torch
 
 import cute_kernels as ck
+from cute_kernels import tuned
+from cute_kernels.config import DecodeConfig
 from cute_kernels.dispatch import VariantArch
 from perf.cases import Case
 from perf.correctness import OURS, Tolerance
@@ -47,14 +49,19 @@ class Ours:
 
     def select(self, inputs: Inputs) -> ck.PagedDecodePlan | ck.FlashDecodingPlan:
         """The plan for the case of `inputs`. Raises NotSupported with the plan's own reasons."""
-        preference = ck.PlanPreference(arch=self.arch)
-        device = inputs.sets[0].q.device
+        described = descriptor(inputs.case)
+        plan = ck.PagedDecodePlan if isinstance(described, ck.PagedDecodeDescriptor) else ck.FlashDecodingPlan
         try:
-            if inputs.pages is None:
-                return ck.FlashDecodingPlan.select(contiguous_descriptor(inputs.case), device=device, preference=preference)
-            return ck.PagedDecodePlan.select(paged_descriptor(inputs.case), device=device, preference=preference)
+            return self.make(plan, described, inputs.sets[0].q.device, ck.PlanPreference(arch=self.arch))
         except ck.Unsupported as unsupported:
             raise NotSupported(str(unsupported)) from unsupported
+
+    def make(
+        self, plan: Any, described: Any, device: torch.device, preference: ck.PlanPreference
+    ) -> ck.PagedDecodePlan | ck.FlashDecodingPlan:
+        """The plan of `described`, of the class `plan`."""
+        chosen: ck.PagedDecodePlan | ck.FlashDecodingPlan = plan.select(described, device=device, preference=preference)
+        return chosen
 
 
 class OursSm80(Ours):
@@ -62,6 +69,25 @@ class OursSm80(Ours):
 
     name: ClassVar[str] = "ours-sm80"
     arch: ClassVar[VariantArch | None] = "sm80"
+
+
+class Configured(Ours):
+    """The variant that a plan selects, with a configuration of the tuner's. config: None for the heuristic's choice."""
+
+    def __init__(self, config: DecodeConfig | None) -> None:
+        self.config = config
+
+    def make(
+        self, plan: Any, described: Any, device: torch.device, preference: ck.PlanPreference
+    ) -> ck.PagedDecodePlan | ck.FlashDecodingPlan:
+        with tuned.forced(self.config):  # made anew: `select` would remember it
+            chosen: ck.PagedDecodePlan | ck.FlashDecodingPlan = plan(described, device, preference)
+        return chosen
+
+
+def descriptor(case: Case) -> ck.PagedDecodeDescriptor | ck.FlashDecodingDescriptor:
+    """The descriptor of a case."""
+    return paged_descriptor(case) if case.page_size else contiguous_descriptor(case)
 
 
 def paged_descriptor(case: Case) -> ck.PagedDecodeDescriptor:
