@@ -1,4 +1,4 @@
-"""The command line: doctor, plan, explain, compile, tune and demo."""
+"""The command line: doctor, plan, explain, compile, tune, demo and dashboard."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from . import __version__, tuned
 from .descriptors import DecodeProblem, FlashDecodingDescriptor, KVLayout, PagedDecodeDescriptor
 from .dispatch import PRETEND, DeviceFacts, Explanation, PlanPreference, VariantArch
 from .dispatch import explain as explain_problem
-from .errors import CuteKernelsError, Unsupported
+from .errors import CuteKernelsError, MissingDependency, Unsupported
 from .plan import sku_of
 from .workspace import workspace_bytes, workspace_regions
 
@@ -176,9 +176,8 @@ def tune(
         from perf.measure import Limits
         from perf.tune import tune_cases
     except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] != "perf":
-            raise
-        raise Unsupported(["perf: the tuner's clock is not installed with the package; run from the checkout"]) from error
+        need = "the tuner's clock is part of the checkout: run it there"
+        raise MissingDependency(str(error.name), need) from error
     limits = Limits(replays, trials, memory_bytes=0, host_calls=0)
     raise typer.Exit(tune_cases(cases, Path(out) if out else None, minutes, limits, memory, console))
 
@@ -192,6 +191,26 @@ def demo(
     from .demo.run import run_demo
 
     raise typer.Exit(run_demo(device or None, max_new_tokens))
+
+
+@app.command()
+def dashboard(
+    out: Annotated[Path, typer.Option(help="The HTML file to write.", dir_okay=False)] = Path("dashboard.html"),
+    results: Annotated[Path | None, typer.Option(help="Folder of the records; default: the checkout's perf/results.")] = None,
+) -> None:
+    """Writes the recorded performance as one HTML page. Runs from a checkout: the records are not installed."""
+    try:
+        from perf.dashboard.page import RESULTS, build
+    except ModuleNotFoundError as error:
+        need = "the dashboard is part of the checkout: run it there, in an environment with its dev extra (make setup)"
+        raise MissingDependency(str(error.name), need) from error
+    with console.status("building the page"):
+        html, page = build(RESULTS if results is None else results)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(html, encoding="utf-8")
+    for problem in page.problems:
+        print(problem, file=sys.stderr)
+    console.print(f"{out}: {sum(len(gpu.cases) for gpu in page.gpus)} cases, {len(html) / 1e6:.1f} MB", markup=False)
 
 
 def main() -> None:

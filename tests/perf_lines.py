@@ -15,19 +15,10 @@ def record(case: Case, provider: str, us: float | None = None, read_us: float | 
     times = {} if us is None else {"us": {"median": us, "p20": us, "p80": us, "replays": 21}}
     gate = {} if us is None or provider == "read" else {"gate": GATE}
     ratio = {} if us is None or read_us is None else {"ratio_to_read": us / read_us}
+    who = {"provider": provider, "version": "1.2", "metric": "device"}
     facts = {"schema": 1, "commit": "0123456789abcdef", "dirty": False, "gpu": "NVIDIA H200"}
     facts["timestamp"] = "2026-01-02T03:04:05+00:00"
-    return {
-        **case_fields(case),
-        "provider": provider,
-        "version": "1.2",
-        "metric": "device",
-        **times,
-        **gate,
-        **ratio,
-        **facts,
-        **more,
-    }
+    return {**case_fields(case), **who, **times, **gate, **ratio, **facts, **more}
 
 
 def write(path: Path, *records: dict[str, object]) -> Path:
