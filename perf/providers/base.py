@@ -85,6 +85,11 @@ def paged(inputs: Inputs) -> Pages:
     return inputs.pages
 
 
+def tokens_first(cache: torch.Tensor, case: Case) -> torch.Tensor:
+    """A paged cache as a view [pages, page_size, num_kv_heads, head_dim]."""
+    return cache.transpose(1, 2) if case.layout == "HND" else cache
+
+
 def require_sm90() -> str | None:
     """Why kernels for compute capability 9.0 cannot run here, or None."""
     if not torch.cuda.is_available():

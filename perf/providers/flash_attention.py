@@ -13,7 +13,7 @@ import torch
 from perf.cases import Case
 from perf.correctness import FP8_QUERY, PEERS, Tolerance
 from perf.inputs import Inputs
-from perf.providers.base import Candidate, Result, paged, require_sm90, require_storage
+from perf.providers.base import Candidate, Result, paged, require_sm90, require_storage, tokens_first
 from perf.record import package_version
 
 NUM_SPLITS = (0, 1, 2, 4, 8, 16, 32)  # 0: its own choice
@@ -60,11 +60,6 @@ class FlashAttention3:
 def query(q: torch.Tensor, case: Case) -> torch.Tensor:
     """q as FlashAttention takes it: [batch, 1, num_heads, head_dim], of the cache's dtype."""
     return q[:, None].to(torch.float8_e4m3fn) if case.kv_dtype else q[:, None]
-
-
-def tokens_first(cache: torch.Tensor, case: Case) -> torch.Tensor:
-    """A cache as FlashAttention takes it: a view [pages, page_size, num_kv_heads, head_dim]."""
-    return cache.transpose(1, 2) if case.layout == "HND" else cache
 
 
 def installed(

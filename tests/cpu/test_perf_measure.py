@@ -162,6 +162,34 @@ def test_fa3_rounds_q_to_the_caches_dtype_and_is_held_to_its_own_tolerance(monke
     assert outcome.detail["q_dtype"] == "e4m3"
 
 
+def test_vllm_is_called_as_its_backend_calls_it(monkeypatch):
+    """A stand-in with the keywords of vLLM's function that computes what it has to."""
+    seen = []
+
+    def unified_attention(q, k, v, out, seqused_k, block_table, softmax_scale, cu_seqlens_q, k_descale, v_descale, **options):
+        assert cu_seqlens_q.tolist() == [0, 1, 2, 3]
+        assert k_descale.eq(1).all() and v_descale.eq(1).all()
+        assert options["softmax_segm_output"].shape == (64, 4, 16, 16)  # 128 // 2 KV heads
+        for row, length in enumerate(seqused_k.tolist()):
+            keys, values = (c[block_table[row].long()].double().flatten(0, 1)[:length].transpose(0, 1) for c in (k, v))
+            out[row] = attention_f64(q[row], keys, values, softmax_scale)[0]
+        seen.append(options["kv_quant_mode"])
+
+    modes = SimpleNamespace(NONE=0, FP8_PER_TENSOR=1)
+    stand_ins = {"attention.ops.triton_unified_attention": {"unified_attention": unified_attention}}
+    stand_ins["kv_cache_interface"] = {"KVQuantMode": modes}
+    for name, content in stand_ins.items():
+        monkeypatch.setitem(sys.modules, f"vllm.v1.{name}", SimpleNamespace(**content))
+    for parent in ("vllm", "vllm.v1", "vllm.v1.attention", "vllm.v1.attention.ops"):
+        monkeypatch.setitem(sys.modules, parent, ModuleType(parent))
+    provider = PROVIDERS["vllm-triton"]()
+    monkeypatch.setattr(provider, "available", lambda: None)
+    (outcome,) = measure(replace(CASE, kv_dtype="e4m3"), [provider], LIMITS, FakeClock(), CPU)
+    assert outcome.gate.passed, outcome
+    assert outcome.gate.tolerance == PEERS
+    assert set(seen) == {1}
+
+
 def test_a_lost_device_ends_the_run_with_the_culprit():
     with pytest.raises(DeviceFailed) as failure:
         measure(CASE, [Fake("ours", crash, tolerance=OURS)], LIMITS, FakeClock(lost=True), CPU)
@@ -244,7 +272,7 @@ def test_cli_lists_cases_and_refuses_unknown_names():
 
 
 def test_providers_without_a_gpu_say_so():
-    for name in ("read", "flashinfer-fa2", "flashinfer-xqa", "fa3"):
+    for name in ("read", "flashinfer-fa2", "flashinfer-xqa", "fa3", "vllm-triton"):
         assert PROVIDERS[name]().available() == "no CUDA device"
 
 
