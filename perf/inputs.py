@@ -12,7 +12,7 @@ import torch
 
 from cute_kernels import KVDtype
 from perf.cases import Case
-from perf.storage import KV_SCALES, fill, quantize_normal
+from perf.storage import KV_SCALES, fill, quantize_normal, raw
 
 ROTATED_BYTES = 600 * 2**20  # of K and V over all sets: ten times the 60 MB L2 of an H200
 MIN_SETS = 2
@@ -92,7 +92,8 @@ class Inputs:
             tokens = int(self.pages.seq_lens[row])
             first, end = self.pages.indptr[row : row + 2].tolist()
             ids = self.pages.indices[first:end].long()
-            stored = gather(cache if self.case.layout == "NHD" else cache.transpose(1, 2), ids, tokens)
+            slots = raw(cache if self.case.layout == "NHD" else cache.transpose(1, 2))
+            stored = gather(slots, ids, tokens).view(cache.dtype)
             scale = gather(scale, ids, tokens) if scale is not None and per_token else scale
         if self.case.kv_dtype is None:
             return stored

@@ -43,7 +43,7 @@ def quantize_normal(
         if per_token:
             values *= spread(normal(*part.shape[:3], 1))
         stored, scale = quantize_kv(values, kv_dtype, kinds[kv_scale.granularity], scale=static, scale_dtype=kv_scale.dtype)
-        part.copy_(stored)
+        raw(part).copy_(raw(stored))
         if per_token and scales is not None and scale is not None:
             scales[first : first + step] = scale
     return scales
@@ -65,11 +65,16 @@ def spread(normal: torch.Tensor) -> torch.Tensor:
     return normal.clamp(-1, 1).exp2()
 
 
+def raw(tensor: torch.Tensor) -> torch.Tensor:
+    """8-bit elements as bytes, which every operation of torch takes; others as they are."""
+    return tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
+
+
 def fill(slots: torch.Tensor, where: torch.Tensor, value: float) -> None:
     """Write `value` as the dtype of `slots` has it, DEAD_INT8 for NaN in int8, where the mask over its first two axes says."""
     if slots.dtype == torch.int8:
         slots[where] = DEAD_INT8 if math.isnan(value) else round(value)
-    elif slots.dtype.itemsize == 1:  # fp8: by its byte, which torch can assign
-        slots.view(torch.uint8)[where] = int(torch.tensor(value).to(slots.dtype).view(torch.uint8))
+    elif slots.dtype.itemsize == 1:
+        raw(slots)[where] = int(raw(torch.tensor(value).to(slots.dtype)))
     else:
         slots[where] = value
