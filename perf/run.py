@@ -10,7 +10,6 @@ from typing import Annotated
 import torch
 import typer
 from rich.console import Console
-from rich.progress import MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from cute_kernels.dispatch import DeviceFacts
 from perf.case_sets import select_cases
@@ -19,7 +18,7 @@ from perf.measure import DeviceFailed, Limits, Outcome, measure
 from perf.providers import PROVIDERS, CompilesAhead, Provider
 from perf.record import ROOT, append, case_fields, environment, machine, timestamp
 from perf.records import read_records
-from perf.report import problems, summary
+from perf.report import problems, progress, summary
 from perf.resume import Deadline, unfinished
 from perf.timing import GraphClock
 
@@ -105,14 +104,13 @@ def run_cases(
     """
     outcomes: list[Outcome] = []
     begun = 0
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console) as progress:
-        task = progress.add_task("cases", total=len(cases))
+    with progress(console) as bar:
+        task = bar.add_task("cases", total=len(cases))
         for case in cases:
             if not deadline.allows_another():
                 break
             begun += 1
-            progress.update(task, description=case.name)
+            bar.update(task, description=case.name)
             start, lost = time.perf_counter(), False
             try:
                 measured = measure(case, competitors, limits, GraphClock(), device)
@@ -126,8 +124,8 @@ def run_cases(
                 console.print(f"[red]{case.name}: the device is lost")
                 break
             torch.cuda.empty_cache()
-            progress.advance(task)
-            progress.console.print(f"{case.name}  {time.perf_counter() - start:.1f} s", highlight=False)
+            bar.advance(task)
+            bar.console.print(f"{case.name}  {time.perf_counter() - start:.1f} s", highlight=False)
     return outcomes, len(cases) - begun
 
 

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import torch
 from rich.console import Console
-from rich.progress import MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from cute_kernels import InvalidArgument, Unsupported, tuned
 from cute_kernels.config import Arch, DecodeConfig, Target
@@ -22,6 +21,7 @@ from perf.measure import Contender, DeviceFailed, Limits, Outcome, enter
 from perf.providers.base import Provider
 from perf.providers.ours import Configured, descriptor
 from perf.record import commit
+from perf.report import progress
 from perf.resume import Deadline
 from perf.run import CASES_LEFT, WRONG, split
 from perf.timing import Clock, GraphClock
@@ -150,20 +150,19 @@ def tune(
     groups: dict[object, Group] = {}
     done: list[Tuned] = []
     found: list[tuple[Finding, Cell]] = []
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console) as progress:
-        bar = progress.add_task("problems", total=len(tasks))
+    with progress(console) as shown:
+        bar = shown.add_task("problems", total=len(tasks))
         for task, cell in zip(tasks, spans, strict=True):
             if not deadline.allows_another():
                 break
-            progress.update(bar, description=task.case.name)
+            shown.update(bar, description=task.case.name)
             group = groups.setdefault(group_of(task.problem, task.arch), Group())
             configs = group.worth_trying(sweep(task.problem, task.arch, task.target, task.sm_count))
             try:
                 result, trial_us = tune_task(task, configs, limits, clock, device, provider)
             except DeviceFailed as failure:
                 done.append(Tuned(task, reason="the device is lost", wrong=(f"{task.case.name}: {failure}",)))
-                progress.console.print(*done[-1].wrong, highlight=False, markup=False)
+                shown.console.print(*done[-1].wrong, highlight=False, markup=False)
                 break
             if trial_us:
                 group.learn(trial_us)
@@ -172,8 +171,8 @@ def tune(
                 found.append((result.finding, cell))
                 save(found)
             for line in (*result.wrong, result.summary):
-                progress.console.print(line, highlight=False, markup=False)
-            progress.advance(bar)
+                shown.console.print(line, highlight=False, markup=False)
+            shown.advance(bar)
     return done
 
 

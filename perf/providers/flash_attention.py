@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import ClassVar
@@ -17,6 +18,17 @@ from perf.providers.base import Candidate, Result, paged, require_sm90, require_
 from perf.record import package_version
 
 NUM_SPLITS = (0, 1, 2, 4, 8, 16, 32)  # 0: its own choice
+
+
+@dataclass(frozen=True)
+class Step:
+    """What the calls on all input sets share. descale: f32 [batch, num_kv_heads], of q, K and V, where q is e4m3."""
+
+    table: torch.Tensor
+    seq_lens: torch.Tensor
+    scale: float
+    num_splits: int
+    descale: torch.Tensor | None
 
 
 class FlashAttention3:
@@ -51,7 +63,8 @@ class FlashAttention3:
         rounded = {"q_dtype": "e4m3"} if case.kv_dtype else {}
         candidates = []
         for num_splits in NUM_SPLITS:
-            calls = [bind(table, pages.seq_lens, inputs.softmax_scale, num_splits, descale, *qkv) for qkv in operands]
+            step = Step(table, pages.seq_lens, inputs.softmax_scale, num_splits, descale)
+            calls = [bind(step, *qkv) for qkv in operands]
             detail = {"num_splits": num_splits, **rounded}
             candidates.append(Candidate(calls, detail, tolerance=FP8_QUERY if rounded else None))
         return candidates
@@ -62,41 +75,24 @@ def query(q: torch.Tensor, case: Case) -> torch.Tensor:
     return q[:, None].to(torch.float8_e4m3fn) if case.kv_dtype else q[:, None]
 
 
-def installed(
-    table: torch.Tensor,
-    seq_lens: torch.Tensor,
-    scale: float,
-    num_splits: int,
-    descale: torch.Tensor | None,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-) -> Callable[[], Result]:
-    """A call of flash_attn_with_kvcache: q [batch, 1, num_heads, head_dim], descale f32 [batch, num_kv_heads] with an e4m3 q."""
+def installed(step: Step, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Callable[[], Result]:
+    """A call of flash_attn_with_kvcache: q [batch, 1, num_heads, head_dim]."""
     from flash_attn_interface import flash_attn_with_kvcache
 
-    options = {"cache_seqlens": seq_lens, "page_table": table, "softmax_scale": scale, "num_splits": num_splits}
-    options |= {"q_descale": descale, "k_descale": descale, "v_descale": descale}
+    options: dict[str, object] = {"cache_seqlens": step.seq_lens, "page_table": step.table}
+    options |= {"softmax_scale": step.scale, "num_splits": step.num_splits}
+    options |= {f"{name}_descale": step.descale for name in "qkv"}
     return lambda: (flash_attn_with_kvcache(q, k, v, **options)[:, 0], None)
 
 
-def extension(
-    table: torch.Tensor,
-    seq_lens: torch.Tensor,
-    scale: float,
-    num_splits: int,
-    descale: torch.Tensor | None,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-) -> Callable[[], Result]:
+def extension(step: Step, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Callable[[], Result]:
     """A call of the extension's operator `fwd`, whose arguments are positional; the operands are those of `installed`."""
-    out = torch.empty(q.shape, dtype=q.dtype if descale is None else torch.bfloat16, device=q.device)
+    out = torch.empty(q.shape, dtype=q.dtype if step.descale is None else torch.bfloat16, device=q.device)
     cache = (q, k, v, None, None, None, out)  # k_new, v_new, q_v
-    lengths = (None, None, None, None, seq_lens, None, None)  # cu_seqlens q, k, k_new; seqused q, k; max_seqlen q, k
-    placement = (table, None, None, None, None, None, descale, descale, descale)  # kv_batch_idx, leftpad, 3 rotary
-    softmax = (scale, False, -1, -1, 0.0, True)  # causal, window left and right, softcap, rotary_interleaved
-    schedule = (None, num_splits, None, 0, None, 1, 0, None)  # metadata, splits, pack_gqa, sm_margin, s_aux, 3 of cp
+    lengths = (None, None, None, None, step.seq_lens, None, None)  # cu_seqlens q, k, k_new; seqused q, k; max_seqlen q, k
+    placement = (step.table, None, None, None, None, None, *[step.descale] * 3)  # kv_batch_idx, leftpad, 3 rotary; q, k, v
+    softmax = (step.scale, False, -1, -1, 0.0, True)  # causal, window left and right, softcap, rotary_interleaved
+    schedule = (None, step.num_splits, None, 0, None, 1, 0, None)  # metadata, splits, pack_gqa, sm_margin, s_aux, 3 of cp
 
     def run() -> Result:
         torch.ops._vllm_fa3_C.fwd(*cache, *lengths, *placement, *softmax, *schedule)

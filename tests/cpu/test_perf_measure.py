@@ -262,6 +262,15 @@ def test_report_shows_times_bars_and_reasons():
     assert "absent: not supported: not installed" in text
 
 
+def test_report_shows_the_error_beside_the_time():
+    outcomes = measure(replace(CASE, kv_dtype="e4m3"), [Ours(), Timed("read", 4.0)], LIMITS, FakeClock(), CPU)
+    console = Console(width=200, record=True, file=io.StringIO())
+    console.print(summary(outcomes))
+    (found,) = re.findall(r"10\.0 \(2\.500\) (\d\.\d\d)%", console.export_text())
+    assert float(found) == pytest.approx(100 * outcomes[0].gate.relative_error, abs=0.005)
+    assert 0.05 < float(found) < 0.5  # bf16 rounds to 2**-9
+
+
 def test_cli_lists_cases_and_refuses_unknown_names():
     runner = CliRunner()
     listed = runner.invoke(run.app, ["--cases", "ragged", "--list"])
