@@ -1,4 +1,4 @@
-"""The command line: doctor, plan, explain, compile, demo and dashboard."""
+"""The command line: doctor, plan, explain, compile, tune, demo and dashboard."""
 
 from __future__ import annotations
 
@@ -157,6 +157,29 @@ def doctor() -> None:
     for path in sorted(tuned.plans_folder().glob("*.json")):
         grid.add_row(f"plans/{path.name}", f"{len(tuned.load(path))} entries")
     console.print(grid)
+
+
+@app.command()
+def tune(
+    cases: Annotated[str, typer.Option(help="Sets and globs over case names of perf, separated by commas.")] = "core",
+    out: Annotated[str, typer.Option(help="Folder of the table; default: where plans are read from.")] = "",
+    minutes: Annotated[float, typer.Option(min=0, help="Stop before a case that would end later than this; 0: no limit.")] = 0,
+    replays: Annotated[int, typer.Option(min=15, help="Replays of each configuration that is timed in full.")] = 21,
+    trials: Annotated[int, typer.Option(min=1, help="Replays of each in the trial before.")] = 3,
+    memory: Annotated[float, typer.Option(help="Share of the free device memory that the caches may take.")] = 0.4,
+) -> None:
+    """Times configurations on this GPU; those that beat the heuristic by more than the noise go to plans/<gpu>.json.
+
+    Runs from a checkout. Exit code 1 when a configuration gave a wrong result, 3 when --minutes left cases over.
+    """
+    try:
+        from perf.measure import Limits
+        from perf.tune import tune_cases
+    except ModuleNotFoundError as error:
+        need = "the tuner's clock is part of the checkout: run it there"
+        raise MissingDependency(str(error.name), need) from error
+    limits = Limits(replays, trials, memory_bytes=0, host_calls=0)
+    raise typer.Exit(tune_cases(cases, Path(out) if out else None, minutes, limits, memory, console))
 
 
 @app.command()

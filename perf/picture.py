@@ -23,6 +23,7 @@ PROVIDERS = {
     "fa3": ("FlashAttention-3", "#4f6d94", "#86a6cf"),
     "flashinfer-fa2": ("FlashInfer fa2", "#86a0c0", "#5f7fa8"),
     "flashinfer-xqa": ("FlashInfer XQA", "#b7c6d9", "#43597a"),
+    "vllm-triton": ("vLLM Triton", "#a9bfb1", "#4f6b5a"),
     "sdpa": ("PyTorch SDPA, K and V gathered beforehand", "#c9c2b6", "#6f6a61"),
 }
 MAX_CASES = 13

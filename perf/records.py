@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeVar
 
 from cute_kernels.dispatch import PRETEND, DeviceFacts
 from perf.cases import Bar, Case, Rows, Spread, short
-from perf.correctness import GateResult
+from perf.correctness import GateResult, Tolerance
 from perf.measure import DEVICE
 from perf.record import SCHEMA
 from perf.timing import Timing
@@ -162,17 +162,18 @@ def parse_fields(entry: Mapping[str, Any], path: Path, number: int) -> Record:
     time = datetime.fromisoformat(get(entry, "timestamp", str))
     if time.tzinfo is None:
         raise ValueError(f"timestamp {entry['timestamp']!r} has no time zone")
+    case = parse_case(entry)
     us, ratio, gate, bar, why = (entry.get("us"), entry.get("ratio_to_read"), entry.get("gate"), entry.get("bar"), reason(entry))
     if us is None and not why:
         raise ValueError("neither a time nor a reason for its absence")
     return Record(
         path=path,
         line=number,
-        case=parse_case(entry),
+        case=case,
         name=get(entry, "name", str),
-        kv_dtype=str(entry.get("kv_dtype") or entry["dtype"]),
-        k_scale=str(entry.get("k_scale") or "none"),
-        v_scale=str(entry.get("v_scale") or "none"),
+        kv_dtype=case.kv_dtype or case.dtype,
+        k_scale=case.kv_scale or "none",
+        v_scale=case.kv_scale or "none",
         provider=get(entry, "provider", str),
         version=get(entry, "version", str),
         metric=get(entry, "metric", str),
@@ -210,9 +211,10 @@ def parse_timing(us: Mapping[str, Any]) -> Timing:
 
 def parse_gate(gate: Mapping[str, Any]) -> GateResult:
     """A record's gate. Raises ValueError where it does not say whether it was passed."""
-    names = ("error", "torch_error", "lse_error")
-    error, torch_error, lse_error = (None if gate.get(name) is None else float(gate[name]) for name in names)
-    return GateResult(error, torch_error, lse_error, get(gate, "passed", bool), str(gate.get("reason") or ""))
+    names = ("error", "torch_error", "lse_error", "relative_error")
+    errors = {name: None if gate.get(name) is None else float(gate[name]) for name in names}
+    tolerance = None if gate.get("tolerance") is None else Tolerance(**gate["tolerance"])
+    return GateResult(**errors, tolerance=tolerance, passed=get(gate, "passed", bool), reason=str(gate.get("reason") or ""))
 
 
 def check_gpu(record: Record) -> None:

@@ -12,7 +12,7 @@ function resultRow(gpuName, provider, result, slowest) {
   }
   const none = '<span class="none">not measured</span>';
   const bar = `<span class="bar" aria-hidden="true"><i style="width:${(100 * result.us) / slowest}%;--fill:${colourOf(gpuName, provider)}"></i></span>`;
-  const error = result.error === null ? '<span class="none">computes nothing</span>' : `${result.error.toExponential(1)}<small>${result.error_ratio === null ? "" : result.error_ratio.toFixed(2) + " of PyTorch's"}</small>`;
+  const error = result.error === null ? '<span class="none">computes nothing</span>' : `${result.error.toExponential(1)}<small>${result.error_ratio === null ? "" : result.error_ratio.toFixed(2) + " of PyTorch's"}${result.relative_error === null ? "" : "<br>relative " + result.relative_error.toExponential(1)}</small>`;
   return `<tr><th scope="row">${name}${version}</th>
     <td data-label="us"><span>${microseconds(result.us)}<small>${microseconds(result.p20)} to ${microseconds(result.p80)}</small></span>${bar}</td>
     <td class="num" data-label="ratio to read"><span>${result.ratio === null ? none : result.ratio.toFixed(3)}</span></td>

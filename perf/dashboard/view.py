@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from perf.cases import case_sets
+from perf.case_sets import case_sets
 from perf.compare import Comparison, changes, compare_revisions
 from perf.history import Revision, by_gpu, revisions
 from perf.measure import DEVICE
@@ -15,13 +15,13 @@ from perf.records import READ, Problem, Record
 
 OURS = "ours"
 NOT_MEASURED = "not measured"
-DETAILS = ("sku", "shape", "num_ctas", "num_splits", "workspace_bytes", "prepare_s")
+DETAILS = ("sku", "q_dtype", "shape", "num_ctas", "num_splits", "workspace_bytes", "prepare_s")
 
 
 @dataclass(frozen=True)
 class Result:
     """One record. Times in microseconds; `reason` where there is none. error: max abs against f64; error_ratio: over that of
-    same-dtype PyTorch. faster: its time over ours. source: file and line."""
+    same-dtype PyTorch; relative_error: 2-norms, absent in older records. faster: its time over ours. source: file and line."""
 
     provider: str
     version: str
@@ -34,7 +34,7 @@ class Result:
     ratio: float | None
     error: float | None
     error_ratio: float | None
-    lse_error: float | None
+    relative_error: float | None
     faster: float | None
     reason: str
     details: str
@@ -226,7 +226,7 @@ def result(record: Record, read: Record | None, ours: Record | None) -> Result:
         ratio=None if percent is None else 100 / percent,
         error=gate.error if gate else None,
         error_ratio=gate.error / gate.torch_error if gate and gate.error is not None and gate.torch_error else None,
-        lse_error=gate.lse_error if gate else None,
+        relative_error=gate.relative_error if gate else None,
         faster=us.median / ours.us.median if comparable and us and ours and ours.us else None,
         reason=record.reason,
         details=details(record),

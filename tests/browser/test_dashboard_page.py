@@ -132,7 +132,7 @@ def test_filters_narrow_every_part_and_land_in_the_address(visit: Open) -> None:
 def test_cases_without_peers_are_a_choice_away(visit: Open) -> None:
     page = visit()
     rows = page.locator(".gpu:not([hidden]) .peers tbody tr:visible")
-    expect(rows).to_have_count(1)
+    expect(rows).to_have_count(2)
     page.locator(".gpu:not([hidden])").get_by_label("also cases where no peer was measured").check()
     expect(rows).to_have_count(RECORDED)
     expect(rows.filter(has_text="64 x 1-8k")).to_contain_text("not measured")
@@ -141,9 +141,11 @@ def test_cases_without_peers_are_a_choice_away(visit: Open) -> None:
 
 def test_what_a_peer_cannot_do_is_said(visit: Open) -> None:
     page = visit()
-    row = page.locator(".gpu:not([hidden]) .peers tbody tr:visible")
+    rows = page.locator(".gpu:not([hidden]) .peers tbody tr:visible")
+    row = rows.filter(has_text="bf16, pages of 16")
     expect(row).to_contain_text(f"not supported: {SCRIPT}")  # as text: nothing of a record runs
     expect(row).to_contain_text("err 3.00")
+    expect(rows.filter(has_text="e4m3")).to_contain_text("err 2.3e-02")
 
 
 def test_a_case_opens_with_results_history_and_samples(visit: Open) -> None:

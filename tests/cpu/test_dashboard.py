@@ -62,7 +62,7 @@ def test_the_newest_result_beside_its_peers(page: Page) -> None:
 def test_an_eight_bit_cache_is_a_column_of_its_own(page: Page) -> None:
     view = page.gpus[1]
     assert ("bf16 q, e4m3 KV", "pages of 16") in view.heat_map.columns
-    assert view.cases[EIGHT_BIT].options == "K scale: token f16, V scale: head"
+    assert view.cases[EIGHT_BIT].options == "K scale: token-f16, V scale: token-f16"
 
 
 def test_every_case_is_once_in_the_heat_map(page: Page) -> None:

@@ -11,10 +11,11 @@ import pytest
 from perf_lines import GATE, record, write
 
 from perf.cases import Case, Rows, Spread, fixed
-from perf.record import ROOT
-from perf.records import parse, read_records
+from perf.record import ROOT, case_fields
+from perf.records import parse, parse_case, read_records
 
 CASE = Case(32, 8, 128, 16, fixed(64, 8192))
+SCALED = Case(32, 8, 128, 16, fixed(64, 8192), kv_dtype="int8", kv_scale="token-f16")
 
 BAD_LINES = {
     "truncated": ("truncated", '{"name": "gqa_pa'),
@@ -103,14 +104,13 @@ def test_a_field_that_older_records_lack_takes_its_default() -> None:
 def test_words_for_a_case() -> None:
     ragged = Case(32, 8, 128, 16, Spread("loguniform", 64, 128, 32768), "bf16", "csr", "NHD")
     mixed = Case(32, 8, 128, 0, Rows(((1, 131072), (31, 4096))), "f16", "none")
-    scaled = {"kv_dtype": "int8", "k_scale": "token f16", "v_scale": "head"}
     first, second, third = (
-        parse(json.dumps(record(case, "ours", 1.0, **more)).encode())
-        for case, more in ((ragged, {}), (mixed, {}), (CASE, scaled))
+        parse(json.dumps(record(case, "ours", 1.0, **more)).encode()) for case, more in ((ragged, {}), (mixed, {}), (SCALED, {}))
     )
     assert (first.rows, first.traits) == ("64 x 128-32k", ("bf16", "pages of 16", "NHD", "CSR", "loguniform"))
     assert (second.rows, second.heads, second.traits) == ("1 x 128k + 31 x 4k", "32/8/128", ("f16", "contiguous"))
-    assert third.traits == ("bf16 q, int8 KV", "pages of 16", "K scale: token f16", "V scale: head")
+    assert third.traits == ("bf16 q, int8 KV", "pages of 16", "K scale: token-f16", "V scale: token-f16")
+    assert third.case == SCALED
     assert (first.kv_dtype, first.k_scale, first.v_scale) == ("bf16", "none", "none")
 
 
@@ -120,3 +120,14 @@ def test_the_committed_records_are_all_used() -> None:
     assert problems == []
     assert len(records) == sum(len(path.read_bytes().splitlines()) for path in paths) > 400
     assert Counter(entry.metric for entry in records)["device"] > 400
+
+
+def test_committed_records_keep_their_cases() -> None:
+    """What was recorded of a case is what would be recorded now: cases of 16-bit caches have not changed."""
+    lines = (ROOT / "perf/results/h200.jsonl").read_text().splitlines()
+    found = [json.loads(line) for line in lines]
+    assert len(found) >= 488
+    for entry in found:
+        now = json.loads(json.dumps(case_fields(parse_case(entry))))
+        assert now == {name: entry[name] for name in now}
+        assert now["name"] == parse_case(entry).name
