@@ -2,10 +2,13 @@
 VENV := .venv/bin/python
 PYTHON ?= $(VENV)
 SETUP := $(if $(filter $(VENV),$(PYTHON)),.venv/.installed)
+ECHARTS := perf/dashboard/node_modules/.installed
+CHROMIUM := $(firstword $(foreach name,chromium chromium-browser google-chrome,$(shell command -v $(name))))
+BROWSER := $(and $(CHROMIUM),$(shell command -v npm))
 SANITIZERS := memcheck racecheck synccheck initcheck
 
 .DEFAULT_GOAL := help
-.PHONY: setup demo test gpu-test sanitize lint format clean help
+.PHONY: setup demo test browser-test gpu-test dashboard sanitize lint format clean help
 
 setup: .venv/.installed ## make .venv with everything installed (once)
 
@@ -17,9 +20,20 @@ setup: .venv/.installed ## make .venv with everything installed (once)
 demo: $(SETUP) ## a small language model decodes through a paged cache
 	$(PYTHON) -m cute_kernels demo
 
-test: lint ## lint, types and every test that needs no GPU
-	$(PYTHON) -m pytest -m "not gpu" -n 2 -q
+test: lint $(if $(BROWSER),$(ECHARTS)) ## lint, types and every test that needs no GPU
+	$(PYTHON) -m pytest -m "not gpu$(if $(BROWSER),, and not browser)" -n 2 -q
 	@echo "make test: passed"
+	$(if $(BROWSER),,@echo "The browser tests were NOT run: they need chromium and npm. With both, run: make browser-test")
+
+browser-test: $(SETUP) $(ECHARTS) ## the dashboard in headless Chromium
+	$(PYTHON) -m pytest -m browser -q tests/browser
+
+$(ECHARTS): perf/dashboard/package-lock.json
+	npm ci --prefix perf/dashboard --ignore-scripts --no-audit --no-fund
+	@touch $@
+
+dashboard: $(SETUP) $(ECHARTS) ## docs/dashboard.html from the committed records
+	$(PYTHON) -m cute_kernels dashboard --out docs/dashboard.html
 
 gpu-test: $(SETUP) ## the tests that need a GPU
 	$(PYTHON) -m pytest -m "gpu and not exclusive" -n 8 -q tests
@@ -45,7 +59,7 @@ format: $(SETUP) ## rewrite sources in the house style
 	$(PYTHON) -m ruff format .
 
 clean: ## remove .venv, caches and build output
-	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis perf/dashboard/node_modules
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 help: ## this list

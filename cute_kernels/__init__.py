@@ -24,6 +24,7 @@ if TYPE_CHECKING:
         InvalidProblem,
         LaunchFailed,
         MisalignedOperand,
+        MissingDependency,
         Unsupported,
         WorkspaceTooSmall,
     )
@@ -58,6 +59,7 @@ __all__ = [
     "MergeStatesDescriptor",
     "MergeStatesPlan",
     "MisalignedOperand",
+    "MissingDependency",
     "PageTable",
     "PagedDecodeDescriptor",
     "PagedDecodePlan",

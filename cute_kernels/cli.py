@@ -1,4 +1,4 @@
-"""The command line: doctor, plan, explain, compile and demo."""
+"""The command line: doctor, plan, explain, compile, tune, demo and dashboard."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
+from pathlib import Path
 from typing import Annotated, Literal, cast
 
 import torch
@@ -21,7 +22,7 @@ from . import __version__, tuned
 from .descriptors import DecodeProblem, FlashDecodingDescriptor, KVLayout, PagedDecodeDescriptor
 from .dispatch import PRETEND, DeviceFacts, Explanation, PlanPreference, VariantArch
 from .dispatch import explain as explain_problem
-from .errors import CuteKernelsError, Unsupported
+from .errors import CuteKernelsError, MissingDependency, Unsupported
 from .plan import sku_of
 from .workspace import workspace_bytes, workspace_regions
 
@@ -159,6 +160,29 @@ def doctor() -> None:
 
 
 @app.command()
+def tune(
+    cases: Annotated[str, typer.Option(help="Sets and globs over case names of perf, separated by commas.")] = "core",
+    out: Annotated[str, typer.Option(help="Folder of the table; default: where plans are read from.")] = "",
+    minutes: Annotated[float, typer.Option(min=0, help="Stop before a case that would end later than this; 0: no limit.")] = 0,
+    replays: Annotated[int, typer.Option(min=15, help="Replays of each configuration that is timed in full.")] = 21,
+    trials: Annotated[int, typer.Option(min=1, help="Replays of each in the trial before.")] = 3,
+    memory: Annotated[float, typer.Option(help="Share of the free device memory that the caches may take.")] = 0.4,
+) -> None:
+    """Times configurations on this GPU; those that beat the heuristic by more than the noise go to plans/<gpu>.json.
+
+    Runs from a checkout. Exit code 1 when a configuration gave a wrong result, 3 when --minutes left cases over.
+    """
+    try:
+        from perf.measure import Limits
+        from perf.tune import tune_cases
+    except ModuleNotFoundError as error:
+        need = "the tuner's clock is part of the checkout: run it there"
+        raise MissingDependency(str(error.name), need) from error
+    limits = Limits(replays, trials, memory_bytes=0, host_calls=0)
+    raise typer.Exit(tune_cases(cases, Path(out) if out else None, minutes, limits, memory, console))
+
+
+@app.command()
 def demo(
     device: Annotated[str, typer.Option(help="cuda or cpu; default: the GPU where there is one.")] = "",
     max_new_tokens: Annotated[int, typer.Option(help="Tokens to add to each prompt.")] = 120,
@@ -167,6 +191,26 @@ def demo(
     from .demo.run import run_demo
 
     raise typer.Exit(run_demo(device or None, max_new_tokens))
+
+
+@app.command()
+def dashboard(
+    out: Annotated[Path, typer.Option(help="The HTML file to write.", dir_okay=False)] = Path("dashboard.html"),
+    results: Annotated[Path | None, typer.Option(help="Folder of the records; default: the checkout's perf/results.")] = None,
+) -> None:
+    """Writes the recorded performance as one HTML page. Runs from a checkout: the records are not installed."""
+    try:
+        from perf.dashboard.page import RESULTS, build
+    except ModuleNotFoundError as error:
+        need = "the dashboard is part of the checkout: run it there, in an environment with its dev extra (make setup)"
+        raise MissingDependency(str(error.name), need) from error
+    with console.status("building the page"):
+        html, page = build(RESULTS if results is None else results)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(html, encoding="utf-8")
+    for problem in page.problems:
+        print(problem, file=sys.stderr)
+    console.print(f"{out}: {sum(len(gpu.cases) for gpu in page.gpus)} cases, {len(html) / 1e6:.1f} MB", markup=False)
 
 
 def main() -> None:

@@ -82,3 +82,14 @@ class InvalidPlanTable(CuteKernelsError, ValueError):
 
     def __str__(self) -> str:
         return f"{self.where} = {self.value!r}: {self.rule}"
+
+
+class MissingDependency(CuteKernelsError):
+    """Something outside the package that a command needs: `name` is not there, and `reason` says how to get it."""
+
+    def __init__(self, name: str, reason: str) -> None:
+        self.name, self.reason = name, reason
+        super().__init__(name, reason)
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.reason}"

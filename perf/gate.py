@@ -1,121 +1,133 @@
-"""The correctness gate: nothing is timed before its result on the same inputs was compared with f64."""
+"""python -m perf.gate: has anything become slower? Two revisions of a results file, or a run against the best known."""
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
 
-import torch
-import torch.nn.functional as F
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
-from perf.inputs import Inputs
+from perf.compare import Comparison, Control, compare_revisions, control
+from perf.history import Revision, by_gpu, revision, revisions
+from perf.records import Record, read_records
+from perf.run import split
 
-SAMPLED_ROWS = 8
-LSE_TOLERANCE = 1e-5
-
-
-@dataclass(frozen=True)
-class Tolerance:
-    """A row passes when its error is at most `factor` times that of same-dtype PyTorch plus `ulps` ulp of the output."""
-
-    factor: float
-    ulps: float
-
-
-OURS = Tolerance(factor=1.25, ulps=2)
-PEERS = Tolerance(factor=4.0, ulps=8)  # their own choices of precision: this catches wrong answers only
+BEST, LATEST = "best", "latest"
+STYLES = {"slower": "red", "faster": "green", "same": "dim"}
+console = Console(width=None if sys.stdout.isatty() else 200)
 
 
-@dataclass(frozen=True)
-class RowError:
-    """How far one row is from f64: max |out - f64|, the same of PyTorch in the output's dtype, and what is allowed.
+def main(
+    results: Annotated[Path, typer.Argument(help="Records of one GPU.", exists=True, dir_okay=False)] = Path(
+        "perf/results/h200.jsonl"
+    ),
+    base: Annotated[str, typer.Option(help=f"A commit, or {BEST}: for each case the fastest one known.")] = BEST,
+    new: Annotated[str, typer.Option(help=f"A commit, or {LATEST}.")] = LATEST,
+    run: Annotated[
+        Path | None, typer.Option(help="Take the new side from this file instead.", exists=True, dir_okay=False)
+    ] = None,
+    providers: Annotated[str, typer.Option(help="Whose times are held to the past, separated by commas.")] = "ours",
+) -> None:
+    """Exit code 0: nothing slower; 1: something is, or has lost its time; 2: nothing could be compared."""
+    paths = [results] if run is None else [results, run]
+    records, problems = read_records(paths)
+    for problem in problems:
+        print(problem, file=sys.stderr)
+    try:
+        known, newest = sides(records, new, run)
+        bases = known if base == BEST else [find(known, base, "base")]
+        watched = split(providers)
+        comparisons = compare_revisions(bases, newest, watched)
+        lost = lost_times(bases, newest, watched)
+        if not comparisons and not lost:
+            raise ValueError(f"providers: {providers!r} timed no case at both {base} and {newest.label}")
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        raise typer.Exit(2) from error
+    console.print(table(comparisons))
+    console.print(summary(bases, newest, comparisons, lost))
+    raise typer.Exit(1 if lost or any(comparison.verdict == "slower" for comparison in comparisons) else 0)
 
-    lse: the largest |lse - f64| / max(1, |f64|) over the heads, None where no lse was given.
-    """
 
-    out: float
-    torch: float
-    allowed: float
-    lse: float | None
-
-
-@dataclass(frozen=True)
-class GateResult:
-    """The errors of the worst sampled rows (None where nothing could be compared), the verdict, and why it failed."""
-
-    error: float | None
-    torch_error: float | None
-    lse_error: float | None
-    passed: bool
-    reason: str = ""
+def sides(records: Sequence[Record], new: str, run: Path | None) -> tuple[list[Revision], Revision]:
+    """What is known, oldest first, and the new side. Raises ValueError where there is none, or records of several GPUs."""
+    gpus = by_gpu(records)
+    if len(gpus) != 1:
+        raise ValueError(f"results: hold {len(gpus)} GPUs ({', '.join(gpus)}); times of one GPU are compared")
+    if run is not None:
+        new_side = revision(str(run), [record for record in records if record.path == run])
+        known = revisions(record for record in records if record.path != run)
+    else:
+        history = revisions(records)
+        new_side = history[-1] if new == LATEST and history else find(history, new, "new")
+        known = [entry for entry in history if entry.label != new_side.label]
+    if not known:
+        raise ValueError(f"base: no record to hold {new_side.label} against")
+    return known, new_side
 
 
-def check(inputs: Inputs, index: int, out: torch.Tensor, lse: torch.Tensor | None, tolerance: Tolerance) -> GateResult:
-    """Compare a result on set `index` with f64 on a sample of rows (see sample_rows).
-
-    out: [batch, num_heads, head_dim]; lse: f32 [batch, num_heads], base e, or None. Every element has to be finite.
-    """
-    if not torch.isfinite(out).all() or (lse is not None and not torch.isfinite(lse).all()):
-        return GateResult(None, None, None, False, "the result holds NaN or Inf")
-    rows = [
-        row_error(inputs, index, row, out[row], None if lse is None else lse[row], tolerance)
-        for row in sample_rows(inputs.case.tokens())
+def find(history: Sequence[Revision], commit: str, name: str) -> Revision:
+    """The revision that a commit's first characters name. Raises ValueError unless there is exactly one."""
+    found = [entry for entry in history if entry.label == commit] or [
+        entry for entry in history if entry.label.startswith(commit[:9])
     ]
-    worst = max(rows, key=lambda r: r.out / r.allowed)
-    lse_error = None if lse is None else max(r.lse for r in rows if r.lse is not None)
-    reasons = []
-    if worst.out > worst.allowed:
-        reasons.append(f"error {worst.out:.3g} exceeds {worst.allowed:.3g} (same-dtype PyTorch: {worst.torch:.3g})")
-    if lse_error is not None and lse_error > LSE_TOLERANCE:
-        reasons.append(f"lse error {lse_error:.3g} exceeds {LSE_TOLERANCE:g}")
-    return GateResult(worst.out, worst.torch, lse_error, not reasons, "; ".join(reasons))
+    if len(found) != 1:
+        labels = ", ".join(entry.label for entry in history)
+        raise ValueError(f"{name}: {commit!r} names {len(found)} of the recorded revisions ({labels})")
+    return found[0]
 
 
-def row_error(
-    inputs: Inputs, index: int, row: int, out: torch.Tensor, lse: torch.Tensor | None, tolerance: Tolerance
-) -> RowError:
-    """The error of one row: out [num_heads, head_dim], lse [num_heads] or None."""
-    q = inputs.sets[index].q[row]
-    k, v = inputs.row(index, row)
-    expected, expected_lse = attention_f64(q, k, v, inputs.softmax_scale)
-    torch_error = max_abs(same_dtype(q, k, v, inputs.softmax_scale).double() - expected)
-    allowed = tolerance.factor * torch_error + tolerance.ulps * ulp(max_abs(expected), out.dtype)
-    lse_error = None if lse is None else max_abs((lse.double() - expected_lse) / expected_lse.abs().clamp_min(1))
-    return RowError(max_abs(out.double() - expected), torch_error, allowed, lse_error)
+def lost_times(bases: Sequence[Revision], new: Revision, providers: Sequence[str]) -> list[Record]:
+    """The newest records without a time of cases that had one."""
+    records = [new.newest(key) for key in new.runs if key[1] in providers and any(base.timed(key) for base in bases)]
+    return [record for record in records if record is not None and record.us is None]
 
 
-def sample_rows(tokens: tuple[int, ...]) -> list[int]:
-    """At most SAMPLED_ROWS rows of a batch: the first, the last, and others evenly by length with both extremes."""
-    order = sorted(range(len(tokens)), key=tokens.__getitem__)
-    ranks = SAMPLED_ROWS - 2
-    by_length = {order[i * (len(tokens) - 1) // (ranks - 1)] for i in range(ranks)}
-    return sorted({0, len(tokens) - 1} | by_length)
+def table(comparisons: Sequence[Comparison]) -> Table:
+    """One row a case, the slowest first."""
+    grid = Table(title="device time, new over base")
+    for column in ("case", "provider", "base"):
+        grid.add_column(column, overflow="fold")
+    for column in ("us", "new us", "ratio", "95% interval", "threshold", "p"):
+        grid.add_column(column, justify="right")
+    grid.add_column("verdict")
+    for comparison in sorted(comparisons, key=lambda entry: -entry.ratio):
+        grid.add_row(
+            *(comparison.name, comparison.provider, comparison.base),
+            *(f"{comparison.base_us:.2f}", f"{comparison.new_us:.2f}", f"{comparison.ratio:.4f}"),
+            *(f"{comparison.low:.4f} to {comparison.high:.4f}", f"{100 * comparison.threshold:.1f}%", f"{comparison.p:.1g}"),
+            Text(comparison.verdict, style=STYLES[comparison.verdict]),
+        )
+    return grid
 
 
-def attention_f64(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of one row in f64: q [num_heads, head_dim], k and v [num_kv_heads, tokens, head_dim].
-
-    Returns out [num_heads, head_dim] and lse [num_heads] (natural log), f64. A KV head at a time bounds the memory.
-    """
-    outs, lses = [], []
-    for queries, keys, values in zip(q.double().chunk(len(k)), k, v, strict=True):
-        scores = softmax_scale * queries @ keys.double().T
-        outs.append(torch.softmax(scores, dim=-1) @ values.double())
-        lses.append(torch.logsumexp(scores, dim=-1))
-    return torch.cat(outs), torch.cat(lses)
-
-
-def same_dtype(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float) -> torch.Tensor:
-    """What PyTorch makes of the same row in the inputs' own dtype: [num_heads, head_dim]."""
-    out = F.scaled_dot_product_attention(q[None, :, None], k[None], v[None], scale=softmax_scale, enable_gqa=True)
-    return out[0, :, 0]
+def summary(bases: Sequence[Revision], new: Revision, comparisons: Sequence[Comparison], lost: Sequence[Record]) -> Text:
+    """What the comparison rests on, which cases lost their time, and how many changed."""
+    text = Text()
+    for base in bases:
+        if any(comparison.base == base.label for comparison in comparisons):
+            text.append(f"{base.label} -> {new.label}: {describe(control(base, new))}\n")
+    if not all(comparison.sampled for comparison in comparisons):
+        text.append("samples not recorded on some side: its interval rests on a log-normal through the recorded percentiles\n")
+    for record in lost:
+        text.append(f"{record.name}: {record.provider} has no time any more: {record.reason}\n", style="red")
+    counts = {kind: sum(comparison.verdict == kind for comparison in comparisons) for kind in STYLES}
+    text.append(", ".join(f"{count} {kind}" for kind, count in counts.items()) + f", {len(lost)} lost, of {new.label}")
+    return text
 
 
-def ulp(magnitude: float, dtype: torch.dtype) -> float:
-    """The distance of neighbouring numbers of `dtype` at `magnitude`."""
-    return torch.finfo(dtype).eps * 2.0 ** math.floor(math.log2(max(magnitude, torch.finfo(dtype).tiny)))
+def describe(controlled: Control) -> str:
+    """The control of a comparison in words."""
+    drift, noise = (100 * value for value in (controlled.drift, controlled.noise))
+    if not controlled.trusted:
+        return f"the read kernel ran in {controlled.cases} common cases only: no drift divided out, noise taken as {noise:.2f}%"
+    return f"the read kernel drifted by {drift:+.2f}% over {controlled.cases} cases, A/A noise {noise:.2f}%"
 
 
-def max_abs(tensor: torch.Tensor) -> float:
-    """The largest magnitude."""
-    return float(tensor.abs().max())
+if __name__ == "__main__":
+    typer.run(main)

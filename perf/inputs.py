@@ -10,11 +10,13 @@ from dataclasses import dataclass
 
 import torch
 
+from cute_kernels import KVDtype
 from perf.cases import Case
+from perf.storage import KV_SCALES, fill, quantize_normal, raw
 
 ROTATED_BYTES = 600 * 2**20  # of K and V over all sets: ten times the 60 MB L2 of an H200
 MIN_SETS = 2
-SPARE_PAGES = 1  # pages that no table names, full of NaN
+SPARE_PAGES = 1  # pages that no table names
 DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16}
 
 
@@ -23,12 +25,15 @@ class InputSet:
     """One layer's tensors: q [batch, num_heads, head_dim] and the caches in the case's layout, on one device.
 
     k, v: HND [pages, num_kv_heads, page_size, head_dim], NHD [pages, page_size, num_kv_heads, head_dim], or contiguous
-    [batch, num_kv_heads, tokens, head_dim].
+    [batch, num_kv_heads, tokens, head_dim]. k_scale, v_scale: [1], [num_kv_heads], per token [pages, page_size, num_kv_heads]
+    in either layout (contiguous: [batch, num_kv_heads, tokens]), or None.
     """
 
     q: torch.Tensor
     k: torch.Tensor
     v: torch.Tensor
+    k_scale: torch.Tensor | None = None
+    v_scale: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -60,28 +65,44 @@ class Inputs:
         return self.case.head_dim**-0.5
 
     def fill_unused(self, value: float) -> None:
-        """Write `value` to every slot that no row owns, in all caches."""
+        """Write `value` to every slot that no row owns, in all caches and scales per token (see storage.fill)."""
         if self.pages is None:
             return
-        for cache in (cache for s in self.sets for cache in (s.k, s.v)):
-            slots_first = cache.transpose(1, 2) if self.case.layout == "HND" else cache
-            slots_first[self.pages.unused] = value
+        for s in self.sets:
+            for cache in (s.k, s.v):
+                fill(cache.transpose(1, 2) if self.case.layout == "HND" else cache, self.pages.unused, value)
+            for scale in (s.k_scale, s.v_scale):
+                if scale is not None and scale.dim() == 3:
+                    fill(scale, self.pages.unused, value)
 
     def row(self, index: int, row: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V of one row of set `index`, gathered: [num_kv_heads, tokens, head_dim]."""
+        """K and V of one row of set `index`, gathered: [num_kv_heads, tokens, head_dim].
+
+        They are what the stored elements stand for: 16-bit ones as they are, 8-bit ones times their scales, in f64.
+        """
         s = self.sets[index]
+        return self._real(s.k, s.k_scale, row), self._real(s.v, s.v_scale, row)
+
+    def _real(self, cache: torch.Tensor, scale: torch.Tensor | None, row: int) -> torch.Tensor:
+        per_token = scale is not None and scale.dim() == 3
         if self.pages is None:
-            return s.k[row], s.v[row]
-        tokens = int(self.pages.seq_lens[row])
-        first, end = self.pages.indptr[row : row + 2].tolist()
-        ids = self.pages.indices[first:end].long()
-        return gather(s.k, ids, tokens, self.case), gather(s.v, ids, tokens, self.case)
+            stored = cache[row]
+            scale = scale[row] if scale is not None and per_token else scale
+        else:
+            tokens = int(self.pages.seq_lens[row])
+            first, end = self.pages.indptr[row : row + 2].tolist()
+            ids = self.pages.indices[first:end].long()
+            slots = raw(cache if self.case.layout == "NHD" else cache.transpose(1, 2))
+            stored = gather(slots, ids, tokens).view(cache.dtype)
+            scale = gather(scale, ids, tokens) if scale is not None and per_token else scale
+        if self.case.kv_dtype is None:
+            return stored
+        return stored.double() if scale is None else stored.double() * scale.double()[(...,) + (None,) * (3 - scale.dim())]
 
 
-def gather(cache: torch.Tensor, ids: torch.Tensor, tokens: int, case: Case) -> torch.Tensor:
-    """The first `tokens` tokens of the pages `ids` of a paged cache, as a copy [num_kv_heads, tokens, head_dim]."""
-    pages = cache[ids] if case.layout == "NHD" else cache[ids].transpose(1, 2)
-    return pages.reshape(-1, case.num_kv_heads, case.head_dim)[:tokens].transpose(0, 1).contiguous()
+def gather(slots: torch.Tensor, ids: torch.Tensor, tokens: int) -> torch.Tensor:
+    """The first `tokens` tokens of pages `ids`: [pages, page_size, num_kv_heads, ...] -> a copy [num_kv_heads, tokens, ...]."""
+    return slots[ids].flatten(0, 1)[:tokens].transpose(0, 1).contiguous()
 
 
 def num_sets(kv_bytes: int, memory_bytes: int, rotated_bytes: int) -> int:
@@ -99,27 +120,39 @@ def num_sets(kv_bytes: int, memory_bytes: int, rotated_bytes: int) -> int:
 
 
 def make_inputs(case: Case, device: torch.device, memory_bytes: int, rotated_bytes: int = ROTATED_BYTES) -> Inputs:
-    """Random q, K and V for `case` with NaN in every unused slot; the same numbers each time.
+    """Random q, K, V and scales for `case` with NaN in every unused slot (127 in int8); the same numbers each time.
 
     memory_bytes: what K and V of all sets may take; rotated_bytes: what they have to exceed. Raises MemoryError (num_sets).
     """
     lengths = case.tokens()
     pages = make_pages(case, device) if case.page_size else None
     generator = torch.Generator(device=device).manual_seed(zlib.crc32(case.name.encode()))
+    heads_first = pages is None or case.layout == "HND"
+    count, slots = (len(lengths), lengths[0]) if pages is None else pages.unused.shape
+    heads = case.num_kv_heads
+    shape = (count, heads, slots, case.head_dim) if heads_first else (count, slots, heads, case.head_dim)
 
     def normal(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=generator, dtype=DTYPES[case.dtype], device=device)
 
-    if pages is None:
-        cache = (len(lengths), case.num_kv_heads, lengths[0], case.head_dim)
-    elif case.layout == "HND":
-        cache = (len(pages.unused), case.num_kv_heads, case.page_size, case.head_dim)
-    else:
-        cache = (len(pages.unused), case.page_size, case.num_kv_heads, case.head_dim)
-    query = (len(lengths), case.num_heads, case.head_dim)
-    count = num_sets(case.kv_bytes, memory_bytes, rotated_bytes)
-    sets = tuple(InputSet(normal(*query), normal(*cache), normal(*cache)) for _ in range(count))
-    inputs = Inputs(case, sets, pages)
+    def cache() -> tuple[torch.Tensor, torch.Tensor | None]:
+        if case.kv_dtype is None:
+            return normal(*shape), None
+        kv_dtype = KVDtype(case.kv_dtype)
+        stored = torch.empty(shape, dtype=kv_dtype.torch_dtype, device=device)
+        tokens_first = stored.transpose(1, 2) if heads_first else stored
+        scale = quantize_normal(tokens_first, kv_dtype, KV_SCALES[case.kv_scale], normal)
+        if scale is not None and scale.dim() == 3 and pages is None:
+            scale = scale.transpose(1, 2).contiguous()
+        return stored, scale
+
+    def layer() -> InputSet:
+        q = normal(len(lengths), case.num_heads, case.head_dim)
+        (k, k_scale), (v, v_scale) = cache(), cache()
+        return InputSet(q, k, v, k_scale, v_scale)
+
+    layers = num_sets(case.kv_bytes, memory_bytes, rotated_bytes)
+    inputs = Inputs(case, tuple(layer() for _ in range(layers)), pages)
     inputs.fill_unused(float("nan"))
     return inputs
 

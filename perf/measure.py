@@ -9,8 +9,9 @@ from typing import cast
 
 import torch
 
-from perf.cases import Bar, Case, bar_of
-from perf.gate import OURS, GateResult, check
+from perf.case_sets import bar_of
+from perf.cases import Bar, Case
+from perf.correctness import OURS, GateResult, check
 from perf.inputs import ROTATED_BYTES, Inputs, make_inputs
 from perf.providers.base import Candidate, NotSupported, Provider, Result
 from perf.timing import Clock, Rotation, Timing, host_time
@@ -169,12 +170,13 @@ def enter(provider: Provider, blank: Outcome, inputs: Inputs, limits: Limits, cl
 
 def gate(provider: Provider, candidate: Candidate, inputs: Inputs) -> GateResult | None:
     """The gate's result over the first and the last input set: the one that failed, or the last; None without a tolerance."""
-    if provider.tolerance is None:
+    tolerance = candidate.tolerance or provider.tolerance
+    if tolerance is None:
         return None
     result = None
     for index in sorted({0, len(inputs.sets) - 1}):
         out, lse = cast(Result, candidate.calls[index]())
-        result = check(inputs, index, out, lse, provider.tolerance)
+        result = check(inputs, index, out, lse, tolerance)
         if not result.passed:
             break
     return result

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import json
-import math
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
-from datetime import datetime
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 from textwrap import shorten
-from typing import Annotated, Any, TypeVar
+from typing import Annotated
 from xml.etree import ElementTree
 
 import typer
 
-from perf.cases import Case, Rows, Spread, short
+from perf.records import DEVICE, Record, read_records
 
-T = TypeVar("T")
-Newest = Mapping[str, Mapping[str, "Record"]]  # by case name, then by provider
+Newest = Mapping[str, Mapping[str, Record]]  # by case name, then by provider
 
 # provider -> legend and the fills of its bars, light and dark, in the order of the bars
 PROVIDERS = {
@@ -27,6 +23,7 @@ PROVIDERS = {
     "fa3": ("FlashAttention-3", "#4f6d94", "#86a6cf"),
     "flashinfer-fa2": ("FlashInfer fa2", "#86a0c0", "#5f7fa8"),
     "flashinfer-xqa": ("FlashInfer XQA", "#b7c6d9", "#43597a"),
+    "vllm-triton": ("vLLM Triton", "#a9bfb1", "#4f6b5a"),
     "sdpa": ("PyTorch SDPA, K and V gathered beforehand", "#c9c2b6", "#6f6a61"),
 }
 MAX_CASES = 13
@@ -61,37 +58,6 @@ text { fill: #e6edf3 }
 
 
 @dataclass(frozen=True)
-class Record:
-    """The device time of one provider on one case. us: the median in microseconds; without it `reason` says why.
-
-    rows, traits: the case in words. ratio: `us` over that of the plain read in the same run, where the record has it.
-    barred: whether the case has a bar.
-    """
-
-    case: Case
-    rows: str
-    traits: tuple[str, ...]
-    name: str
-    provider: str
-    version: str
-    us: float | None
-    ratio: float | None
-    reason: str
-    barred: bool
-    gpu: str
-    commit: str
-    time: datetime
-
-    def share(self, read: Record | None) -> float | None:
-        """Bandwidth in percent of the plain read's: of the same run's, else of `read`, the newest. None without both times."""
-        if self.us is None:
-            return None
-        if self.ratio is not None:
-            return 100 / self.ratio
-        return None if read is None or read.us is None else 100 * read.us / self.us
-
-
-@dataclass(frozen=True)
 class Bar:
     """One bar. share: percent of the plain read; where it is None, `reason` is written in the bar's place."""
 
@@ -100,94 +66,32 @@ class Bar:
     reason: str
 
 
-def parse(line: bytes) -> Record | None:
-    """The record in one line; None for one of host time. Raises ValueError for anything else."""
-    record = json.loads(line)
-    if not isinstance(record, dict):
-        raise ValueError(f"a record is an object, not {type(record).__name__}")
-    if record.get("schema") != 1:
-        raise ValueError(f"schema is {record.get('schema')!r}, not 1")
-    if get(record, "metric", str) != "device":
-        return None
-    case = parse_case(record)
-    us, ratio, why = record.get("us"), record.get("ratio_to_read"), reason(record)
-    if us is None and not why:
-        raise ValueError("neither a time nor a reason for its absence")
-    time = datetime.fromisoformat(get(record, "timestamp", str))
-    if time.tzinfo is None:
-        raise ValueError(f"timestamp {record['timestamp']!r} has no time zone")
-    return Record(
-        case=case,
-        rows=rows_label(case),
-        traits=traits(case),
-        name=get(record, "name", str),
-        provider=get(record, "provider", str),
-        version=get(record, "version", str),
-        us=None if us is None else positive("us.median", us["median"]),
-        ratio=None if ratio is None else positive("ratio_to_read", ratio),
-        reason=why,
-        barred="bar" in record,
-        gpu=get(record, "gpu", str),
-        commit=(record.get("commit") or "unknown")[:9] + ("-dirty" if record.get("dirty") else ""),
-        time=time,
-    )
-
-
-def parse_case(record: Mapping[str, Any]) -> Case:
-    """The case of a record: the inverse of record.case_fields."""
-    rule = dict(get(record, "lengths", dict))
-    kinds: dict[str, type[Rows | Spread]] = {"Rows": Rows, "Spread": Spread}
-    kind = kinds[rule.pop("rule")]
-    if "groups" in rule:
-        rule["groups"] = tuple((int(rows), int(tokens)) for rows, tokens in rule["groups"])
-    return Case(**{field.name: record[field.name] for field in fields(Case)} | {"lengths": kind(**rule)})
-
-
-def get(record: Mapping[str, Any], name: str, kind: type[T]) -> T:
-    """A field of a record. Raises ValueError where it is absent or of another type."""
-    value = record.get(name)
-    if not isinstance(value, kind):
-        raise ValueError(f"{name} is {value!r}, not {kind.__name__}")
-    return value
-
-
-def positive(name: str, value: float) -> float:
-    """`value`, finite and above 0. Raises ValueError."""
-    if not (math.isfinite(value) and value > 0):
-        raise ValueError(f"{name} is {value!r}, not a positive number")
-    return float(value)
-
-
-def reason(record: Mapping[str, Any]) -> str:
-    """Why a record has no time, in words; empty where it does not say."""
-    texts = {"not supported": record.get("not_supported"), "failed": record.get("error")}
-    texts["wrong result"] = record.get("gate", {}).get("reason")
-    return next((f"{what}: {text}" for what, text in texts.items() if text), "")
-
-
-def read_records(path: Path) -> tuple[Newest, list[str]]:
-    """The newest record of each case and provider, cases in order of appearance, and a line for each unusable line."""
+def newest_of(records: Iterable[Record]) -> Newest:
+    """The newest device time of each case and provider; of equal times the later line's. Cases in order of appearance."""
     newest: dict[str, dict[str, Record]] = {}
-    problems = []
-    for number, line in enumerate(path.read_bytes().splitlines(), start=1):
-        try:
-            record = parse(line)
-        except (ValueError, TypeError, KeyError, AttributeError, ArithmeticError, RecursionError) as error:
-            problems.append(f"{path}:{number}: not a record: " + shorten(f"{type(error).__name__}: {error}", 200))
-            continue
-        if record is None:
+    for record in records:
+        if record.metric != DEVICE:
             continue
         of_case = newest.setdefault(record.name, {})
         if record.provider not in of_case or record.time >= of_case[record.provider].time:
             of_case[record.provider] = record
-    return newest, problems
+    return newest
+
+
+def share(record: Record, read: Record | None) -> float | None:
+    """Bandwidth in percent of the plain read's: of the same run's, else of `read`, the newest. None without both times."""
+    if record.us is None:
+        return None
+    if record.ratio is not None:
+        return 100 / record.ratio
+    return None if read is None or read.us is None else 100 * read.us.median / record.us.median
 
 
 def bars(of_case: Mapping[str, Record]) -> list[Bar]:
     """The bars of one case, in the order of PROVIDERS."""
     read = of_case.get("read")
     found = [of_case[provider] for provider in PROVIDERS if provider in of_case]
-    return [Bar(record, record.share(read), record.reason or "no plain read to compare with") for record in found]
+    return [Bar(record, share(record, read), record.reason or "no plain read to compare with") for record in found]
 
 
 def default_cases(newest: Newest) -> list[str]:
@@ -196,9 +100,9 @@ def default_cases(newest: Newest) -> list[str]:
         timed: dict[str, list[Record]] = {}
         for name, of_case in newest.items():
             records = [bar.record for bar in bars(of_case) if bar.share is not None]
-            if records and records[0].provider == "ours" and (records[0].case.dtype, records[0].case.page_size) == ("bf16", page):
+            if records and records[0].provider == "ours" and (records[0].dtypes, records[0].case.page_size) == ("bf16", page):
                 timed[name] = records
-        best = sorted(timed, key=lambda name: (-len(timed[name]), not timed[name][0].barred))[:MAX_CASES]
+        best = sorted(timed, key=lambda name: (-len(timed[name]), timed[name][0].bar is None))[:MAX_CASES]
         if best:
             return [name for name in timed if name in best]
     return []
@@ -213,22 +117,6 @@ def matching_cases(newest: Newest, patterns: Iterable[str]) -> list[str]:
             raise ValueError(f"cases: {pattern!r} matches no recorded case")
         chosen |= dict.fromkeys(matches)
     return list(chosen)
-
-
-def rows_label(case: Case) -> str:
-    """The rows of a case as people write them: "64 x 8k"."""
-    rows = case.lengths
-    if isinstance(rows, Rows):
-        return " + ".join(f"{count} x {short(tokens)}" for count, tokens in rows.groups)
-    return f"{rows.batch} x {short(rows.low)}-{short(rows.high)}"
-
-
-def traits(case: Case) -> tuple[str, ...]:
-    """What sets a case apart besides rows and heads; what all cases of a picture share is said once."""
-    spread = (case.lengths.kind,) if isinstance(case.lengths, Spread) else ()
-    paged = f"pages of {case.page_size}" if case.page_size else "contiguous"
-    options = tuple(option.upper() for option in (case.layout, case.table_format) if option in ("NHD", "csr"))
-    return (case.dtype, paged, *options, *spread)
 
 
 def draw(cases: Sequence[Sequence[Bar]]) -> str:
@@ -274,8 +162,7 @@ def draw(cases: Sequence[Sequence[Bar]]) -> str:
 def label(record: Record, common: Sequence[str]) -> list[str]:
     """The lines that name a case: its rows, its heads, and the traits that not all cases share."""
     own = [trait for trait in record.traits if trait not in common]
-    heads = f"{record.case.num_heads}/{record.case.num_kv_heads}/{record.case.head_dim}"
-    return [record.rows, heads, *([", ".join(own)] if own else [])]
+    return [record.rows, record.heads, *([", ".join(own)] if own else [])]
 
 
 def legend(svg: ElementTree.Element, providers: Sequence[str], y: float) -> None:
@@ -317,7 +204,7 @@ def draw_group(svg: ElementTree.Element, group: Sequence[Bar], lines: Sequence[s
             add(row, "rect", css=fill, x=BARS_LEFT, y=y, width=scale * bar.share, height=BAR, rx=1.5)
             add(row, "text", f"{bar.share:.1f}%", css=css, x=PERCENT_RIGHT, y=y + 9, anchor="end")
         if bar.record.us is not None:
-            add(row, "text", f"{bar.record.us:.1f}", css=css, x=US_RIGHT, y=y + 9, anchor="end")
+            add(row, "text", f"{bar.record.us.median:.1f}", css=css, x=US_RIGHT, y=y + 9, anchor="end")
         y += STEP
 
 
@@ -327,8 +214,8 @@ def footer(every: Sequence[Bar], timed: set[str]) -> list[str]:
     shown = [bar.record for bar in every if bar.record.provider in timed]
     versions = {record.provider: record.version for record in sorted(shown, key=lambda record: record.time)}
     newest = max(shown, key=lambda record: record.time)
-    others = len({record.commit for record in shown}) - 1
-    commits = f"commit {newest.commit}" + (f" and {others} earlier" if others else "")
+    others = len({record.revision for record in shown}) - 1
+    commits = f"commit {newest.revision}" + (f" and {others} earlier" if others else "")
     return [
         *(f"{PROVIDERS[provider][0]}: {absent[provider]}" for provider in PROVIDERS if provider in absent),
         ", ".join(f"{PROVIDERS[p][0].split(',')[0]} {versions[p]}" for p in PROVIDERS if p in versions),
@@ -362,7 +249,8 @@ def main(
     ] = "",
 ) -> None:
     """Draw the newest records of some cases; unusable lines are reported and left out. Exit code 2 when nothing can be drawn."""
-    newest, problems = read_records(results)
+    records, problems = read_records([results])
+    newest = newest_of(records)
     for problem in problems:
         print(problem, file=sys.stderr)
     try:

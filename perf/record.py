@@ -32,9 +32,10 @@ SMI_FIELDS = {
 
 
 def case_fields(case: Case) -> dict[str, object]:
-    """What a record holds of its case: the name, every field, the batch and the bytes."""
+    """What a record holds of its case: the name, the batch, and every field but those of 8-bit caches where there are none."""
     fields = asdict(case) | {"lengths": {"rule": type(case.lengths).__name__, **asdict(case.lengths)}}
-    return {"name": case.name, "source": case.source, "batch_size": case.batch_size, **fields}
+    stored = {name: value for name, value in fields.items() if value is not None}
+    return {"name": case.name, "source": case.source, "batch_size": case.batch_size, **stored}
 
 
 def append(path: Path, record: Mapping[str, object]) -> None:

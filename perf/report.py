@@ -4,17 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from rich.console import Console
+from rich.progress import MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
 from perf.measure import DEVICE, Outcome
 
 
+def progress(console: Console) -> Progress:
+    """A bar of how many cases are done, and what is being measured."""
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), MofNCompleteColumn(), TimeElapsedColumn())
+    return Progress(*columns, console=console)
+
+
 def summary(outcomes: Sequence[Outcome]) -> Table:
     """One row a case: each provider's microseconds and ratio to read, then the bar and whether it is met."""
     device = [outcome for outcome in outcomes if outcome.metric == DEVICE]
     providers = list(dict.fromkeys(outcome.provider for outcome in device))
-    table = Table(title="device time, us (ratio to read)")
+    table = Table(title="device time, us (ratio to read), relative error")
     table.add_column("case", overflow="fold")
     table.add_column("MB", justify="right")
     for provider in providers:
@@ -29,12 +37,14 @@ def summary(outcomes: Sequence[Outcome]) -> Table:
 
 
 def cell(outcome: Outcome) -> Text:
-    """A provider's time, or one word for why there is none."""
+    """A provider's time, its ratio and its relative error in percent; or one word for why there is none."""
     if outcome.us is None:
         word = "-" if outcome.not_supported else "error" if outcome.error else "wrong"
         return Text(word, style="red" if word != "-" else "dim")
     ratio = "" if outcome.ratio_to_read is None else f" ({outcome.ratio_to_read:.3f})"
-    return Text(f"{outcome.us.median:.1f}{ratio}")
+    error = outcome.gate.relative_error if outcome.gate is not None else None
+    accuracy = "" if error is None else f" {100 * error:.2f}%"
+    return Text(f"{outcome.us.median:.1f}{ratio}{accuracy}")
 
 
 def verdict(row: Iterable[Outcome]) -> Text:

@@ -10,18 +10,21 @@ from typing import Annotated
 import torch
 import typer
 from rich.console import Console
-from rich.progress import MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from cute_kernels.dispatch import DeviceFacts
-from perf.cases import Case, select_cases
+from perf.case_sets import select_cases
+from perf.cases import Case
 from perf.measure import DeviceFailed, Limits, Outcome, measure
-from perf.providers import PROVIDERS, Provider
-from perf.record import append, case_fields, environment, machine, timestamp
-from perf.report import problems, summary
+from perf.providers import PROVIDERS, CompilesAhead, Provider
+from perf.record import ROOT, append, case_fields, environment, machine, timestamp
+from perf.records import read_records
+from perf.report import problems, progress, summary
+from perf.resume import Deadline, unfinished
 from perf.timing import GraphClock
 
 app = typer.Typer(add_completion=False)
 console = Console(width=None if sys.stdout.isatty() else 200)
+WRONG, CASES_LEFT = 1, 3  # exit codes
 
 
 @app.command()
@@ -33,9 +36,12 @@ def main(
     trials: Annotated[int, typer.Option(min=1, help="Replays that choose among a provider's candidates.")] = 5,
     memory: Annotated[float, typer.Option(help="Share of the free device memory that the caches may take.")] = 0.4,
     host_calls: Annotated[int, typer.Option(min=0, help="Calls of a host time (run, select, a peer's plan); 0: none.")] = 2000,
+    minutes: Annotated[float, typer.Option(min=0, help="Stop before a case that would end later than this; 0: no limit.")] = 0,
+    resume: Annotated[bool, typer.Option(help="Leave out cases that all providers have records of, at this commit.")] = False,
     list_only: Annotated[bool, typer.Option("--list", help="Print the chosen cases and stop.")] = False,
 ) -> None:
-    """Measure decode attention: exit code 1 when a result is wrong, 2 when the request is."""
+    """Measure decode attention: exit code 1 when a result is wrong, 2 when the request is, 3 when --minutes left cases over."""
+    deadline = Deadline(60 * minutes if minutes else None)
     try:
         chosen = select_cases(split(cases))
         competitors = [PROVIDERS[name]() for name in known_providers(split(providers))]
@@ -52,21 +58,59 @@ def main(
     device = torch.device("cuda", torch.cuda.current_device())
     free, _ = torch.cuda.mem_get_info(device)
     path = out / f"{DeviceFacts.of(device).slug}.jsonl"
-    outcomes = run_cases(chosen, competitors, Limits(replays, trials, int(memory * free), host_calls=host_calls), device, path)
+    if resume:
+        chosen = still_to_run(chosen, competitors, [path, ROOT / "perf" / "results" / path.name])
+    compile_ahead(competitors, chosen)
+    limits = Limits(replays, trials, int(memory * free), host_calls=host_calls)
+    outcomes, left = run_cases(chosen, competitors, limits, device, path, deadline)
     console.print(summary(outcomes))
     console.print(problems(outcomes))
     console.print(f"{len(outcomes)} records appended to {path}")
-    raise typer.Exit(1 if any(outcome.failed for outcome in outcomes) else 0)
+    if left:
+        console.print(f"[yellow]{left} of {len(chosen)} cases left: run again with --resume")
+    raise typer.Exit(WRONG if any(outcome.failed for outcome in outcomes) else CASES_LEFT if left else 0)
 
 
-def run_cases(cases: list[Case], competitors: list[Provider], limits: Limits, device: torch.device, path: Path) -> list[Outcome]:
-    """Measure every case and append its records as soon as they are known; a lost device ends the run early."""
+def still_to_run(cases: list[Case], competitors: list[Provider], paths: list[Path]) -> list[Case]:
+    """The cases without complete records at this commit; in a changed checkout all of them, since nothing names its state."""
+    facts = environment()
+    if facts["commit"] is None or facts["dirty"]:
+        console.print("[yellow]--resume: the checkout is not a commit, so no record counts and every case is measured")
+        return cases
+    records, skipped = read_records(dict.fromkeys(path.resolve() for path in paths if path.is_file()))
+    for problem in skipped:
+        console.print(f"[yellow]{problem}", highlight=False)
+    left = unfinished(cases, records, [provider.name for provider in competitors], str(facts["commit"]))
+    console.print(f"{len(cases) - len(left)} of {len(cases)} cases have records at {facts['commit']}", highlight=False)
+    return left
+
+
+def compile_ahead(competitors: list[Provider], cases: list[Case]) -> None:
+    """Let the competitors that can compile for all cases at once do so."""
+    for provider in competitors:
+        if cases and isinstance(provider, CompilesAhead) and provider.available() is None:
+            start = time.perf_counter()
+            with console.status(f"compiling {provider.name}"):
+                provider.compile_ahead(cases)
+            console.print(f"compiled {provider.name}  {time.perf_counter() - start:.1f} s", highlight=False)
+
+
+def run_cases(
+    cases: list[Case], competitors: list[Provider], limits: Limits, device: torch.device, path: Path, deadline: Deadline
+) -> tuple[list[Outcome], int]:
+    """Measure the cases and append their records as soon as they are known: (outcomes, cases left over).
+
+    The deadline ends the run early, and so does a lost device.
+    """
     outcomes: list[Outcome] = []
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console) as progress:
-        task = progress.add_task("cases", total=len(cases))
+    begun = 0
+    with progress(console) as bar:
+        task = bar.add_task("cases", total=len(cases))
         for case in cases:
-            progress.update(task, description=case.name)
+            if not deadline.allows_another():
+                break
+            begun += 1
+            bar.update(task, description=case.name)
             start, lost = time.perf_counter(), False
             try:
                 measured = measure(case, competitors, limits, GraphClock(), device)
@@ -77,12 +121,12 @@ def run_cases(cases: list[Case], competitors: list[Provider], limits: Limits, de
                 append(path, case_fields(case) | outcome.fields() | facts)
             outcomes += measured
             if lost:
-                console.print(f"[red]{case.name}: the device is lost, the remaining cases are not measured")
+                console.print(f"[red]{case.name}: the device is lost")
                 break
             torch.cuda.empty_cache()
-            progress.advance(task)
-            progress.console.print(f"{case.name}  {time.perf_counter() - start:.1f} s", highlight=False)
-    return outcomes
+            bar.advance(task)
+            bar.console.print(f"{case.name}  {time.perf_counter() - start:.1f} s", highlight=False)
+    return outcomes, len(cases) - begun
 
 
 def split(text: str) -> list[str]:

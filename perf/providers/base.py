@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, Protocol
+from typing import ClassVar, Protocol, runtime_checkable
 
 import torch
 
-from perf.gate import Tolerance
+from perf.cases import Case, EightBit
+from perf.correctness import Tolerance
 from perf.inputs import Inputs, Pages
 
 # out [batch, num_heads, head_dim] and, where its natural logarithm is promised, lse f32 [batch, num_heads]
@@ -26,11 +27,13 @@ class Candidate:
     A call allocates nothing that a CUDA graph could not hold, and never waits for the device. It returns its result, or None
     for a provider that computes nothing. The fastest candidate of a provider is the one that is measured.
     detail: what a record says of it, and how a provider's candidates differ. host: steps by name whose host time is recorded.
+    tolerance: what the gate allows on this case where that is not what it allows the provider.
     """
 
     calls: Sequence[Callable[[], Result | None]]
     detail: Mapping[str, object] = field(default_factory=dict)
     host: Mapping[str, Callable[[], object]] = field(default_factory=dict)
+    tolerance: Tolerance | None = None
 
 
 class Provider(Protocol):
@@ -53,10 +56,26 @@ class Provider(Protocol):
         """The ways to run the case of `inputs`. Raises NotSupported. Anything it plans or compiles is outside the timing."""
 
 
+@runtime_checkable
+class CompilesAhead(Protocol):
+    """A competitor that can compile what several cases need at once, faster than one after the other in `prepare`."""
+
+    def compile_ahead(self, cases: Sequence[Case]) -> None:
+        """Compile for those of `cases` that it supports. What fails here fails in `prepare` again, where it is recorded."""
+
+
 def require(supported: bool, reason: str) -> None:
     """Raise NotSupported with `reason` unless `supported`."""
     if not supported:
         raise NotSupported(reason)
+
+
+def require_storage(case: Case, *eight_bit: EightBit) -> None:
+    """Raise NotSupported unless the caches are 16-bit or one of `eight_bit`, without scales."""
+    if case.kv_dtype is not None:
+        require(case.kv_dtype in eight_bit, f"no kernel for {case.kv_dtype} caches")
+    if case.kv_scale is not None:
+        raise NotSupported(f"scales ({case.kv_scale}) are not passed to it")
 
 
 def paged(inputs: Inputs) -> Pages:
@@ -64,6 +83,11 @@ def paged(inputs: Inputs) -> Pages:
     if inputs.pages is None:
         raise NotSupported("its cache is paged")
     return inputs.pages
+
+
+def tokens_first(cache: torch.Tensor, case: Case) -> torch.Tensor:
+    """A paged cache as a view [pages, page_size, num_kv_heads, head_dim]."""
+    return cache.transpose(1, 2) if case.layout == "HND" else cache
 
 
 def require_sm90() -> str | None:

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
 import cute_kernels as ck
+from cute_kernels import tuned
+from cute_kernels.config import DecodeConfig
 from cute_kernels.dispatch import VariantArch
 from perf.cases import Case
-from perf.gate import OURS, Tolerance
-from perf.inputs import DTYPES, Inputs, Pages
+from perf.correctness import OURS, Tolerance
+from perf.inputs import DTYPES, Inputs, InputSet, Pages
 from perf.providers.base import Candidate, NotSupported, Result
+from perf.storage import KV_SCALES
 
 
 class Ours:
@@ -38,7 +41,7 @@ class Ours:
         lse = torch.empty(out.shape[:2], dtype=torch.float32, device=device)
         workspace = torch.empty(size, dtype=torch.uint8, device=device) if size else None
         tables = () if inputs.pages is None else (page_table(inputs.case, inputs.pages),)
-        calls = [partial(run, s.q, s.k, s.v, *tables, out=out, lse=lse, workspace=workspace) for s in inputs.sets]
+        calls = [partial(run, s.q, s.k, s.v, *tables, **scales(s), out=out, lse=lse, workspace=workspace) for s in inputs.sets]
         again: Callable[..., object] = type(plan).select
         select = partial(again, plan.descriptor, device, ck.PlanPreference(arch=self.arch))  # of a known descriptor
         host: dict[str, Callable[[], object]] = {"run": calls[0], "select": select}
@@ -46,14 +49,19 @@ class Ours:
 
     def select(self, inputs: Inputs) -> ck.PagedDecodePlan | ck.FlashDecodingPlan:
         """The plan for the case of `inputs`. Raises NotSupported with the plan's own reasons."""
-        preference = ck.PlanPreference(arch=self.arch)
-        device = inputs.sets[0].q.device
+        described = descriptor(inputs.case)
+        plan = ck.PagedDecodePlan if isinstance(described, ck.PagedDecodeDescriptor) else ck.FlashDecodingPlan
         try:
-            if inputs.pages is None:
-                return ck.FlashDecodingPlan.select(contiguous_descriptor(inputs.case), device=device, preference=preference)
-            return ck.PagedDecodePlan.select(paged_descriptor(inputs.case), device=device, preference=preference)
+            return self.make(plan, described, inputs.sets[0].q.device, ck.PlanPreference(arch=self.arch))
         except ck.Unsupported as unsupported:
             raise NotSupported(str(unsupported)) from unsupported
+
+    def make(
+        self, plan: Any, described: Any, device: torch.device, preference: ck.PlanPreference
+    ) -> ck.PagedDecodePlan | ck.FlashDecodingPlan:
+        """The plan of `described`, of the class `plan`."""
+        chosen: ck.PagedDecodePlan | ck.FlashDecodingPlan = plan.select(described, device=device, preference=preference)
+        return chosen
 
 
 class OursSm80(Ours):
@@ -61,6 +69,25 @@ class OursSm80(Ours):
 
     name: ClassVar[str] = "ours-sm80"
     arch: ClassVar[VariantArch | None] = "sm80"
+
+
+class Configured(Ours):
+    """The variant that a plan selects, with a configuration of the tuner's. config: None for the heuristic's choice."""
+
+    def __init__(self, config: DecodeConfig | None) -> None:
+        self.config = config
+
+    def make(
+        self, plan: Any, described: Any, device: torch.device, preference: ck.PlanPreference
+    ) -> ck.PagedDecodePlan | ck.FlashDecodingPlan:
+        with tuned.forced(self.config):  # made anew: `select` would remember it
+            chosen: ck.PagedDecodePlan | ck.FlashDecodingPlan = plan(described, device, preference)
+        return chosen
+
+
+def descriptor(case: Case) -> ck.PagedDecodeDescriptor | ck.FlashDecodingDescriptor:
+    """The descriptor of a case."""
+    return paged_descriptor(case) if case.page_size else contiguous_descriptor(case)
 
 
 def paged_descriptor(case: Case) -> ck.PagedDecodeDescriptor:
@@ -72,6 +99,7 @@ def paged_descriptor(case: Case) -> ck.PagedDecodeDescriptor:
         head_dim=case.head_dim,
         page_size=case.page_size,
         q_dtype=DTYPES[case.dtype],
+        **storage(case),
         layout=ck.KVLayout(case.layout),
         table_format="csr" if case.table_format == "csr" else "dense",
         max_seq_len=max(case.tokens()),
@@ -80,9 +108,20 @@ def paged_descriptor(case: Case) -> ck.PagedDecodeDescriptor:
 
 def contiguous_descriptor(case: Case) -> ck.FlashDecodingDescriptor:
     """The descriptor of a contiguous case."""
-    return ck.FlashDecodingDescriptor.new_gqa(
-        case.batch_size, case.num_heads, case.num_kv_heads, case.tokens()[0], case.head_dim, DTYPES[case.dtype]
-    )
+    shape = (case.batch_size, case.num_heads, case.num_kv_heads, case.tokens()[0], case.head_dim, DTYPES[case.dtype])
+    return ck.FlashDecodingDescriptor(*shape, **storage(case))
+
+
+def storage(case: Case) -> dict[str, Any]:
+    """The fields of a descriptor that say what the caches store."""
+    scale = KV_SCALES[case.kv_scale]
+    return {"kv_dtype": case.kv_dtype and ck.KVDtype(case.kv_dtype), "k_scale": scale, "v_scale": scale}
+
+
+def scales(layer: InputSet) -> dict[str, torch.Tensor]:
+    """The scale tensors that a run is given; none where the caches have none."""
+    given = {"k_scale": layer.k_scale, "v_scale": layer.v_scale}
+    return {name: scale for name, scale in given.items() if scale is not None}
 
 
 def page_table(case: Case, pages: Pages) -> ck.PageTable:

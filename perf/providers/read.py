@@ -8,13 +8,13 @@ from typing import ClassVar
 
 import torch
 
-from perf.gate import Tolerance
+from perf.correctness import Tolerance
 from perf.inputs import Inputs
 from perf.providers.base import Candidate, require_sm90
 
 
 class Read:
-    """perf.read_kernel over the first kv_bytes / 2 bytes of each cache, in several launch shapes."""
+    """perf.read_kernel over the first kv_bytes / 2 bytes of K and of V, each with its scales, in several launch shapes."""
 
     name: ClassVar[str] = "read"
     tolerance: ClassVar[Tolerance | None] = None
@@ -30,7 +30,8 @@ class Read:
         from perf.read_kernel import READ_SHAPES, VECTOR_BYTES, compile_read
 
         num_vectors = inputs.case.kv_bytes // (2 * VECTOR_BYTES)
-        buffers = [(vectors(s.k, num_vectors), vectors(s.v, num_vectors)) for s in inputs.sets]
+        pairs = [((s.k, s.k_scale), (s.v, s.v_scale)) for s in inputs.sets]
+        buffers = [(vectors(*k, num_vectors), vectors(*v, num_vectors)) for k, v in pairs]
         device = inputs.sets[0].k.device
         sink = torch.zeros(1, dtype=torch.int32, device=device)
         sm_count = torch.cuda.get_device_properties(device).multi_processor_count
@@ -43,6 +44,9 @@ class Read:
         return candidates
 
 
-def vectors(cache: torch.Tensor, count: int) -> torch.Tensor:
-    """The first `count` 16-byte vectors of a compact cache, as int32 [count, 4]."""
-    return cache.view(-1).view(torch.int32)[: 4 * count].view(-1, 4)
+def vectors(cache: torch.Tensor, scale: torch.Tensor | None, count: int) -> torch.Tensor:
+    """The first `count` 16-byte vectors of a compact cache, as int32 [count, 4]; of a copy of both where it has scales."""
+    stream = cache.view(-1).view(torch.uint8)
+    if scale is not None:
+        stream = torch.cat([scale.view(-1).view(torch.uint8), stream])
+    return stream[: 16 * count].view(torch.int32).view(-1, 4)

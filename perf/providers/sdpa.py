@@ -8,9 +8,9 @@ from typing import ClassVar
 import torch
 import torch.nn.functional as F
 
-from perf.gate import PEERS, Tolerance
+from perf.correctness import PEERS, Tolerance
 from perf.inputs import Inputs
-from perf.providers.base import Candidate, Result, require
+from perf.providers.base import Candidate, Result, require, require_storage
 
 
 class Sdpa:
@@ -28,6 +28,7 @@ class Sdpa:
 
     def prepare(self, inputs: Inputs) -> Sequence[Candidate]:
         lengths = set(inputs.case.tokens())
+        require_storage(inputs.case)
         require(len(lengths) == 1, f"rows of {len(lengths)} different lengths need padding and a mask")
         return [Candidate([self._call(inputs, index) for index in range(len(inputs.sets))])]
 

@@ -1,8 +1,11 @@
 """perf.cases: the lengths, the bytes, the names, the sets and the bars."""
 
+from dataclasses import replace
+
 import pytest
 
-from perf.cases import Bar, Case, Rows, Spread, case_sets, fixed, issue2_cases, select_cases
+from perf.case_sets import bar_of, case_sets, issue2_cases, issue4_cases, peers_cases, select_cases
+from perf.cases import Bar, Case, Rows, Spread, fixed
 
 
 @pytest.mark.parametrize(
@@ -13,6 +16,11 @@ from perf.cases import Bar, Case, Rows, Spread, case_sets, fixed, issue2_cases, 
         (Case(16, 8, 256, 64, fixed(32, 4096), "f16"), 1_073_741_824),
         (Case(32, 8, 64, 16, Rows(((1, 131072), (31, 4096)))), 528_482_304),
         (Case(4, 2, 16, 0, fixed(3, 5), table_format="none"), 1_920),
+        (Case(32, 8, 128, 16, fixed(64, 8192), kv_dtype="e4m3"), 1_073_741_824),
+        (Case(32, 8, 128, 16, fixed(64, 8192), kv_dtype="int8", kv_scale="token-f16"), 1_090_519_040),  # 130 for 128 bytes
+        (Case(32, 8, 128, 16, fixed(2, 3), kv_dtype="e5m2", kv_scale="token"), 12_672),  # 6 x 8 x 132, K and V
+        (Case(32, 8, 128, 16, fixed(2, 3), kv_dtype="int8", kv_scale="head"), 12_352),
+        (Case(32, 8, 128, 16, fixed(2, 3), kv_dtype="e4m3", kv_scale="tensor"), 12_296),
     ],
 )
 def test_kv_bytes_counts_live_tokens_only(case, expected):
@@ -43,6 +51,9 @@ def test_names_say_everything_and_are_unique():
     assert Case(32, 8, 128, 16, fixed(64, 8192)).name == "gqa_paged_decode_h32_kv8_d128_ps16_bf16_b64_l8k"
     ragged = Case(8, 1, 128, 64, Rows(((1, 131072), (31, 4096))), "f16", "csr", "NHD")
     assert ragged.name == "gqa_paged_decode_h8_kv1_d128_ps64_f16_nhd_csr_b32_1x128k+31x4k"
+    int8 = Case(32, 8, 128, 16, fixed(64, 8192), kv_dtype="int8", kv_scale="token-f16")
+    assert int8.name == "gqa_paged_decode_h32_kv8_d128_ps16_bf16_kvint8_token-f16_b64_l8k"
+    assert replace(int8, layout="NHD", kv_scale=None).name == "gqa_paged_decode_h32_kv8_d128_ps16_bf16_kvint8_nhd_b64_l8k"
     cases = {case for cases in case_sets().values() for case in cases}
     assert len({case.name for case in cases}) == len(cases)
 
@@ -54,6 +65,30 @@ def test_issue2_has_each_shape_in_both_dtypes_and_page_sizes():
     assert cases[Case(32, 8, 128, 16, fixed(1, 8192))] == Bar("us", 16.0)
     assert cases[Case(32, 8, 128, 1, fixed(32, 4096))] == Bar("ratio", 1.5)
     assert cases[Case(32, 8, 128, 8, fixed(32, 4096))] == Bar("ratio", 1.15)
+
+
+def test_issue4_has_each_shape_in_every_storage_and_page_size():
+    cases = issue4_cases()
+    assert len(cases) == 11 * 3 * 2
+    assert {(case.kv_dtype, case.kv_scale) for case in cases} == {("e4m3", None), ("e5m2", None), ("int8", "token-f16")}
+    int8 = Case(32, 8, 128, 64, fixed(1, 8192), kv_dtype="int8", kv_scale="token-f16")
+    assert bar_of(int8) == Bar("us", 9.5)
+    assert bar_of(replace(int8, num_kv_heads=32, lengths=fixed(32, 2048))) == Bar("ratio", 1.08)
+    assert bar_of(Case(16, 8, 256, 16, fixed(32, 4096), kv_dtype="e5m2")) == Bar("ratio", 1.06)
+    assert bar_of(Case(32, 8, 128, 16, Spread("loguniform", 64, 128, 32768), kv_dtype="e4m3")) == Bar("us", 166.0)
+    assert bar_of(replace(int8, kv_dtype=None, kv_scale=None)) == Bar("us", 12.5)  # issue 3 has its own for 16 bits
+
+
+def test_peers_are_the_rows_of_the_published_table():
+    cases = peers_cases()
+    assert len(cases) == len(set(cases)) == 12 * 2 * 2
+    assert {(case.dtype, case.kv_dtype, case.page_size) for case in cases} == {
+        ("bf16", kv_dtype, page) for kv_dtype in (None, "e4m3") for page in (16, 64)
+    }
+    names = {case.name for case in cases}
+    assert "gqa_paged_decode_h16_kv8_d256_ps64_bf16_kve4m3_b32_l4k" in names
+    assert "gqa_paged_decode_h32_kv8_d128_ps16_bf16_b64_loguniform128-32k" in names
+    assert len(case_sets()["core"]) == 4 * 2 * 38
 
 
 def test_bars():

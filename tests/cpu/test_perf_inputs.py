@@ -1,4 +1,4 @@
-"""perf.inputs and perf.gate: what the cases run on, and that a wrong result does not pass."""
+"""perf.inputs and perf.correctness: what the cases run on, and that a wrong result does not pass."""
 
 from dataclasses import replace
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from perf.cases import Case, Rows, fixed
-from perf.gate import OURS, PEERS, attention_f64, check, same_dtype, sample_rows, ulp
+from perf.correctness import FP8_QUERY, OURS, PEERS, attention_f64, check, same_dtype, sample_rows, ulp
 from perf.inputs import make_inputs, num_sets
 
 CPU = torch.device("cpu")
@@ -66,6 +66,66 @@ def test_both_table_formats_name_the_same_pages():
     assert pages.indices.tolist() != sorted(pages.indices.tolist())
 
 
+@pytest.mark.parametrize("layout", ["HND", "NHD"])
+@pytest.mark.parametrize("kv_dtype", ["e4m3", "e5m2", "int8"])
+def test_unused_slots_of_8_bit_caches_and_their_scales_are_poisoned(kv_dtype, layout):
+    inputs = inputs_of(replace(RAGGED, layout=layout, kv_dtype=kv_dtype, kv_scale="token-f16"))
+    unused = inputs.pages.unused
+    for s in inputs.sets:
+        slots = s.v.transpose(1, 2) if layout == "HND" else s.v
+        assert (slots.view(torch.uint8)[unused] == 0x7F).all()  # NaN of either fp8, 127 in int8
+        assert slots[~unused].float().isfinite().all()
+        assert torch.equal(s.v_scale.isnan().any(-1), unused)
+        assert torch.equal(s.v_scale.isnan().all(-1), unused)
+    inputs.fill_unused(0.0)
+    assert not any(cache.view(torch.uint8)[inputs.pages.unused].any() for s in inputs.sets for cache in (s.k_scale, s.v_scale))
+    assert all((s.k.transpose(1, 2) if layout == "HND" else s.k)[unused].float().eq(0).all() for s in inputs.sets)
+
+
+@pytest.mark.parametrize(
+    ("kv_dtype", "kv_scale", "largest"),
+    [("e4m3", None, None), ("e5m2", "token", 57344), ("int8", "token-f16", 127), ("int8", "head", None)],
+)
+@pytest.mark.parametrize("source", ["HND", "NHD", "contiguous"])
+def test_8_bit_rows_stand_for_normal_values(kv_dtype, kv_scale, largest, source):
+    base = Case(4, 2, 64, 0, fixed(3, 70), table_format="none") if source == "contiguous" else replace(RAGGED, layout=source)
+    inputs = inputs_of(replace(base, head_dim=64, kv_dtype=kv_dtype, kv_scale=kv_scale))
+    s = inputs.sets[1]
+    for name, index in (("k", 0), ("v", 1)):
+        cache, scale = getattr(s, name), getattr(s, f"{name}_scale")
+        assert cache.dtype == {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2, "int8": torch.int8}[kv_dtype]
+        for row, length in enumerate(inputs.case.tokens()):
+            real = inputs.row(1, row)[index]
+            assert real.shape == (2, length, 64)
+            assert real.dtype == torch.float64
+            for token in (0, length // 2, length - 1):
+                for head in (0, 1):
+                    assert torch.equal(real[head, token], one_token(inputs, cache, scale, row, token, head))
+        everything = torch.cat([inputs.row(1, row)[index].flatten() for row in range(len(inputs.case.tokens()))])
+        assert 0.8 < everything.std() < 1.8
+        if scale is not None:
+            assert len(scale[scale.isfinite()].unique()) > 1
+        if largest is not None:  # a scale of its own brings every vector's largest element to the largest of the dtype
+            tokens = cache.float().abs().amax(-1)
+            live = (
+                tokens if inputs.pages is None else (tokens.transpose(1, 2) if source == "HND" else tokens)[~inputs.pages.unused]
+            )
+            assert live.eq(largest).all()
+
+
+def one_token(inputs, cache, scale, row, token, head):
+    """What one stored vector stands for, looked up by itself: f64 [head_dim]."""
+    if inputs.pages is None:
+        stored, at = cache[row, head, token], (row, head, token)
+    else:
+        page, slot = inputs.pages.table[row, token // 4], token % 4
+        stored = cache[page, head, slot] if inputs.case.layout == "HND" else cache[page, slot, head]
+        at = (page, slot, head)
+    if scale is None:
+        return stored.double()
+    return stored.double() * scale[at if scale.dim() == 3 else head % len(scale)].double()
+
+
 def test_row_gathers_the_tokens_in_order():
     inputs = inputs_of(RAGGED)
     s, pages = inputs.sets[1], inputs.pages
@@ -86,16 +146,38 @@ def test_inputs_repeat_but_sets_differ():
     assert first.sets[0].k.shape == (3, 2, 7, 16)
 
 
-@pytest.mark.parametrize("case", [RAGGED, CONTIGUOUS])
+INT8 = replace(RAGGED, kv_dtype="int8", kv_scale="token-f16")
+
+
+@pytest.mark.parametrize("case", [RAGGED, CONTIGUOUS, INT8, replace(CONTIGUOUS, kv_dtype="e4m3")])
 def test_gate_passes_the_right_answer(case):
     inputs = inputs_of(case)
     result = check(inputs, 2, *exact(inputs, 2), OURS)
     assert result.passed
     assert result.error <= ulp(4.0, torch.bfloat16)
     assert result.lse_error <= 1e-6
+    assert 0 < result.relative_error < 2**-8
+    assert result.tolerance == OURS
 
 
-@pytest.mark.parametrize("tolerance", [OURS, PEERS])
+@pytest.mark.parametrize("case", [replace(RAGGED, kv_dtype="e4m3"), INT8])
+def test_gate_tells_a_rounded_query_from_an_exact_one(case):
+    inputs = inputs_of(case)
+    rounded = replace(inputs, sets=tuple(replace(s, q=s.q.to(torch.float8_e4m3fn).to(s.q.dtype)) for s in inputs.sets))
+    out, _ = exact(rounded, 0)
+    ours, theirs = check(inputs, 0, out, None, OURS), check(inputs, 0, out, None, FP8_QUERY)
+    assert not ours.passed
+    assert theirs.passed
+    assert 2**-8 < ours.relative_error == theirs.relative_error < 0.1
+
+
+def test_gate_counts_the_scales():
+    inputs = inputs_of(INT8)
+    unscaled = replace(inputs, sets=tuple(replace(s, v_scale=torch.ones_like(s.v_scale)) for s in inputs.sets))
+    assert not check(inputs, 0, *exact(unscaled, 0), FP8_QUERY).passed
+
+
+@pytest.mark.parametrize("tolerance", [OURS, PEERS, FP8_QUERY])
 def test_gate_fails_a_wrong_output(tolerance):
     inputs = inputs_of(RAGGED)
     out, lse = exact(inputs, 0)

@@ -3,87 +3,36 @@
 import io
 import json
 import re
-from dataclasses import dataclass
+import sys
+from dataclasses import replace
 from functools import partial
+from importlib.machinery import ModuleSpec
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
+from perf_fakes import Fake, FakeClock, Timed
 from rich.console import Console
 from typer.testing import CliRunner
 
 from perf import record, run
 from perf.cases import Case, Rows, fixed
-from perf.gate import OURS, PEERS
+from perf.correctness import FP8_QUERY, OURS, PEERS, attention_f64
+from perf.inputs import make_inputs
 from perf.measure import DeviceFailed, Limits, measure
 from perf.providers import PROVIDERS
-from perf.providers.base import Candidate, NotSupported
+from perf.providers.base import NotSupported
 from perf.providers.ours import Ours
+from perf.providers.read import vectors
 from perf.providers.sdpa import Sdpa
 from perf.report import problems, summary
-from perf.timing import Rotation, Timing, host_time, summarize
+from perf.resume import Deadline
+from perf.timing import Timing, host_time, summarize
 
 CPU = torch.device("cpu")
 CASE = Case(4, 2, 16, 4, Rows(((3, 7),)))
 RAGGED = Case(4, 2, 16, 4, Rows(((2, 9), (1, 4))))
 LIMITS = Limits(replays=15, trials=2, memory_bytes=2**20, rotated_bytes=3 * CASE.kv_bytes, host_calls=0)
-
-
-@dataclass(frozen=True)
-class FakeRotation(Rotation):
-    us: float
-
-
-class FakeClock:
-    """A clock on which a call takes as many microseconds as the `us` of the first call says, or 10."""
-
-    def __init__(self, lost=False):
-        self.lost = lost
-
-    def capture(self, calls):
-        for call in calls:
-            call()
-        return FakeRotation(lambda: None, len(calls), getattr(calls[0], "us", 10.0))
-
-    def times(self, rotations, replays):
-        return [summarize([rotation.us * rotation.calls] * replays, rotation.calls) for rotation in rotations]
-
-    def synchronize(self):
-        if self.lost:
-            raise RuntimeError("an illegal memory access was encountered")
-
-
-class Fake:
-    """A provider whose candidates are functions of a set's index."""
-
-    reads_unused = False
-
-    def __init__(self, name, *candidates, tolerance=None, reason=None):
-        self.name, self.candidates, self.tolerance, self.reason = name, candidates, tolerance, reason
-
-    def available(self):
-        return self.reason
-
-    def version(self):
-        return "1"
-
-    def prepare(self, inputs):
-        return [Candidate([partial(function, inputs, index) for index in range(3)]) for function in self.candidates]
-
-
-class Timed(Fake):
-    """A provider without results whose candidates take the given microseconds."""
-
-    def __init__(self, name, *us):
-        super().__init__(name)
-        self.us = us
-
-    def prepare(self, inputs):
-        candidates = []
-        for us in self.us:
-            calls = [lambda: None for _ in inputs.sets]
-            calls[0].us = us
-            candidates.append(Candidate(calls, {"shape": us}))
-        return candidates
 
 
 def wrong(inputs, index):
@@ -104,7 +53,8 @@ def by_provider(outcomes):
 
 def test_summarize_divides_replays_by_calls():
     timing = summarize([100.0, 200.0, 300.0, 400.0, 1000.0], 10)
-    assert timing == Timing(median=30.0, p20=pytest.approx(18.0), p80=pytest.approx(52.0), replays=5)
+    samples = (10.0, 20.0, 30.0, 40.0, 100.0)
+    assert timing == Timing(median=30.0, p20=pytest.approx(18.0), p80=pytest.approx(52.0), replays=5, samples=samples)
 
 
 def test_host_time_counts_calls_and_synchronizes_between_chunks():
@@ -145,6 +95,10 @@ def test_one_failing_provider_does_not_stop_the_rest():
         RAGGED,
         Case(4, 2, 16, 4, Rows(((2, 9), (1, 4))), "f16", "csr", "NHD"),
         Case(4, 1, 16, 0, fixed(2, 9), table_format="none"),
+        Case(4, 2, 16, 4, Rows(((2, 9), (1, 4))), kv_dtype="e4m3"),
+        Case(4, 2, 16, 4, Rows(((2, 9), (1, 4))), "f16", "csr", "NHD", "e5m2", "head"),
+        Case(4, 2, 16, 4, Rows(((2, 9), (1, 4))), kv_dtype="int8", kv_scale="token-f16"),
+        Case(4, 1, 16, 0, fixed(2, 9), table_format="none", kv_dtype="int8", kv_scale="token"),
     ],
 )
 def test_ours_passes_the_gate_with_nan_in_unused_slots(case):
@@ -154,11 +108,86 @@ def test_ours_passes_the_gate_with_nan_in_unused_slots(case):
     assert [outcome.metric for outcome in outcomes] == ["device", "host.run", "host.select"]
     assert all(outcome.us.median > 0 for outcome in outcomes)
     assert outcomes[0].detail["sku"].variant == "cpu_reference"
+    assert outcomes[0].detail["sku"].kv_dtype == (case.kv_dtype or case.dtype)
 
 
 def test_sdpa_says_why_it_cannot_run_ragged_rows():
     (outcome,) = measure(RAGGED, [Sdpa()], LIMITS, FakeClock(), CPU)
     assert outcome.reason == "not supported: rows of 2 different lengths need padding and a mask"
+
+
+@pytest.mark.parametrize(
+    ("name", "case", "reason"),
+    [
+        ("sdpa", replace(CASE, kv_dtype="e4m3"), "no kernel for e4m3 caches"),
+        ("fa3", replace(CASE, kv_dtype="e5m2"), "no kernel for e5m2 caches"),
+        ("fa3", replace(CASE, kv_dtype="int8", kv_scale="token-f16"), "no kernel for int8 caches"),
+        ("flashinfer-fa2", replace(CASE, kv_dtype="int8", kv_scale="token-f16"), "no kernel for int8 caches"),
+        ("flashinfer-fa2", replace(CASE, kv_dtype="e4m3", kv_scale="head"), "scales (head) are not passed to it"),
+        ("flashinfer-xqa", replace(CASE, kv_dtype="e5m2"), "no kernel for e5m2 caches"),
+    ],
+)
+def test_peers_say_which_caches_they_do_not_take(monkeypatch, name, case, reason):
+    monkeypatch.setitem(sys.modules, "flashinfer", SimpleNamespace(BatchDecodeWithPagedKVCacheWrapper=None))
+    monkeypatch.setitem(sys.modules, "flashinfer.decode", SimpleNamespace(xqa_batch_decode_with_kv_cache=None))
+    provider = PROVIDERS[name]()
+    monkeypatch.setattr(provider, "available", lambda: None)
+    (outcome,) = measure(case, [provider], LIMITS, FakeClock(), CPU)
+    assert outcome.reason == f"not supported: {reason}"
+
+
+def test_fa3_rounds_q_to_the_caches_dtype_and_is_held_to_its_own_tolerance(monkeypatch):
+    """A stand-in with the interface's signature that computes what a kernel with an e4m3 q has to."""
+
+    def flash_attn_with_kvcache(q, k, v, cache_seqlens, page_table, softmax_scale, num_splits, q_descale, k_descale, v_descale):
+        assert q.dtype == k.dtype == v.dtype == torch.float8_e4m3fn
+        assert k.shape[1:] == (4, 2, 16)  # page_size, num_kv_heads, head_dim
+        assert all(descale.shape == (3, 2) and descale.eq(1).all() for descale in (q_descale, k_descale, v_descale))
+        outs = []
+        for row, length in enumerate(cache_seqlens.tolist()):
+            keys, values = (c[page_table[row].long()].double().flatten(0, 1)[:length].transpose(0, 1) for c in (k, v))
+            outs.append(attention_f64(q[row, 0].double(), keys, values, softmax_scale)[0])
+        return torch.stack(outs)[:, None].to(torch.bfloat16)
+
+    stand_in = ModuleType("flash_attn_interface")
+    stand_in.flash_attn_with_kvcache = flash_attn_with_kvcache
+    stand_in.__spec__ = ModuleSpec("flash_attn_interface", None)
+    monkeypatch.setitem(sys.modules, "flash_attn_interface", stand_in)
+    provider = PROVIDERS["fa3"]()
+    monkeypatch.setattr(provider, "available", lambda: None)
+    (outcome,) = measure(replace(CASE, kv_dtype="e4m3"), [provider], LIMITS, FakeClock(), CPU)
+    assert outcome.gate.passed, outcome
+    assert outcome.gate.tolerance == FP8_QUERY
+    assert outcome.gate.relative_error > 2**-8
+    assert outcome.detail["q_dtype"] == "e4m3"
+
+
+def test_vllm_is_called_as_its_backend_calls_it(monkeypatch):
+    """A stand-in with the keywords of vLLM's function that computes what it has to."""
+    seen = []
+
+    def unified_attention(q, k, v, out, seqused_k, block_table, softmax_scale, cu_seqlens_q, k_descale, v_descale, **options):
+        assert cu_seqlens_q.tolist() == [0, 1, 2, 3]
+        assert k_descale.eq(1).all() and v_descale.eq(1).all()
+        assert options["softmax_segm_output"].shape == (64, 4, 16, 16)  # 128 // 2 KV heads
+        for row, length in enumerate(seqused_k.tolist()):
+            keys, values = (c[block_table[row].long()].double().flatten(0, 1)[:length].transpose(0, 1) for c in (k, v))
+            out[row] = attention_f64(q[row], keys, values, softmax_scale)[0]
+        seen.append(options["kv_quant_mode"])
+
+    modes = SimpleNamespace(NONE=0, FP8_PER_TENSOR=1)
+    stand_ins = {"attention.ops.triton_unified_attention": {"unified_attention": unified_attention}}
+    stand_ins["kv_cache_interface"] = {"KVQuantMode": modes}
+    for name, content in stand_ins.items():
+        monkeypatch.setitem(sys.modules, f"vllm.v1.{name}", SimpleNamespace(**content))
+    for parent in ("vllm", "vllm.v1", "vllm.v1.attention", "vllm.v1.attention.ops"):
+        monkeypatch.setitem(sys.modules, parent, ModuleType(parent))
+    provider = PROVIDERS["vllm-triton"]()
+    monkeypatch.setattr(provider, "available", lambda: None)
+    (outcome,) = measure(replace(CASE, kv_dtype="e4m3"), [provider], LIMITS, FakeClock(), CPU)
+    assert outcome.gate.passed, outcome
+    assert outcome.gate.tolerance == PEERS
+    assert set(seen) == {1}
 
 
 def test_a_lost_device_ends_the_run_with_the_culprit():
@@ -180,8 +209,12 @@ def test_records_are_lines_of_strict_json(tmp_path):
         record.append(path, record.case_fields(CASE) | outcome.fields() | record.environment())
     ours, read, failed = (json.loads(line) for line in path.read_text().splitlines())
     assert ours["name"] == CASE.name
+    assert "kv_dtype" not in ours
+    assert "kv_scale" not in ours
+    assert ours["gate"]["tolerance"] == {"factor": 1.25, "ulps": 2, "relative": 0.0}
+    assert 0 < ours["gate"]["relative_error"] < 0.01
     assert ours["lengths"] == {"rule": "Rows", "groups": [[3, 7]], "seed": 0}
-    assert ours["us"] == {"median": 10.0, "p20": 10.0, "p80": 10.0, "replays": 15}
+    assert ours["us"] == {"median": 10.0, "p20": 10.0, "p80": 10.0, "replays": 15, "samples": [10.0] * 15}
     assert ours["ratio_to_read"] == 2.5
     assert ours["bytes"] == CASE.kv_bytes == 2688
     assert ours["gate"]["passed"] is True
@@ -198,7 +231,9 @@ def test_run_records_every_case_until_the_device_is_lost(tmp_path, monkeypatch, 
     monkeypatch.setattr(run, "GraphClock", partial(FakeClock, lost=lost))
     monkeypatch.setattr(run, "machine", lambda device: {"sm_mhz": 1980.0})
     cases, path = [CASE, RAGGED], tmp_path / "cpu.jsonl"
-    outcomes = run.run_cases(cases, [Timed("read", 4.0), Fake("crash", crash, tolerance=OURS)], LIMITS, CPU, path)
+    providers = [Timed("read", 4.0), Fake("crash", crash, tolerance=OURS)]
+    outcomes, left = run.run_cases(cases, providers, LIMITS, CPU, path, Deadline(None))
+    assert left == (1 if lost else 0)
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert len(lines) == len(outcomes) == (1 if lost else 4)
     assert [line["name"] for line in lines if line["provider"] == "crash"] == [case.name for case in cases[: 1 if lost else 2]]
@@ -227,6 +262,15 @@ def test_report_shows_times_bars_and_reasons():
     assert "absent: not supported: not installed" in text
 
 
+def test_report_shows_the_error_beside_the_time():
+    outcomes = measure(replace(CASE, kv_dtype="e4m3"), [Ours(), Timed("read", 4.0)], LIMITS, FakeClock(), CPU)
+    console = Console(width=200, record=True, file=io.StringIO())
+    console.print(summary(outcomes))
+    (found,) = re.findall(r"10\.0 \(2\.500\) (\d\.\d\d)%", console.export_text())
+    assert float(found) == pytest.approx(100 * outcomes[0].gate.relative_error, abs=0.005)
+    assert 0.05 < float(found) < 0.5  # bf16 rounds to 2**-9
+
+
 def test_cli_lists_cases_and_refuses_unknown_names():
     runner = CliRunner()
     listed = runner.invoke(run.app, ["--cases", "ragged", "--list"])
@@ -237,7 +281,7 @@ def test_cli_lists_cases_and_refuses_unknown_names():
 
 
 def test_providers_without_a_gpu_say_so():
-    for name in ("read", "flashinfer-fa2", "flashinfer-xqa", "fa3"):
+    for name in ("read", "flashinfer-fa2", "flashinfer-xqa", "fa3", "vllm-triton"):
         assert PROVIDERS[name]().available() == "no CUDA device"
 
 
@@ -253,6 +297,20 @@ def test_read_kernel_keeps_its_loads_together(tmp_path, index):
     assert instructions[:loads] == ["ld.global.L1::no_allocate.v4.b32"] * loads
     assert sum(name == "xor.b32" for name in instructions) >= 4 * loads
     assert instructions[-1].startswith("st.global")
+
+
+def test_read_streams_the_scales_with_the_cache():
+    case = Case(4, 2, 64, 16, fixed(2, 50), kv_dtype="int8", kv_scale="token-f16")
+    inputs = make_inputs(case, CPU, 2**20, rotated_bytes=1)
+    layer = inputs.sets[0]
+    count = case.kv_bytes // 32
+    words = vectors(layer.k, layer.k_scale, count)
+    assert words.shape == (count, 4)
+    assert words.dtype == torch.int32
+    scale_words = layer.k_scale.view(-1).view(torch.int32)
+    assert torch.equal(words.view(-1)[: len(scale_words)], scale_words)
+    sixteen = make_inputs(replace(case, kv_dtype=None, kv_scale=None), CPU, 2**20, rotated_bytes=1).sets[0]
+    assert vectors(sixteen.k, None, 8).data_ptr() == sixteen.k.data_ptr()  # without scales it reads the cache itself
 
 
 def test_read_shapes_cover_every_vector():

@@ -2,36 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import re
-from dataclasses import asdict
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 import typer
+from perf_lines import record, write
 
 from perf.cases import Case, Rows, Spread, fixed
-from perf.picture import BARS_LEFT, BARS_RIGHT, MAX_CASES, bars, default_cases, main, matching_cases, parse, read_records
-from perf.record import append, case_fields
+from perf.picture import BARS_LEFT, BARS_RIGHT, MAX_CASES, default_cases, main, matching_cases, newest_of
+from perf.records import read_records
 
 SVG = "{http://www.w3.org/2000/svg}"
 CASE = Case(32, 8, 128, 16, fixed(64, 8192))
-
-
-def record(case: Case, provider: str, us: float | None = None, read_us: float | None = None, **more: object) -> dict[str, object]:
-    """A record as perf.run writes it; read_us: what `read` took in the same run."""
-    times = {} if us is None else {"us": {"median": us, "p20": us, "p80": us, "replays": 21}}
-    ratio = {} if us is None or read_us is None else {"ratio_to_read": us / read_us}
-    facts = {"schema": 1, "commit": "0123456789abcdef", "dirty": False, "gpu": "NVIDIA H200"}
-    facts["timestamp"] = "2026-01-02T03:04:05+00:00"
-    return {**case_fields(case), "provider": provider, "version": "1.2", "metric": "device", **times, **ratio, **facts, **more}
-
-
-def write(path: Path, *records: dict[str, object]) -> Path:
-    for entry in records:
-        append(path, entry)
-    return path
 
 
 def draw(results: Path, cases: str = "") -> ElementTree.Element:
@@ -125,35 +109,13 @@ def test_missing_times_are_stated(tmp_path: Path) -> None:
     assert "FlashAttention-3" not in texts(svg)  # no legend for bars that are not there
 
 
-BAD_LINES = {
-    "truncated": '{"name": "gqa_pa',
-    "blank": "",
-    "not an object": "[1]",
-    "not UTF-8": b"\xff",
-    "nested beyond reason": "[" * 100_000,
-    "foreign": '{"results": []}',
-    "another schema": {"schema": 2},
-    "no case": {"lengths": None},
-    "unknown lengths": {"lengths": {"rule": "Zipf"}},
-    "time 0": {"us": {"median": 0}},
-    "time NaN": {"us": {"median": float("nan")}},
-    "time huge": {"us": {"median": 10**400}},
-    "time in words": {"us": "fast"},
-    "no time, no reason": {"us": None},
-    "no zone": {"timestamp": "2026-01-02T03:04:05"},
-    "no provider": {"provider": None},
-}
-
-
-@pytest.mark.parametrize("bad", BAD_LINES.values(), ids=BAD_LINES.keys())
-def test_a_bad_line_is_reported_and_the_rest_used(tmp_path: Path, capsys, bad: str | bytes | dict[str, object]) -> None:
-    good = json.dumps(record(CASE, "ours", 500.0, 400.0)).encode()
-    text = json.dumps(record(CASE, "ours", 100.0, 400.0) | bad) if isinstance(bad, dict) else bad
-    path = tmp_path / "r.jsonl"
-    path.write_bytes(b"\n".join([good, text if isinstance(text, bytes) else text.encode(), good]))
+def test_a_bad_line_is_reported_and_the_rest_used(tmp_path: Path, capsys) -> None:
+    path = write(tmp_path / "r.jsonl", record(CASE, "ours", 500.0, 400.0))
+    with path.open("a") as file:
+        file.write('{"name": "gqa_pa\n')
     assert shares(draw(path)) == ["80.0%"]
     report = capsys.readouterr().err.splitlines()
-    assert len(report) == 1 and report[0].startswith(f"{path}:2: not a record: ")
+    assert len(report) == 1 and report[0].startswith(f"{path}:2: truncated: ")
 
 
 def test_default_cases_are_the_most_compared(tmp_path: Path) -> None:
@@ -162,7 +124,7 @@ def test_default_cases_are_the_most_compared(tmp_path: Path) -> None:
     path = write(tmp_path / "r.jsonl", *(record(case, "ours", 500.0, 400.0) for case in (*others, *cases[:-2])))
     write(path, record(cases[-2], "ours", 500.0, 400.0, bar={"metric": "ratio", "limit": 1.3, "met": True}))
     write(path, record(cases[-1], "ours", 500.0, 400.0), record(cases[-1], "fa3", 500.0, 400.0))
-    newest, _ = read_records(path)
+    newest = newest_of(read_records([path])[0])
     assert default_cases(newest) == [case.name for case in (*cases[: MAX_CASES - 2], *cases[-2:])]
     assert default_cases({name: newest[name] for name in (others[0].name, others[1].name)}) == [others[1].name]
 
@@ -176,7 +138,7 @@ def test_chosen_cases_say_what_they_do_not_share(tmp_path: Path) -> None:
     assert {"64 x 128-32k", "NHD, CSR, loguniform", "1 x 128k + 31 x 4k"} < set(texts(svg))
     assert texts(svg)[1].startswith("NVIDIA H200, bf16, pages of 16, rows")
     with pytest.raises(ValueError, match="'\\*nothing\\*' matches no recorded case"):
-        matching_cases(read_records(path)[0], ["*nothing*"])
+        matching_cases(newest_of(read_records([path])[0]), ["*nothing*"])
 
 
 @pytest.mark.parametrize("records", [[], [record(CASE, "ours", 500.0)], [record(CASE, "read", 400.0, 400.0)]])
@@ -187,12 +149,3 @@ def test_nothing_to_draw(tmp_path: Path, capsys, records: list[dict[str, object]
         draw(write(path, *records))
     assert caught.value.exit_code == 2 and "no case" in capsys.readouterr().err
     assert not path.with_suffix(".svg").exists()
-
-
-@pytest.mark.parametrize(
-    "case", [CASE, Case(8, 1, 64, 0, fixed(2, 100), "f16", "none"), Case(8, 1, 64, 1, Spread("uniform", 3, 1, 9))]
-)
-def test_a_record_gives_its_case_back(case: Case) -> None:
-    parsed = parse(json.dumps(record(case, "ours", 1.0, 1.0)).encode())
-    assert parsed is not None and asdict(parsed.case) == asdict(case)
-    assert bars({"ours": parsed})[0].share == 100

@@ -1,0 +1,1 @@
+"""The records as one self-contained HTML page: `python -m cute_kernels dashboard`."""

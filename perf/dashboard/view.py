@@ -1,0 +1,270 @@
+"""What the page shows, as data: the newest result of every case, its history, and what changed."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from perf.case_sets import case_sets
+from perf.compare import Comparison, changes, compare_revisions
+from perf.history import Revision, by_gpu, revisions
+from perf.measure import DEVICE
+from perf.picture import PROVIDERS, newest_of, share
+from perf.records import READ, Problem, Record
+
+OURS = "ours"
+NOT_MEASURED = "not measured"
+DETAILS = ("sku", "q_dtype", "shape", "num_ctas", "num_splits", "workspace_bytes", "prepare_s")
+
+
+@dataclass(frozen=True)
+class Result:
+    """One record. Times in microseconds; `reason` where there is none. error: max abs against f64; error_ratio: over that of
+    same-dtype PyTorch; relative_error: 2-norms, absent in older records. faster: its time over ours. source: file and line."""
+
+    provider: str
+    version: str
+    revision: str
+    time: str
+    us: float | None
+    p20: float | None
+    p80: float | None
+    samples: tuple[float, ...]
+    ratio: float | None
+    error: float | None
+    error_ratio: float | None
+    relative_error: float | None
+    faster: float | None
+    reason: str
+    details: str
+    source: str
+
+
+@dataclass(frozen=True)
+class CaseView:
+    """One case. results: the newest of each provider; history: all of them, oldest first; host: the newest host times, by
+    provider and step. bar: what it has to reach; bar_met: None where that is unknown."""
+
+    name: str
+    heads: str
+    rows: str
+    options: str
+    dtypes: str
+    pages: str
+    ragged: bool
+    megabytes: float
+    bar: str
+    bar_met: bool | None
+    results: Mapping[str, Result]
+    history: Mapping[str, tuple[Result, ...]]
+    host: Mapping[str, float]
+    changes: tuple[Comparison, ...]
+
+    @property
+    def ours(self) -> Result | None:
+        return self.results.get(OURS)
+
+    @property
+    def has_peers(self) -> bool:
+        """Whether anyone but us and the plain read has a result."""
+        return any(provider not in (OURS, READ) for provider in self.results)
+
+
+@dataclass(frozen=True)
+class HeatMap:
+    """Cases by shape (rows: rows, heads, options) and by dtypes and pages (columns). A cell without a case was not measured."""
+
+    columns: tuple[tuple[str, str], ...]
+    rows: tuple[tuple[tuple[str, str, str], tuple[CaseView | None, ...]], ...]
+
+
+@dataclass(frozen=True)
+class GpuView:
+    """Everything about one GPU. against_best: the newest revision's times of ours against the best known before it.
+
+    slug: the name as the page's address spells it. revisions: label and time, oldest first. providers: label and version of
+    those that have results, ours first.
+    """
+
+    slug: str
+    name: str
+    newest: Record = field(repr=False)
+    revisions: tuple[tuple[str, str], ...]
+    cases: Mapping[str, CaseView]
+    heat_map: HeatMap
+    against_best: tuple[Comparison, ...]
+    changes: tuple[Comparison, ...]
+    providers: Mapping[str, tuple[str, str]]
+
+    @property
+    def barred(self) -> list[CaseView]:
+        return [case for case in self.cases.values() if case.bar]
+
+    @property
+    def measured(self) -> list[CaseView]:
+        """The cases that we have a time of."""
+        return [case for case in self.cases.values() if case.ours and case.ours.us]
+
+    @property
+    def best(self) -> CaseView | None:
+        """The case in which we are nearest to the plain read."""
+        return min((case for case in self.measured if ratio_of(case)), key=ratio_of, default=None)
+
+    @property
+    def missing(self) -> list[str]:
+        """The named cases that have no time of ours."""
+        measured = {case.name for case in self.measured}
+        names = {case.name: None for cases in case_sets().values() for case in cases}
+        return [name for name in names if name not in measured]
+
+
+def ratio_of(case: CaseView) -> float:
+    """Our time over the plain read's; 0 where it is not known."""
+    return (case.ours.ratio if case.ours else None) or 0.0
+
+
+@dataclass(frozen=True)
+class Page:
+    """The whole page: one view a GPU, and the lines that were not used."""
+
+    gpus: tuple[GpuView, ...]
+    problems: tuple[Problem, ...]
+
+
+def page_of(records: Sequence[Record], problems: Iterable[Problem]) -> Page:
+    """The page of some records. Raises ValueError where there is none with a device time."""
+    gpus = [gpu_view(name, of_gpu) for name, of_gpu in by_gpu(records).items() if any(r.metric == DEVICE for r in of_gpu)]
+    if not gpus:
+        raise ValueError("results: hold no record of device time")
+    return Page(tuple(gpus), tuple(problems))
+
+
+def gpu_view(name: str, records: Sequence[Record]) -> GpuView:
+    """The view of one GPU's records."""
+    history = revisions(records)
+    called = [comparison for comparison in changes(history) if comparison.verdict != "same"]
+    newest = newest_of(records)
+    hosts = host_times(records)
+    views = [
+        case_view(of_case, history, hosts.get(case, {}), [change for change in called if change.name == case])
+        for case, of_case in newest.items()
+    ]
+    cases = {
+        view.name: view
+        for view in sorted(views, key=lambda view: (view.heads != "32/8/128", view.heads, view.ragged, view.megabytes))
+    }
+    versions = {record.provider: record.version for record in sorted(records, key=lambda record: record.time)}
+    order = [*PROVIDERS, *(provider for provider in versions if provider not in PROVIDERS and provider != READ)]
+    return GpuView(
+        slug=re.sub(r"[^a-z0-9]+", "-", name.lower()),
+        name=name,
+        newest=max(records, key=lambda record: record.time),
+        revisions=tuple((revision.label, f"{revision.time:%Y-%m-%d %H:%M}") for revision in history),
+        cases=cases,
+        heat_map=heat_map(list(cases.values())),
+        against_best=tuple(compare_revisions(history[:-1], history[-1], [OURS])) if len(history) > 1 else (),
+        changes=tuple(called),
+        providers={provider: (label_of(provider), versions[provider]) for provider in order if provider in versions},
+    )
+
+
+def label_of(provider: str) -> str:
+    """A provider's name as people write it."""
+    return PROVIDERS[provider][0].split(",")[0] if provider in PROVIDERS else provider
+
+
+def case_view(
+    newest: Mapping[str, Record], history: Sequence[Revision], host: Mapping[str, float], called: Sequence[Comparison]
+) -> CaseView:
+    """The view of one case from its newest records by provider."""
+    any_record = next(iter(newest.values()))
+    ours, read = newest.get(OURS), newest.get(READ)
+    runs = {
+        provider: tuple(
+            result(record, None, None) for entry in history for record in entry.runs.get((any_record.name, provider), ())
+        )
+        for provider in newest
+    }
+    return CaseView(
+        name=any_record.name,
+        heads=any_record.heads,
+        rows=any_record.rows,
+        options=", ".join(any_record.options),
+        dtypes=any_record.dtypes,
+        pages=any_record.pages,
+        ragged=len(set(any_record.case.tokens())) > 1,
+        megabytes=megabytes(newest.values()),
+        bar=str(ours.bar) if ours and ours.bar else "",
+        bar_met=ours.bar_met if ours else None,
+        results={provider: result(record, read, ours) for provider, record in newest.items()},
+        history=runs,
+        host=host,
+        changes=tuple(called),
+    )
+
+
+def megabytes(records: Iterable[Record]) -> float:
+    """MB of K and V that a case reads, as its records say."""
+    return max(float(record.fields.get("bytes") or 0) for record in records) / 1e6
+
+
+def result(record: Record, read: Record | None, ours: Record | None) -> Result:
+    """A record for the page; read, ours: the newest of the same case, to hold it against."""
+    us, gate = record.us, record.gate
+    percent = share(record, read)
+    comparable = us is not None and ours is not None and ours.us is not None
+    return Result(
+        provider=record.provider,
+        version=record.version,
+        revision=record.revision,
+        time=f"{record.time:%Y-%m-%d %H:%M}",
+        us=us.median if us else None,
+        p20=us.p20 if us else None,
+        p80=us.p80 if us else None,
+        samples=us.samples if us else (),
+        ratio=None if percent is None else 100 / percent,
+        error=gate.error if gate else None,
+        error_ratio=gate.error / gate.torch_error if gate and gate.error is not None and gate.torch_error else None,
+        relative_error=gate.relative_error if gate else None,
+        faster=us.median / ours.us.median if comparable and us and ours and ours.us else None,
+        reason=record.reason,
+        details=details(record),
+        source=f"{record.path.name}:{record.line}",
+    )
+
+
+def details(record: Record) -> str:
+    """What a record says of how it ran, in words."""
+    found: dict[str, object] = {name: record.fields[name] for name in DETAILS if name in record.fields}
+    sku = found.pop("sku", None)
+    if isinstance(sku, dict):
+        found = {"variant": sku.get("variant"), **(sku.get("config") or {}), **found}
+    return ", ".join(f"{name}={value}" for name, value in found.items())
+
+
+def host_times(records: Iterable[Record]) -> dict[str, dict[str, float]]:
+    """The newest host time of each case, by provider and step."""
+    times: dict[str, dict[str, float]] = {}
+    for record in sorted(records, key=lambda record: record.time):
+        if record.metric != DEVICE and record.us is not None:
+            times.setdefault(record.name, {})[f"{label_of(record.provider)} {record.metric.removeprefix('host.')}"] = (
+                record.us.median
+            )
+    return times
+
+
+def heat_map(cases: Sequence[CaseView]) -> HeatMap:
+    """The cases by shape, and by dtypes and pages."""
+
+    def page(case: CaseView) -> int:
+        return int(case.pages.split()[-1]) if case.pages.startswith("pages") else 0
+
+    dtypes = list(dict.fromkeys(case.dtypes for case in cases))
+    columns = dict.fromkeys(
+        (case.dtypes, case.pages) for case in sorted(cases, key=lambda case: (dtypes.index(case.dtypes), page(case) or 1 << 30))
+    )
+    found: dict[tuple[str, str, str], dict[tuple[str, str], CaseView]] = {}
+    for case in cases:
+        found.setdefault((case.rows, case.heads, case.options), {})[case.dtypes, case.pages] = case
+    return HeatMap(tuple(columns), tuple((shape, tuple(of.get(column) for column in columns)) for shape, of in found.items()))
