@@ -92,7 +92,7 @@ class CpAsyncMainloop:
 
     @cute.jit
     def fetch_tokens(self, caches: tuple, num_pages: Int32, piece: Piece, token_tile: Int32, stage: Int32, pages: Int32):
-        """Starts the loads of the tokens of one tile. caches: (cache, ring, RingShape) of those that have elements of one size."""
+        """Starts the loads of the tokens of one tile. caches: (cache, ring, RingShape) of those with elements of one size."""
         spec, element_bytes = self.spec, cutlass.const_expr(caches[0][0].element_type.width // 8)
         vector = cutlass.const_expr(spec.vector_bytes // element_bytes)
         per_token = cutlass.const_expr(spec.padded_head_dim // vector)

@@ -43,7 +43,7 @@ class TmaMainloop:
         self.spec = spec
         self.producer_warps = 2 if spec.token_scales else 1
         self.boxes = spec.tile_n // spec.box_rows
-        self.arrivals = 1 + (32 + 1 if spec.token_scales else 0)  # at a full barrier: for K and V, each lane's scales, and once more
+        self.arrivals = 1 + (32 + 1 if spec.token_scales else 0)  # at a full barrier: K and V, a lane's scales, their flags
 
     def operands(self, k: cute.Tensor, v: cute.Tensor) -> tuple:
         """(K atom, K coordinates, V atom, V coordinates) of caches [pages, heads, slots, head_dim] in any strides."""

@@ -10,7 +10,8 @@ from cute_kernels import compile as compiler
 from cute_kernels.config import KernelSpec
 from cute_kernels.device import build as builder
 
-SPEC = KernelSpec("sm90", "sm_90a", "paged", "dense", "bf16", "bf16", "bf16", "none", "none", 128, 4, 16, 16, 32, 8, 4, "balanced", "e")
+STORAGE = ("bf16", "bf16", "bf16", "none", "none")
+SPEC = KernelSpec("sm90", "sm_90a", "paged", "dense", *STORAGE, 128, 4, 16, 16, 32, 8, 4, "balanced", "e")
 
 
 class Compiled:
