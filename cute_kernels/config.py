@@ -33,7 +33,7 @@ SCALE_BYTES = 4  # of a token's scale in shared memory
 WEIGHT_BITS = 14  # softmax weights reach 2 ** 14 where P is f16, so that those 2 ** 38 times smaller still count
 TWO_CTAS_HEAD_DIM = 128  # above, two CTAs need more registers than an SM has
 MERGE_PADDING = 8  # f32 between rows of the merge buffer: a warp's stores then hit every bank
-PIECE_BYTES = {1: 98_304, 2: 32_768}  # KV bytes that stream while a piece is opened, merged and stored, by CTAs an SM
+PIECE_ELEMENTS = {1: 49_152, 2: 16_384}  # of K and V that stream while a piece is opened, merged and stored, by CTAs an SM
 SHARE_BYTES = 65_536  # KV bytes of the smallest share of a CTA
 MIN_TILES = 2  # no cut leaves less of a row on either side
 MAX_BLOCKS = 32  # parts of a row under the invariant partition
@@ -199,7 +199,7 @@ class KernelSpec:
     @property
     def piece_cost(self) -> int:
         """What opening a piece of work costs, in tiles."""
-        return max(1, PIECE_BYTES[self.min_ctas_per_sm] // self.tile_bytes)
+        return max(1, PIECE_ELEMENTS[self.min_ctas_per_sm] // (2 * self.tile_n * self.padded_head_dim))
 
     @property
     def min_share(self) -> int:

@@ -124,7 +124,9 @@ class CpAsyncMainloop:
                 read_only_args=[Int32(target), Int64(source), Int32(size) if inside else Int32(0)],
             )
         else:
-            element = cutlass.const_expr(Int16 if size == 2 else Int8)
+            element = Int16
+            if cutlass.const_expr(size == 1):
+                element = Int8
             value = element(0)
             if inside:
                 value = cute.make_tensor(cute.make_ptr(element, source, cute.AddressSpace.gmem), 1)[0]
