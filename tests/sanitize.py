@@ -82,7 +82,8 @@ MERGES = (
     ("sm80", ck.MergeStatesDescriptor(2, 3, 4, 7, torch.float32)),  # no pairs of columns
 )
 
-INT8 = ck.KVAppendDescriptor(9, 3, 128, 8, BF16, ck.KVDtype.INT8, ck.KVLayout.NHD, scales="token_dynamic")
+TOKEN = {"k_scale": ck.KVScale.TOKEN_F16, "v_scale": ck.KVScale.TOKEN_F16}
+INT8 = ck.KVAppendDescriptor(9, 3, 128, 8, BF16, ck.KVDtype.INT8, ck.KVLayout.NHD, **TOKEN)
 APPENDS = (
     ("sm90", INT8),
     ("sm80", replace(INT8, head_dim=5, kv_dtype=ck.KVDtype.E4M3, layout=ck.KVLayout.HND)),  # an element a load, in integers
@@ -136,14 +137,14 @@ def append(arch: str, descriptor: ck.KVAppendDescriptor) -> tuple[Result, Result
     kept, last = list(range(2, d.num_tokens)), slots[2:].tolist()
     slots[0], slots[1] = -1, pages * d.page_size
     inner = (d.page_size, d.num_kv_heads) if d.layout.order == "NHD" else (d.num_kv_heads, d.page_size)
-    caches = [torch.zeros(pages, *inner, d.head_dim, dtype=torch.uint8).view(d.stored.torch_dtype).cuda() for _ in range(2)]
-    scales = [torch.zeros(pages * d.page_size * d.num_kv_heads, dtype=d.scale_dtype).cuda() for _ in range(2)]
+    caches = [torch.zeros(pages, *inner, d.head_dim, dtype=torch.uint8).view(d.stored[0].torch_dtype).cuda() for _ in range(2)]
+    scales = [torch.zeros(pages * d.page_size * d.num_kv_heads, dtype=d.k_scale.dtype).cuda() for _ in range(2)]
     plan = ck.KVAppendPlan.select(d, "cuda", ck.PlanPreference(arch=arch))
     plan.run(x[0].cuda(), x[1].cuda(), *caches, slots.cuda(), k_scale=scales[0], v_scale=scales[1])
     scale = torch.stack([t.cpu().float().view(-1, d.num_kv_heads)[last] for t in scales])
     by_slot = [(t if d.layout.order == "NHD" else t.transpose(1, 2)).flatten(0, 1) for t in (c.cpu().float() for c in caches)]
     stored = torch.stack([t[last] for t in by_slot])
-    largest = {ck.KVDtype.INT8: 127, ck.KVDtype.E4M3: 448}[d.stored]
+    largest = {ck.KVDtype.INT8: 127, ck.KVDtype.E4M3: 448}[d.stored[0]]
     x = x[:, kept].float()
     return (stored * scale[..., None], scale), (x, x.abs().amax(-1) / largest)
 
@@ -162,7 +163,7 @@ def all_runs() -> dict[str, Callable[[], tuple[Result, Result]]]:
     for arch, d in MERGES:
         runs[f"{arch}-merge{d.num_states}-d{d.head_dim}-{d.element_type}"] = partial(merge, arch, d)
     for arch, a in APPENDS:
-        runs[f"{arch}-append-d{a.head_dim}-{a.stored_type}"] = partial(append, arch, a)
+        runs[f"{arch}-append-d{a.head_dim}-{a.cache_type}"] = partial(append, arch, a)
     return runs
 
 

@@ -18,7 +18,8 @@ from cute_kernels.device.build_append import build_append
 from cute_kernels.device.kv_encode import BEYOND, LARGEST_DIVISOR, LEAST_DIVISOR
 
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
-K, HND, NHD = ck.KVDtype, ck.KVLayout.HND, ck.KVLayout.NHD
+K, S, HND, NHD = ck.KVDtype, ck.KVScale, ck.KVLayout.HND, ck.KVLayout.NHD
+TOKEN = {"k_scale": S.TOKEN_F16, "v_scale": S.TOKEN_F16}
 BACKENDS = [("sm90", "sm_90a"), ("sm80", "sm_80"), ("sm80", "sm_90a")]
 
 
@@ -40,12 +41,12 @@ def dump(spec: AppendSpec, folder: Path) -> tuple[str, str]:
     ("changes", "conversion"),
     [
         ({}, None),
-        ({"kv_dtype": K.INT8, "scales": "token_dynamic", "layout": NHD}, "cvt.rni.s32.f32"),
-        ({"kv_dtype": K.INT8, "scales": "token_dynamic", "head_dim": 255, "dtype": F16, "scale_dtype": F32}, "cvt.rni.s32.f32"),
-        ({"kv_dtype": K.E4M3, "scales": "head"}, "cvt.rn.satfinite.e4m3x2.f32"),
+        ({"kv_dtype": K.INT8, **TOKEN, "layout": NHD}, "cvt.rni.s32.f32"),
+        ({"kv_dtype": K.INT8, "k_scale": S.TOKEN, "v_scale": S.TOKEN, "head_dim": 255, "dtype": F16}, "cvt.rni.s32.f32"),
+        ({"kv_dtype": K.E4M3, "k_scale": S.HEAD, "v_scale": S.HEAD}, "cvt.rn.satfinite.e4m3x2.f32"),
         ({"kv_dtype": K.E4M3, "head_dim": 5, "slot_dtype": torch.int32}, "cvt.rn.satfinite.e4m3x2.f32"),
-        ({"kv_dtype": K.E5M2, "scales": "tensor", "head_dim": 80}, "cvt.rn.satfinite.e5m2x2.f32"),
-        ({"kv_dtype": K.E5M2, "scales": "token_dynamic", "head_dim": 252, "dtype": F16}, "cvt.rn.satfinite.e5m2x2.f32"),
+        ({"kv_dtype": K.E5M2, "k_scale": S.TENSOR, "v_scale": S.TENSOR, "head_dim": 80}, "cvt.rn.satfinite.e5m2x2.f32"),
+        ({"kv_dtype": K.E5M2, **TOKEN, "head_dim": 252, "dtype": F16}, "cvt.rn.satfinite.e5m2x2.f32"),
     ],
     ids=str,
 )
@@ -60,7 +61,7 @@ def test_append(changes: dict, conversion: str | None, arch: str, target: str, t
         pairs = 2 if "x2" in conversion and spec.columns > 1 else 1
         count = 2 * spec.rounds * spec.columns // pairs if by_instruction else 0
         assert len(re.findall(rf"{re.escape(conversion)} ", ptx)) == count
-        assert ("div.rn.f32" in ptx) == (spec.scales != "none")
+        assert ("div.rn.f32" in ptx) == (spec.k_scale != "none")
     if spec.columns == 8:
         loads = [found.start() for found in re.finditer(r"ld\.global\.v4\.b32 ", ptx)]
         assert len(loads) == 2 and max(loads) < ptx.index("st.global."), "16 bytes a load, both before any store"
