@@ -160,7 +160,8 @@ class KVAppendPlan(FlaggingPlan):
 
         slots, table_format "none": [tokens] of slot_dtype, any stride, flat positions page * page_size + slot; a negative one
         skips its token. Else a PageTable of as many rows as tokens, whose lengths count the new token: it is a row's last, and a
-        row of length 0 has none. Slots that are not skipped must differ: where two tokens share one, either may win, K and V apart.
+        row of length 0 has none. Slots that are not skipped must differ: where two tokens share one, either may win, K and V
+        apart.
 
         k_scale, v_scale: as PagedDecodePlan.run takes them: those per tensor and head are read, those per token written.
 

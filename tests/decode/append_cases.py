@@ -158,3 +158,26 @@ def random_slots(d: ck.KVAppendDescriptor, tokens: int, pages: int, seed: int = 
     slots = torch.randperm(pages * d.page_size, generator=generator)[:tokens]
     slots[::5] = torch.tensor([-1, -(2**31), -7] * tokens)[: len(slots[::5])]
     return slots.to(d.slot_dtype)
+
+
+def cos_sin_of(positions: int, rotary_dim: int) -> torch.Tensor:
+    """f32 [positions, rotary_dim]: the cosines, then the sines, of angles that fall by powers of 10,000."""
+    frequency = 10000.0 ** -(torch.arange(rotary_dim // 2, dtype=torch.float64) * 2 / rotary_dim)
+    angles = torch.arange(positions, dtype=torch.float64)[:, None] * frequency
+    return torch.cat([angles.cos(), angles.sin()], 1).float()
+
+
+def naive_rotary(
+    x: torch.Tensor, cos_sin_cache: torch.Tensor, positions: torch.Tensor, pairing: str
+) -> tuple[np.ndarray, np.ndarray]:
+    """(x rotated as complex numbers in f64, the size of each pair) of the first rotary_dim columns."""
+    width = cos_sin_cache.shape[1]
+    pairs = np.arange(width).reshape(2, -1) if pairing == "half" else np.arange(width).reshape(-1, 2).T
+    values = x.double().numpy()
+    angles = cos_sin_cache.double().numpy()[positions.numpy(), None]
+    turn = angles[..., : width // 2] + 1j * angles[..., width // 2 :]
+    turned = (values[..., pairs[0]] + 1j * values[..., pairs[1]]) * turn
+    out, size = np.empty((*x.shape[:2], width)), np.empty((*x.shape[:2], width))
+    out[..., pairs[0]], out[..., pairs[1]] = turned.real, turned.imag
+    size[..., pairs[0]] = size[..., pairs[1]] = np.abs(turned)
+    return out, size
