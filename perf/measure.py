@@ -123,10 +123,8 @@ def measure(case: Case, providers: Sequence[Provider], limits: Limits, clock: Cl
 
     A provider that fails leaves an outcome and does not stop the others. Raises DeviceFailed where the device is lost.
     """
-    pairs = [
-        (provider, Outcome(case, provider.name, provider.version(), provider.tolerance in (OURS, EXACT)))
-        for provider in providers
-    ]
+    strict = {provider.name: provider.tolerance in (OURS, EXACT) for provider in providers}
+    pairs = [(provider, Outcome(case, provider.name, provider.version(), strict[provider.name])) for provider in providers]
     try:
         make = make_append_inputs if case.operation == "append" else make_inputs
         inputs: Inputs | AppendInputs = make(case, device, limits.memory_bytes, limits.rotated_bytes)

@@ -97,8 +97,9 @@ class Record:
 
     @property
     def dtypes(self) -> str:
-        """The dtype of q, and of the cache where it differs."""
-        return self.case.dtype if self.kv_dtype == self.case.dtype else f"{self.case.dtype} q, {self.kv_dtype} KV"
+        """The dtype of q, or of what is appended, and of the cache where it differs."""
+        incoming = self.case.dtype if self.case.operation == "append" else f"{self.case.dtype} q"
+        return self.case.dtype if self.kv_dtype == self.case.dtype else f"{incoming}, {self.kv_dtype} KV"
 
     @property
     def pages(self) -> str:

@@ -143,7 +143,7 @@ def test_an_append_is_read_back_with_its_floor(tmp_path: Path) -> None:
     assert problems == [] and [entry.case for entry in records] == [case, case]
     ours = records[0]
     assert ours.name == "kv_append_kv8_d128_ps16_bf16_kvint8_token-f16_nhd_t8k" and ours.ratio == pytest.approx(20 / 18)
-    assert (ours.rows, ours.heads, ours.dtypes) == ("append 8k", "8/8/128", "bf16 q, int8 KV")
+    assert (ours.rows, ours.heads, ours.dtypes) == ("append 8k", "8/8/128", "bf16, int8 KV")
     assert "NHD" in ours.options
     (gpu,) = page_of(records, []).gpus
     shown = gpu.cases[case.name].results
