@@ -235,6 +235,16 @@ def test_any_number_of_tokens_up_to_the_maximum(tokens: int, backend: str) -> No
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("tokens", [1, 37, 400])
+@pytest.mark.parametrize("d", [INT8, replace(E4M3, **HEAD), replace(E4M3, kv_dtype=None, **PLAIN)], ids=str)
+def test_threads_of_several_rows(d: ck.KVAppendDescriptor, tokens: int, backend: str) -> None:
+    """A plan for many tokens, whose threads take two or four rows: the last ones have none."""
+    plan = select(replace(d, num_tokens=2**17), backend)
+    assert backend == "cpu" or plan.sku.config.unroll == (4 if d.kv_dtype is K.BF16 else 2)
+    assert_appends(plan.descriptor, backend, tokens=tokens, pages=60)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_odd_strides_of_extents_of_one(backend: str) -> None:
     d = replace(INT8, num_kv_heads=1, page_size=1, num_tokens=1)
     device = device_of(backend)
