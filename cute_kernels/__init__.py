@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from .page_table import PageTable
     from .plan import FlashDecodingPlan, PagedDecodePlan, PrecisionGuarantee, Sku
     from .quantize import quantize_kv
+    from .rotary import Rotary, apply_rotary
     from .workspace import WorkspaceRegion
 
 __version__ = "0.1.0"
@@ -65,10 +66,12 @@ __all__ = [
     "PagedDecodePlan",
     "PlanPreference",
     "PrecisionGuarantee",
+    "Rotary",
     "Sku",
     "Unsupported",
     "WorkspaceRegion",
     "WorkspaceTooSmall",
+    "apply_rotary",
     "decode_attention",
     "quantize_kv",
 ]
@@ -86,6 +89,7 @@ _HOMES = {
     "page_table": ("PageTable",),
     "plan": ("FlashDecodingPlan", "PagedDecodePlan", "PrecisionGuarantee", "Sku"),
     "quantize": ("quantize_kv",),
+    "rotary": ("Rotary", "apply_rotary"),
     "workspace": ("WorkspaceRegion",),
 }
 _HOME = {name: module for module, names in _HOMES.items() for name in names}

@@ -1,4 +1,4 @@
-"""Appending to a paged KV cache: K and V of new tokens are converted, or quantised, and stored where a slot mapping says."""
+"""Appending to a paged KV cache: K and V of new tokens are rotated, converted or quantised, and stored in their slots."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ import torch
 from torch import Tensor
 
 from . import dispatch
-from .append_checks import AppendRules, Operands, Views, check, normalised
-from .append_descriptor import SLOT_TYPES, KVAppendDescriptor
-from .append_spec import AppendSpec, append_supports
-from .config import Arch, Target
+from .append_checks import AppendRules, Operands, Views, check, normalised, slot_operands
+from .append_descriptor import INDEX_TYPES, KVAppendDescriptor
+from .append_spec import AppendSpec, RotarySpec, append_supports, lanes_of, unroll_of
+from .config import Arch, StoredType, Target
 from .dispatch import Candidate, DeviceFacts, Explanation, Launch, PlanPreference, Variant, choice
 from .errors import InvalidArgument
-from .faults import first_bad_slot, record
+from .page_table import PageTable
 from .plan_base import ANY_VARIANT, LAUNCH_ERRORS, SKU_ARCH, FlaggingPlan, PrecisionGuarantee, Sku, selected
 from .plan_parts import Checked, refuse_compile_in_capture
-from .quantize import quantize_kv
+from .rotary import Rotary
+from .spec import scale_form
 
 NAMES = {"sm90": "sm90_append", "sm80": "sm80_append", "cpu": "cpu_reference"}
 VARIANTS = tuple(replace(variant, name=NAMES[variant.arch]) for variant in dispatch.VARIANTS)  # decode's devices and targets
@@ -40,27 +41,43 @@ def _evaluate(variant: Variant, descriptor: KVAppendDescriptor, facts: DeviceFac
     reasons += append_supports(spec)
     if reasons:
         return Candidate(variant.name, variant.arch, "rejected", tuple(reasons))
-    ctas = -(-descriptor.num_tokens * descriptor.num_kv_heads // spec.rows_per_cta)
-    knobs = f"columns={spec.columns} lanes={spec.lanes} rounds={spec.rounds} ({target})"
+    heads = (descriptor.num_kv_heads, descriptor.rotary.num_heads if descriptor.rotary else 0)
+    ctas = sum(-(-descriptor.num_tokens * count // spec.rows_per_cta) for count in heads)
+    knobs = f"columns={spec.columns} lanes={spec.lanes} rounds={spec.rounds} unroll={spec.unroll} ({target})"
     return Candidate(variant.name, variant.arch, "fits", (knobs,), num_ctas=ctas)
 
 
 def kernel_spec(descriptor: KVAppendDescriptor, arch: Arch, target: Target) -> AppendSpec:
     """The compile key of `descriptor`: what changes generated code, and no more."""
     d = descriptor
+    k_stored, v_stored = d.stored
+    columns, rotary = d.columns, rotary_spec(d.rotary)
+    threads = d.num_tokens * d.num_kv_heads * lanes_of(d.head_dim // columns)
     return AppendSpec(
         arch=arch,
         target=target,
         element_type=d.element_type,
-        stored_type=d.stored_type,
+        k_type=cast(StoredType, k_stored.value),
+        v_type=cast(StoredType, v_stored.value),
+        k_scale=scale_form(d.k_scale),
+        v_scale=scale_form(d.v_scale),
         head_dim=d.head_dim,
         page_size=d.page_size,
-        columns=d.columns,
+        table_format=d.table_format,
+        slot_type=INDEX_TYPES[d.slot_dtype] if d.table_format == "none" else "i32",
+        columns=columns,
+        unroll=unroll_of(threads, d.cache_type != d.element_type, rotary is not None),
         nhd=d.nhd,
-        scales=d.scales,
-        scale_type=d.scale_type,
-        slot_type=SLOT_TYPES[d.slot_dtype],
+        rotary=rotary,
     )
+
+
+def rotary_spec(rotary: Rotary | None) -> RotarySpec | None:
+    """What a settled rotary embedding changes of the code."""
+    if rotary is None or rotary.rotary_dim is None:
+        return None
+    position_type = INDEX_TYPES[rotary.position_dtype]
+    return RotarySpec(rotary.pairing == "half", rotary.rotary_dim, rotary.num_heads > 0, position_type)
 
 
 class KVAppendPlan(FlaggingPlan):
@@ -74,7 +91,7 @@ class KVAppendPlan(FlaggingPlan):
         chosen = explanation.chosen
         target = next(variant.target(facts) for variant in VARIANTS if variant.name == chosen.variant)
         spec = None if target is None else kernel_spec(descriptor, cast(Arch, chosen.arch), target)
-        dtypes = (descriptor.element_type, descriptor.stored_type, descriptor.stored_type)
+        dtypes = (descriptor.element_type, descriptor.cache_type, descriptor.cache_type)
         guarantee = PrecisionGuarantee(batch_invariant=True, error_ratio=1.0, error_ulps=0)
         sku = Sku("kv_append", *dtypes, SKU_ARCH[chosen.arch], chosen.variant, spec, guarantee)
         super().__init__(device, facts.sm_count, sku, explanation)
@@ -105,13 +122,19 @@ class KVAppendPlan(FlaggingPlan):
         v: Tensor,
         k_cache: Tensor,
         v_cache: Tensor,
-        slot_mapping: Tensor,
+        slots: Tensor | PageTable,
         *,
         k_scale: Tensor | None = None,
         v_scale: Tensor | None = None,
+        q: Tensor | None = None,
+        q_out: Tensor | None = None,
+        cos_sin_cache: Tensor | None = None,
+        positions: Tensor | None = None,
     ) -> None:
         """Checks shapes, dtypes, strides, alignment, devices and overlap as `run` does; raises its typed errors."""
-        self._check.now(Operands(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale))
+        tables = slot_operands(self.descriptor, slots)
+        q_out = q if q_out is None else q_out
+        self._check.now(Operands(k, v, k_cache, v_cache, *tables, k_scale, v_scale, q, q_out, cos_sin_cache, positions))
 
     def run(
         self,
@@ -119,33 +142,51 @@ class KVAppendPlan(FlaggingPlan):
         v: Tensor,
         k_cache: Tensor,
         v_cache: Tensor,
-        slot_mapping: Tensor,
+        slots: Tensor | PageTable,
         *,
         k_scale: Tensor | None = None,
         v_scale: Tensor | None = None,
+        q: Tensor | None = None,
+        q_out: Tensor | None = None,
+        cos_sin_cache: Tensor | None = None,
+        positions: Tensor | None = None,
         stream: torch.cuda.Stream | None = None,
-    ) -> None:
+    ) -> Tensor | None:
         """Launches on the current or the given stream; writes the tokens' slots of both caches, and nothing else of them.
 
         k, v: [tokens, num_kv_heads, head_dim] of the descriptor's dtype, at most num_tokens tokens, any strides with a unit
         last one. k_cache, v_cache: 4-D in the descriptor's layout, any strides with a unit last one, also interleaved in one
-        allocation; uint8 or torch's fp8 for fp8. slot_mapping: [tokens] of slot_dtype, any stride, flat positions
-        page * page_size + slot; a negative one skips its token, one at or past num_pages * page_size too, and is recorded for
-        `status`, or raises InvalidArgument under PlanPreference(validate=True), which synchronises. Slots that are not
-        skipped must differ: where two tokens share one, either may win, K and V apart.
-        k_scale, v_scale: None ("none"); f32 [] or [1] ("tensor"), [num_kv_heads] ("head"), read; of scale_dtype
-        [num_pages, page_size, num_kv_heads], any strides, or flat ("token_dynamic"), written.
+        allocation; uint8 or torch's fp8 for fp8.
 
-        What is stored is what `quantize_kv` gives, bit for bit but for the payload of a NaN scale. Allocates nothing, does not
-        synchronise. Raises, before anything is written, InvalidProblem (an extent), InvalidArgument (type, dtype, device,
-        overlap, a slot), MisalignedOperand, Unsupported (strides); then LaunchFailed.
+        slots, table_format "none": [tokens] of slot_dtype, any stride, flat positions page * page_size + slot; a negative one
+        skips its token. Else a PageTable of as many rows as tokens, whose lengths count the new token: it is a row's last, and a
+        row of length 0 has none. Slots that are not skipped must differ: where two tokens share one, either may win, K and V
+        apart.
+
+        k_scale, v_scale: as PagedDecodePlan.run takes them: those per tensor and head are read, those per token written.
+
+        With a rotary embedding: cos_sin_cache f32 [max_position, rotary_dim], the cosines first, and positions [tokens] of
+        position_dtype. K is rotated and rounded to its dtype before it is stored. q [tokens, rotary.num_heads, head_dim], where
+        num_heads is not 0, is rotated to q_out, which is allocated where it is not given, may be q, and is returned.
+
+        A slot at or past num_pages * page_size, a row whose length or last page is not the table's or the cache's, or a position
+        that cos_sin_cache lacks, is no place for a token: it is skipped (q passes unrotated) and recorded for `status`; under
+        PlanPreference(validate=True) it raises InvalidArgument, which synchronises. The position of a skipped token is no fault.
+
+        What is stored is what `apply_rotary` and `quantize_kv` give, bit for bit but for the payload of a NaN. Allocates nothing
+        else, does not synchronise. Raises, before anything is written, InvalidProblem (an extent), InvalidArgument (type, dtype,
+        device, overlap, a slot), MisalignedOperand, Unsupported (strides); then LaunchFailed.
         """
-        operands = Operands(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale)
+        tables = slot_operands(self.descriptor, slots)
+        if q_out is None and isinstance(q, Tensor):
+            q_out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        operands = Operands(k, v, k_cache, v_cache, *tables, k_scale, v_scale, q, q_out, cos_sin_cache, positions)
         if stream is None and not self._elsewhere():
             self._run(operands)
-            return
+            return q_out
         with self._on(stream):
             self._run(operands)
+        return q_out
 
     def _run(self, operands: Operands) -> None:
         views = self._check(operands)
@@ -154,58 +195,29 @@ class KVAppendPlan(FlaggingPlan):
         if not operands.k.shape[0]:
             return
         if self._validate:
-            self._check_slots(operands)
+            self._check_metadata(operands)
         try:
             self._launch(*operands, self._tag, self._status)
         except LAUNCH_ERRORS as error:
             raise self._launch_failed(error) from error
 
-    def _check_slots(self, operands: Operands) -> None:
+    def _check_metadata(self, operands: Operands) -> None:
+        from .append_reference import first_error
+
         self._refuse_capture("validate")
-        fault = first_bad_slot(operands.slot_mapping, operands.k_cache.shape[0] * self.descriptor.page_size)
-        if fault is not None:
-            raise InvalidArgument("slot_mapping", str(fault))
+        error = first_error(self.descriptor, operands)
+        if error is not None:
+            name, fault = error
+            raise InvalidArgument(name, str(fault))
 
 
 def _launch_of(spec: AppendSpec | None, descriptor: KVAppendDescriptor) -> Launch:
     """The callable behind a chosen variant, compiled now; the CPU variant where there is no spec."""
     if spec is None:
+        from .append_reference import cpu_variant
+
         return cpu_variant(descriptor)
     from .compile import compile_append
 
     refuse_compile_in_capture(spec)
     return compile_append(spec)
-
-
-def cpu_variant(descriptor: KVAppendDescriptor) -> Launch:
-    """The CPU variant, called as a compiled kernel is, but with the status words themselves, not their address."""
-    d = descriptor
-
-    def launch(
-        k: Tensor,
-        v: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        slot_mapping: Tensor,
-        k_scale: Tensor | None,
-        v_scale: Tensor | None,
-        tag: int,
-        status: Tensor,
-    ) -> None:
-        num_slots = k_cache.shape[0] * d.page_size
-        fault = first_bad_slot(slot_mapping, num_slots)
-        if fault is not None:
-            record(status, tag, fault)
-        kept = (slot_mapping >= 0) & (slot_mapping < num_slots)
-        slot = slot_mapping[kept].long()
-        place = (slot // d.page_size, slot % d.page_size)
-        for x, cache, scale in ((k, k_cache, k_scale), (v, v_cache, v_scale)):
-            dynamic = scale is not None and d.scales == "token_dynamic"
-            given = None if dynamic else scale
-            stored, found = quantize_kv(x[kept], d.stored, d.scales, scale=given, scale_dtype=d.scale_dtype)
-            by_token = cache if d.nhd else cache.transpose(1, 2)
-            by_token[place] = stored.view(cache.dtype)
-            if dynamic and scale is not None and found is not None:
-                scale[place] = found
-
-    return launch

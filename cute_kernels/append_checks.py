@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .append_descriptor import KVAppendDescriptor
 from .checks import (
+    FLOAT8,
     _check_shape,
     _check_strides,
     _check_tensor,
@@ -17,31 +18,40 @@ from .checks import (
     _odd_unit_strides,
     _overlaps_itself,
     _unit_strides,
+    as_bytes,
+    check_page_table,
+    check_scale,
+    check_table,
+    scale_view,
 )
-from .descriptors import MAX_EXTENT, KVDtype
+from .descriptors import MAX_EXTENT
 from .errors import InvalidArgument, InvalidProblem, Unsupported
 from .overlap import disjoint
+from .page_table import OPERAND_NAMES
 
-FP8 = (KVDtype.E4M3, KVDtype.E5M2)
+ROTARY_OPERANDS = ("q", "q_out", "cos_sin_cache", "positions")
 
 
 class Operands(NamedTuple):
-    """What one run is given; the scales may be absent."""
+    """What one run is given, in a kernel's order; what the descriptor has not is absent. table0: the slots without a table."""
 
     k: Any
     v: Any
     k_cache: Any
     v_cache: Any
-    slot_mapping: Any
+    table0: Any
+    table1: Any
+    table2: Any
     k_scale: Any
     v_scale: Any
+    q: Any
+    q_out: Any
+    cos_sin_cache: Any
+    positions: Any
 
     def signature(self) -> tuple[object, ...]:
         """All that `check` depends on, as a key. Devices are left out: a pointer belongs to one device."""
-        k, v, k_cache, v_cache, slots, k_scale, v_scale = self
-        scales: tuple[object, ...] = ()
-        if k_scale is not None or v_scale is not None:  # one that lacks is named by the check
-            scales = (_described(k_scale), _described(v_scale))
+        k, v, k_cache, v_cache, slots, *optional = self
         # fmt: off
         return (
             k.shape, k.stride(), k.dtype, k.data_ptr(),
@@ -49,7 +59,7 @@ class Operands(NamedTuple):
             k_cache.shape, k_cache.stride(), k_cache.dtype, k_cache.data_ptr(),
             v_cache.shape, v_cache.stride(), v_cache.dtype, v_cache.data_ptr(),
             slots.shape, slots.stride(), slots.dtype, slots.data_ptr(),
-            *scales,
+            *[None if t is None else (t.shape, t.stride(), t.dtype, t.data_ptr()) for t in optional],
         )
         # fmt: on
 
@@ -70,47 +80,67 @@ class AppendRules:
     device: torch.device
 
 
+def slot_operands(d: KVAppendDescriptor, slots: Any) -> tuple[Any, Any, Any]:
+    """What a kernel takes of `slots`. Raises InvalidArgument where they are not a PageTable of the described format."""
+    if d.table_format == "none":
+        return slots, None, None
+    check_page_table(d.table_format, slots, "slots")
+    table0, table1, table2 = slots.operands
+    return table0, table1, table2
+
+
 def check(rules: AppendRules, operands: Operands) -> Views | None:
-    """Raises the typed error of the first rule that is broken: k, v, caches, slot_mapping, scales, then overlap.
+    """Raises the typed error of the first rule that is broken: k, v, caches, slots, scales, q and its kin, then overlap.
 
     Returns what `normalised` has to do, None where the kernel takes the operands as they are.
     """
     d = rules.descriptor
     _check_incoming(rules, operands)
     _check_caches(rules, operands)
-    _of(rules, "slot_mapping", operands.slot_mapping, d.slot_dtype)
-    _check_shape("slot_mapping", operands.slot_mapping, (operands.k.shape[0],), "[tokens], those of k")
-    _check_scales(rules, operands)
+    _check_slots(rules, operands)
+    axes = d.scale_axes(operands.k_cache.shape[0])
+    check_scale(rules.device, "k_scale", d.k_scale, operands.k_scale, axes)
+    check_scale(rules.device, "v_scale", d.v_scale, operands.v_scale, axes)
+    _check_rotary(rules, operands)
     _check_overlap(d, operands)
-    incoming, stored = d.columns * d.dtype.itemsize, d.columns * d.stored.element_bytes
-    odd = any(_odd_unit_strides(t, incoming) for t in (operands.k, operands.v))
-    odd = odd or any(_odd_unit_strides(t, stored) for t in (operands.k_cache, operands.v_cache))
-    byte_views = d.stored in FP8 and any(t.dtype != torch.uint8 for t in (operands.k_cache, operands.v_cache))
-    scale_views = d.scales != "none" and any(t.dim() != _scale_axes(d) for t in (operands.k_scale, operands.v_scale))
-    views = Views(odd, byte_views, scale_views)
-    return views if any(views) else None
+    return _views(d, operands)
 
 
 def normalised(d: KVAppendDescriptor, operands: Operands, views: Views) -> Operands:
     """The same memory as a kernel wants to see it."""
-    k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale = operands
+    changed: dict[str, Any] = {}
     if views.strides:
-        k, v, k_cache, v_cache = (_unit_strides(t, d.head_dim) for t in (k, v, k_cache, v_cache))
+        names = ("k", "v", "k_cache", "v_cache", *(name for name in ("q", "q_out") if getattr(operands, name) is not None))
+        changed |= {name: _unit_strides(getattr(operands, name), d.head_dim) for name in names}
+        if operands.cos_sin_cache is not None:
+            changed["cos_sin_cache"] = _unit_strides(operands.cos_sin_cache, operands.cos_sin_cache.shape[1])
+    operands = operands._replace(**changed)
     if views.caches:
-        k_cache, v_cache = k_cache.view(torch.uint8), v_cache.view(torch.uint8)
+        operands = operands._replace(k_cache=as_bytes(operands.k_cache), v_cache=as_bytes(operands.v_cache))
     if views.scales:
-        k_scale, v_scale = (_by_slot(d, t, k_cache.shape[0]) for t in (k_scale, v_scale))
-    return Operands(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale)
+        k_shape, v_shape = (scale.shapes(d.scale_axes(-1))[0] if scale else () for scale in d.scales)
+        k_scale, v_scale = scale_view(operands.k_scale, k_shape), scale_view(operands.v_scale, v_shape)
+        operands = operands._replace(k_scale=k_scale, v_scale=v_scale)
+    return operands
 
 
-def _of(rules: AppendRules, name: str, tensor: Any, dtype: torch.dtype) -> None:
-    _check_tensor(rules.device, name, tensor, dtype)
+def _views(d: KVAppendDescriptor, operands: Operands) -> Views | None:
+    incoming = d.columns * d.dtype.itemsize
+    odd = any(_odd_unit_strides(t, incoming) for t in (operands.k, operands.v, operands.q, operands.q_out) if t is not None)
+    for stored, cache in zip(d.stored, (operands.k_cache, operands.v_cache), strict=True):
+        odd = odd or _odd_unit_strides(cache, d.columns * stored.element_bytes)
+    odd = odd or (operands.cos_sin_cache is not None and _odd_unit_strides(operands.cos_sin_cache, d.angle_bytes))
+    byte_views = any(cache.dtype in FLOAT8 for cache in (operands.k_cache, operands.v_cache))
+    given = zip(d.scales, (operands.k_scale, operands.v_scale), strict=True)
+    scale_views = any(scale and t.dim() != len(scale.shapes(d.scale_axes(1))[0]) for scale, t in given)
+    views = Views(odd, byte_views, scale_views)
+    return views if any(views) else None
 
 
 def _check_incoming(rules: AppendRules, operands: Operands) -> None:
     d = rules.descriptor
     for name, tensor in (("k", operands.k), ("v", operands.v)):
-        _of(rules, name, tensor, d.dtype)
+        _check_tensor(rules.device, name, tensor, d.dtype)
         _check_shape(name, tensor, (None, d.num_kv_heads, d.head_dim), "[tokens, num_kv_heads, head_dim]")
         _check_strides(name, tensor, d.columns * d.dtype.itemsize)
         if tensor.shape[0] > d.num_tokens:
@@ -125,11 +155,11 @@ def _check_caches(rules: AppendRules, operands: Operands) -> None:
     heads, slots = ("num_kv_heads", d.num_kv_heads), ("page_size", d.page_size)
     axes: list[tuple[str, int | None]] = [slots, heads] if d.nhd else [heads, slots]
     names, extents = zip(*[("num_pages", d.num_pages), *axes, ("head_dim", d.head_dim)], strict=True)
-    for name, cache in (("k_cache", operands.k_cache), ("v_cache", operands.v_cache)):
-        as_bytes = d.stored in FP8 and isinstance(cache, Tensor) and cache.dtype == torch.uint8
-        _of(rules, name, cache, torch.uint8 if as_bytes else d.stored.torch_dtype)
+    caches = (("k_cache", operands.k_cache), ("v_cache", operands.v_cache))
+    for (name, cache), stored in zip(caches, d.stored, strict=True):
+        _check_tensor(rules.device, name, cache, *stored.tensor_dtypes)
         _check_shape(name, cache, extents, f"[{', '.join(names)}]")
-        _check_strides(name, cache, d.columns * d.stored.element_bytes)
+        _check_strides(name, cache, d.columns * stored.element_bytes)
     pages = operands.k_cache.shape[0]
     if operands.v_cache.shape[0] != pages:
         rule = f"must be k_cache's, {tuple(operands.k_cache.shape)}"
@@ -138,55 +168,52 @@ def _check_caches(rules: AppendRules, operands: Operands) -> None:
         raise Unsupported([f"k_cache has {pages:,} pages of {d.page_size:,} slots: must be at most 2**31 - 1 slots"])
 
 
-def _check_scales(rules: AppendRules, operands: Operands) -> None:
+def _check_slots(rules: AppendRules, operands: Operands) -> None:
+    d, tokens = rules.descriptor, operands.k.shape[0]
+    if d.table_format != "none":
+        check_table(rules.device, d.table_format, tokens, (operands.table0, operands.table1, operands.table2))
+        return
+    _check_tensor(rules.device, "slots", operands.table0, d.slot_dtype)
+    _check_shape("slots", operands.table0, (tokens,), "[tokens], those of k")
+
+
+def _check_rotary(rules: AppendRules, operands: Operands) -> None:
     d = rules.descriptor
-    for name, scale in (("k_scale", operands.k_scale), ("v_scale", operands.v_scale)):
-        if d.scales == "none":
-            if scale is not None:
-                raise InvalidArgument(name, f'got {_kind(scale)}, must be None: the descriptor\'s scales are "none"')
-            continue
-        _of(rules, name, scale, d.scale_dtype if d.scales == "token_dynamic" else torch.float32)
-        if d.scales == "tensor":
-            if tuple(scale.shape) not in ((), (1,)):
-                raise InvalidProblem(f"{name}.shape", tuple(scale.shape), "must be one f32, [] or [1]")
-        elif d.scales == "head":
-            _check_shape(name, scale, (d.num_kv_heads,), "[num_kv_heads]")
-        else:
-            pages = operands.k_cache.shape[0]
-            by_slot = (pages, d.page_size, d.num_kv_heads)
-            if scale.dim() == 1:
-                flat = pages * d.page_size * d.num_kv_heads
-                _check_shape(name, scale, (flat,), "[num_pages * page_size * num_kv_heads]")
-            else:
-                _check_shape(name, scale, by_slot, "[num_pages, page_size, num_kv_heads]")
+    wanted = ROTARY_OPERANDS if d.rotary and d.rotary.num_heads else ROTARY_OPERANDS[2:] if d.rotary else ()
+    for name in ROTARY_OPERANDS:
+        tensor = getattr(operands, name)
+        if name not in wanted and tensor is not None:
+            raise InvalidArgument(name, f"got {_kind(tensor)}, must be None: the descriptor's rotary has no use for it")
+    if d.rotary is None:
+        return
+    tokens = operands.k.shape[0]
+    for name in wanted[:-2]:
+        tensor = getattr(operands, name)
+        _check_tensor(rules.device, name, tensor, d.dtype)
+        _check_shape(name, tensor, (tokens, d.rotary.num_heads, d.head_dim), "[tokens, rotary.num_heads, head_dim], k's tokens")
+        _check_strides(name, tensor, d.columns * d.dtype.itemsize)
+    _check_tensor(rules.device, "cos_sin_cache", operands.cos_sin_cache, torch.float32)
+    _check_shape("cos_sin_cache", operands.cos_sin_cache, (None, d.rotary.rotary_dim), "[max_position, rotary_dim]")
+    _check_strides("cos_sin_cache", operands.cos_sin_cache, d.angle_bytes)
+    _check_tensor(rules.device, "positions", operands.positions, d.rotary.position_dtype)
+    _check_shape("positions", operands.positions, (tokens,), "[tokens], those of k")
 
 
 def _check_overlap(d: KVAppendDescriptor, operands: Operands) -> None:
-    """What is written shares memory with no other operand, and no two of its elements with each other."""
-    tensors = {name: tensor for name, tensor in operands._asdict().items() if tensor is not None}
-    for written in ("k_cache", "v_cache", "k_scale", "v_scale") if d.scales == "token_dynamic" else ("k_cache", "v_cache"):
+    """What is written shares memory with no other operand, and no two of its elements with each other; q_out may be q."""
+    names = dict(zip(("table0", "table1", "table2"), OPERAND_NAMES.get(d.table_format, ("slots",)), strict=False))
+    tensors = {names.get(name, name): tensor for name, tensor in operands._asdict().items() if tensor is not None}
+    scales = [name for name, scale in (("k_scale", d.k_scale), ("v_scale", d.v_scale)) if scale.granularity == "token"]
+    for written in ("k_cache", "v_cache", *scales, *(["q_out"] if operands.q_out is not None else [])):
         tensor = tensors[written]
         for name, other in tensors.items():
+            if {name, written} == {"q", "q_out"} and _same(tensor, other):
+                continue
             if name != written and not disjoint(tensor, other):
                 raise InvalidArgument(written, f"shares memory with {name}, must have memory of its own")
         if _overlaps_itself(tensor):
             raise InvalidArgument(written, f"strides {tensor.stride()} make elements share memory, each must have its own")
 
 
-def _described(scale: Any) -> object:
-    return None if scale is None else (scale.shape, scale.stride(), scale.dtype, scale.data_ptr())
-
-
-def _scale_axes(d: KVAppendDescriptor) -> int:
-    """Axes of a scale as a kernel takes it."""
-    return 3 if d.scales == "token_dynamic" else 1
-
-
-def _by_slot(d: KVAppendDescriptor, scale: Tensor, pages: int) -> Tensor:
-    if scale.dim() == _scale_axes(d):
-        return scale
-    if d.scales == "token_dynamic":
-        step = scale.stride(0)
-        strides = (d.page_size * d.num_kv_heads * step, d.num_kv_heads * step, step)
-        return scale.as_strided((pages, d.page_size, d.num_kv_heads), strides)
-    return scale.reshape(1)
+def _same(first: Tensor, second: Tensor) -> bool:
+    return (first.data_ptr(), first.shape, first.stride()) == (second.data_ptr(), second.shape, second.stride())

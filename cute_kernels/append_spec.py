@@ -5,39 +5,53 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from .config import Arch, ElementType, StoredType, Target
+from .config import Arch, ElementType, ScaleForm, StoredType, TableFormat, Target
 
-ScaleKind = Literal["none", "tensor", "head", "token_dynamic"]
-ScaleType = Literal["f16", "f32"]
-SlotType = Literal["i32", "i64"]
+IndexType = Literal["i32", "i64"]
 
 MAX_HEAD_DIM = 256
 MAX_COLUMNS = 8  # neighbouring 16-bit columns that one load of 16 bytes brings
 CTA_THREADS = 128
 WARP = 32
+FULL_GRID = 2**18  # threads that fill every SM of an H200 (132 x 2,048, nearly)
+UNROLLS = (4, 2, 1)
+
+
+@dataclass(frozen=True)
+class RotarySpec:
+    """What a rotary embedding changes of the code. queries: whether q is rotated in the same launch."""
+
+    half: bool  # column i with i + rotary_dim / 2, or 2 i with 2 i + 1
+    rotary_dim: int
+    queries: bool
+    position_type: IndexType
 
 
 @dataclass(frozen=True)
 class AppendSpec:
     """Everything that changes the generated code of an append. Hashable; the compile cache's key.
 
-    arch: "sm90" converts to fp8 by instruction, "sm80" in integers, with the same bits. element_type: of the incoming K and V.
-    columns: neighbouring ones that one load brings, 1, 2, 4 or 8. nhd: the axis order of the caches. scale_type: of the scales
-    that are written ("token_dynamic"), "f32" otherwise. The tokens, the KV heads, the pages and every stride but the last are
-    dynamic.
+    arch: "sm90" converts to fp8 by instruction, "sm80" in integers, with the same bits. table_format: "none" takes a slot a
+    token, of slot_type; the others take a row's last slot. element_type: of the incoming K and V. columns: neighbouring ones
+    that one load brings, 1, 2, 4 or 8. unroll: rows of K, and of V, that a thread has in flight. nhd: the axis order of the
+    caches. The tokens, the heads, the pages and every stride but the last are dynamic.
     """
 
     arch: Arch
     target: Target
     element_type: ElementType
-    stored_type: StoredType
+    k_type: StoredType
+    v_type: StoredType
+    k_scale: ScaleForm
+    v_scale: ScaleForm
     head_dim: int
     page_size: int
+    table_format: TableFormat
+    slot_type: IndexType
     columns: int
+    unroll: int
     nhd: bool
-    scales: ScaleKind
-    scale_type: ScaleType
-    slot_type: SlotType
+    rotary: RotarySpec | None
 
     @property
     def pieces(self) -> int:
@@ -46,8 +60,8 @@ class AppendSpec:
 
     @property
     def lanes(self) -> int:
-        """Threads of a warp that share a row: a power of two."""
-        return min(WARP, 1 << (self.pieces - 1).bit_length())
+        """Threads of a warp that share a row."""
+        return lanes_of(self.pieces)
 
     @property
     def rounds(self) -> int:
@@ -55,9 +69,34 @@ class AppendSpec:
         return -(-self.pieces // self.lanes)
 
     @property
+    def row_groups(self) -> int:
+        """Rows that the threads of a CTA take at a time."""
+        return CTA_THREADS // self.lanes
+
+    @property
     def rows_per_cta(self) -> int:
         """(token, head) rows of K and of V that one CTA appends."""
-        return CTA_THREADS // self.lanes
+        return self.row_groups * self.unroll
+
+
+def lanes_of(pieces: int) -> int:
+    """Threads of a warp that share a row of `pieces` loads: a power of two."""
+    return min(WARP, 1 << (pieces - 1).bit_length())
+
+
+def angle_columns(columns: int, half: bool) -> int:
+    """Neighbouring cosines, and as many sines, that a piece of `columns` columns is rotated by."""
+    return columns if half else max(1, columns // 2)
+
+
+def unroll_of(threads: int, converts: bool, rotates: bool) -> int:
+    """Rows that each thread has in flight, where one row each would take `threads`: as many as leave no SM idle.
+
+    At most 2 where values are converted: with 4, the code of an int8 append with computed scales is 53 KB. 1 where they are
+    rotated: the cosines and sines are in flight too.
+    """
+    most = 1 if rotates else 2 if converts else UNROLLS[0]
+    return next(unroll for unroll in UNROLLS if unroll == 1 or (unroll <= most and threads // unroll >= FULL_GRID))
 
 
 def append_supports(spec: AppendSpec) -> list[str]:
@@ -67,6 +106,10 @@ def append_supports(spec: AppendSpec) -> list[str]:
         reasons.append(f"head_dim={spec.head_dim} is outside 1..{MAX_HEAD_DIM}")
     if spec.columns not in (1, 2, 4, 8) or spec.head_dim % spec.columns:
         reasons.append(f"columns={spec.columns} is not 1, 2, 4 or 8 that divides head_dim={spec.head_dim}")
+    if spec.unroll not in UNROLLS:
+        reasons.append(f"unroll={spec.unroll} is not one of {UNROLLS}")
+    if spec.rotary is not None and spec.rotary.rotary_dim % (spec.columns * (1 + spec.rotary.half)):
+        reasons.append(f"columns={spec.columns} do not divide what is rotated together of rotary_dim={spec.rotary.rotary_dim}")
     if spec.arch == "sm90" and spec.target != "sm_90a":
         reasons.append(f"conversion to fp8 by instruction needs sm_90a, target is {spec.target}")
     return reasons

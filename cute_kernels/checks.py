@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .config import TableFormat
 from .descriptors import DecodeProblem
 from .errors import InvalidArgument, InvalidProblem, MisalignedOperand, Unsupported, WorkspaceTooSmall
 from .kv_scale import Axes, KVScale
@@ -121,8 +122,9 @@ def check(rules: Rules, operands: Operands) -> Passage:
     check_query(rules, operands.q)
     _check_caches(rules, operands)
     _check_table(rules, operands)
-    _check_scale(rules, "k_scale", problem.k_scale, operands)
-    _check_scale(rules, "v_scale", problem.v_scale, operands)
+    axes = rules.scale_axes(operands.k_cache.shape[0])
+    check_scale(rules.device, "k_scale", problem.k_scale, operands.k_scale, axes)
+    check_scale(rules.device, "v_scale", problem.v_scale, operands.v_scale, axes)
     if operands.out is not None:
         _check_tensor(rules.device, "out", operands.out, problem.q_dtype)
         _check_shape("out", operands.out, tuple(operands.q.shape), "q's shape")
@@ -161,16 +163,14 @@ def check_workspace(rules: Rules, workspace: Any, needed: int) -> None:
         raise MisalignedOperand("workspace.data_ptr", workspace.data_ptr(), WORKSPACE_ALIGNMENT)
 
 
-def check_page_table(problem: DecodeProblem, page_table: Any) -> None:
+def check_page_table(table_format: TableFormat, page_table: Any, name: str = "page_table") -> None:
     """A PageTable of the described format."""
     if not isinstance(page_table, PageTable):
-        raise InvalidArgument("page_table", f"got {_kind(page_table)}, must be a PageTable")
-    if page_table.format != problem.table_format:
-        raise InvalidArgument(
-            "page_table", f"is {page_table.format}, must be {problem.table_format}: the descriptor's table_format"
-        )
+        raise InvalidArgument(name, f"got {_kind(page_table)}, must be a PageTable")
+    if page_table.format != table_format:
+        raise InvalidArgument(name, f"is {page_table.format}, must be {table_format}: the descriptor's table_format")
     if len(page_table.operands) != 3 or (page_table.format == "dense" and page_table.operands[2] is not None):
-        raise InvalidArgument("page_table", "has operands of neither format, must be made by PageTable.dense or PageTable.csr")
+        raise InvalidArgument(name, "has operands of neither format, must be made by PageTable.dense or PageTable.csr")
 
 
 def normalised(rules: Rules, operands: Operands) -> Operands:
@@ -228,35 +228,39 @@ def _check_table(rules: Rules, operands: Operands) -> None:
     batch = rules.problem.batch_size
     if rules.problem.table_format == "none":
         return
-    names = OPERAND_NAMES[rules.problem.table_format]
-    tensors = (operands.table0, operands.table1, operands.table2)[: len(names)]
-    for name, tensor in zip(names, tensors, strict=True):
-        _check_tensor(rules.device, name, tensor, torch.int32)
-    if rules.problem.table_format == "dense":
-        _check_shape(names[0], operands.table0, (batch, None), "[batch_size, max_pages]")
-        _check_shape(names[1], operands.table1, (batch,), "[batch_size]")
-    else:
-        _check_shape(names[0], operands.table0, (None,), "[used_pages]")
-        _check_shape(names[1], operands.table1, (batch + 1,), "[batch_size + 1]")
-        _check_shape(names[2], operands.table2, (batch,), "[batch_size]")
-    for name, tensor in zip(names, tensors, strict=True):
-        _check_unit_last(name, tensor)
-    _check_max_pages(rules, names[0], operands.table0)
+    check_table(rules.device, rules.problem.table_format, batch, (operands.table0, operands.table1, operands.table2))
+    name = OPERAND_NAMES[rules.problem.table_format][0]
+    _check_max_pages(rules, name, operands.table0)
     entries = operands.table0.numel()
     if entries * rules.problem.page_size + batch * MIN_TILE_N >= MAX_TOKENS:
-        reason = f"{names[0]} holds {entries:,} entries: the tokens of a batch, by capacity, must stay below {MAX_TOKENS:,}"
+        reason = f"{name} holds {entries:,} entries: the tokens of a batch, by capacity, must stay below {MAX_TOKENS:,}"
         raise Unsupported([reason])
 
 
-def _check_scale(rules: Rules, name: str, scale: KVScale, operands: Operands) -> None:
+def check_table(device: torch.device, table_format: TableFormat, batch: int, operands: tuple[Any, ...]) -> None:
+    """The operands of a dense or a CSR PageTable of `batch` rows."""
+    names = OPERAND_NAMES[table_format]
+    tensors = operands[: len(names)]
+    for name, tensor in zip(names, tensors, strict=True):
+        _check_tensor(device, name, tensor, torch.int32)
+    if table_format == "dense":
+        _check_shape(names[0], tensors[0], (batch, None), "[batch_size, max_pages]")
+        _check_shape(names[1], tensors[1], (batch,), "[batch_size]")
+    else:
+        _check_shape(names[0], tensors[0], (None,), "[used_pages]")
+        _check_shape(names[1], tensors[1], (batch + 1,), "[batch_size + 1]")
+        _check_shape(names[2], tensors[2], (batch,), "[batch_size]")
+    for name, tensor in zip(names, tensors, strict=True):
+        _check_unit_last(name, tensor)
+
+
+def check_scale(device: torch.device, name: str, scale: KVScale, tensor: Any, axes: Axes) -> None:
     """A tensor of the described granularity and dtype, with any strides; None where there are no scales."""
-    tensor = getattr(operands, name)
     if not scale:
         if tensor is not None:
             raise InvalidArgument(name, f"got {_kind(tensor)}, must be None: the descriptor has no {name}")
         return
-    _check_tensor(rules.device, name, tensor, scale.dtype)
-    axes = rules.scale_axes(operands.k_cache.shape[0])
+    _check_tensor(device, name, tensor, scale.dtype)
     if tuple(tensor.shape) not in scale.shapes(axes):
         raise InvalidProblem(f"{name}.shape", tuple(tensor.shape), f"must be {scale.meaning(axes)}: the scale is per {scale}")
     if tensor.data_ptr() % tensor.element_size():

@@ -46,7 +46,7 @@ def compile_merge(spec: MergeSpec) -> Callable[..., None]:
 
 
 def compile_append(spec: AppendSpec) -> Callable[..., None]:
-    """Returns fn(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale, tag, status), as compile_merge does."""
+    """Returns fn(*append_checks.Operands, tag, status), as compile_merge does."""
     return _kernels.get(spec) or _compile_once(spec, append_supports(spec), f"{spec.arch} append", _build_append)
 
 

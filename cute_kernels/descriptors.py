@@ -203,15 +203,32 @@ class DecodeProblem:
         )
 
 
-class _DecodeFields:
-    """What both descriptors derive from their fields."""
+class _StorageFields:
+    """What a descriptor with caches derives from what they are stored as."""
+
+    kv_dtype: KVDtype | None
+    v_dtype: KVDtype | None
+
+    def _settle_storage(self, q_dtype: torch.dtype) -> None:
+        """One form for equal problems: kv_dtype is never None, and v_dtype always where it is kv_dtype."""
+        if self.kv_dtype is None:
+            object.__setattr__(self, "kv_dtype", QUERY_DTYPES[q_dtype])
+        if self.v_dtype == self.kv_dtype:
+            object.__setattr__(self, "v_dtype", None)
+
+    def _stored(self, q_dtype: torch.dtype) -> tuple[KVDtype, KVDtype]:
+        """What K and V are stored as, never None."""
+        kv_dtype = self.kv_dtype or QUERY_DTYPES[q_dtype]
+        return kv_dtype, self.v_dtype or kv_dtype
+
+
+class _DecodeFields(_StorageFields):
+    """What both decode descriptors derive from their fields."""
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
     softmax_scale: float | None
-    kv_dtype: KVDtype | None
-    v_dtype: KVDtype | None
 
     @property
     def group_size(self) -> int:
@@ -223,17 +240,9 @@ class _DecodeFields:
         """The factor on q . k: softmax_scale, or head_dim ** -0.5."""
         return self.head_dim**-0.5 if self.softmax_scale is None else float(self.softmax_scale)
 
-    def _settle_storage(self, q_dtype: torch.dtype) -> None:
-        """One form for equal problems: kv_dtype is never None, and v_dtype always where it is kv_dtype."""
-        if self.kv_dtype is None:
-            object.__setattr__(self, "kv_dtype", QUERY_DTYPES[q_dtype])
-        if self.v_dtype == self.kv_dtype:
-            object.__setattr__(self, "v_dtype", None)
-
     def _storage(self, q_dtype: torch.dtype, alignment_bytes: int | None) -> tuple[KVDtype, KVDtype, int]:
         """(kv_dtype, v_dtype, vector_bytes) of the problem."""
-        kv_dtype = self.kv_dtype or QUERY_DTYPES[q_dtype]
-        v_dtype = self.v_dtype or kv_dtype
+        kv_dtype, v_dtype = self._stored(q_dtype)
         row_bytes = self.head_dim * math.gcd(kv_dtype.element_bytes, v_dtype.element_bytes)
         return kv_dtype, v_dtype, vector_bytes(row_bytes, alignment_bytes)
 

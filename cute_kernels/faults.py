@@ -1,9 +1,9 @@
 """Bad metadata on the device: a length that the table cannot hold, a page that the cache lacks, a CSR table out of order.
 
 A kernel masks it: tokens of a page outside the cache do not exist, a negative length is an empty row, a length past the
-row's capacity is the capacity, a row with a bad indptr is empty, a token whose slot is past the cache is not appended;
-other rows are as if nothing were wrong. It records one such fault in its plan's status words, where it stays until the caller
-clears it. `first_fault` finds the same with torch ops.
+row's capacity is the capacity, a row with a bad indptr is empty; a token whose slot, page or position is none, or whose row
+has a bad length, is not appended; other rows are as if nothing were wrong. It records one such fault in its plan's status words,
+where it stays until the caller clears it. `first_fault` finds the same with torch ops.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from torch import Tensor
 from .errors import CompileFailed, InvalidArgument
 from .page_table import PageTable
 
-FaultKind = Literal["page", "length", "indptr", "slot"]
-KINDS: tuple[FaultKind, ...] = ("page", "length", "indptr", "slot")  # the codes 1, 2, 3, 4 on the device
+FaultKind = Literal["page", "length", "indptr", "slot", "position"]
+KINDS: tuple[FaultKind, ...] = ("page", "length", "indptr", "slot", "position")  # the codes 1 to 5 on the device
 STATUS_WORDS = 4  # int32: the plan's tag, row, kind, value; 16 bytes that a kernel stores at once
 BLOCK_PLANS = 1024  # plans whose status words share one allocation
 INT32_MIN, INT32_MAX = -(2**31), 2**31 - 1
@@ -38,11 +38,12 @@ _lock = threading.Lock()
 
 @dataclass(frozen=True)
 class Fault:
-    """Metadata of `row` that breaks a rule; of a token, where what is at fault is a slot mapping.
+    """Metadata of `row` that breaks a rule; of a token, where what is at fault is its slot or its position.
 
     kind and value: "page", an id outside [0, num_pages); "length", one that is negative or beyond what the row's part of the
     table holds (of a CSR table: what indptr and last_page_len amount to); "indptr", the row's first entry where it is
-    negative, above the next row's, or the row ends past the indices; "slot", one at or past num_pages * page_size.
+    negative, above the next row's, or the row ends past the indices; "slot", one at or past num_pages * page_size;
+    "position", one that is no row of the cos_sin_cache.
     """
 
     row: int
@@ -56,6 +57,8 @@ class Fault:
             return f"row {self.row} has length {self.value}: must be from 0 to the tokens that its part of the table holds"
         if self.kind == "slot":
             return f"token {self.row} has slot {self.value}: must be negative (skipped) or below num_pages * page_size"
+        if self.kind == "position":
+            return f"token {self.row} has position {self.value}: must be from 0 to the rows of the cos_sin_cache - 1"
         return f"row {self.row} begins at indptr {self.value}: must be from 0, at most the next row's, and end within the indices"
 
     def error(self, page_table: PageTable) -> InvalidArgument:
@@ -63,13 +66,14 @@ class Fault:
         return InvalidArgument(ARGUMENTS[page_table.format, self.kind], str(self))
 
 
-def first_fault(page_table: PageTable, page_size: int, num_pages: int) -> Fault | None:
+def first_fault(page_table: PageTable, page_size: int, num_pages: int, last_page_only: bool = False) -> Fault | None:
     """The first row with a bad indptr, else with a bad length, else with a page id that is not in a cache of `num_pages`.
 
-    Only entries within a row's length count. Computed where the table is; synchronises with that device once.
+    Only entries within a row's length count, of them the last where last_page_only. Computed where the table is; synchronises
+    with that device once.
     """
     find = _dense_suspects if page_table.format == "dense" else _csr_suspects
-    suspects = [suspect for suspect in find(page_table, page_size, num_pages) if suspect[1].numel()]
+    suspects = [suspect for suspect in find(page_table, page_size, num_pages, last_page_only) if suspect[1].numel()]
     if not suspects:
         return None
     found = torch.stack([_first(*tensors) for _, *tensors in suspects]).tolist()
@@ -83,9 +87,17 @@ def first_bad_slot(slot_mapping: Tensor, num_slots: int) -> Fault | None:
     """The first token of slot_mapping [tokens] whose slot is at or past `num_slots`; synchronises with its device once."""
     if not len(slot_mapping):
         return None
-    token = torch.arange(len(slot_mapping), device=slot_mapping.device)
-    bad, row, value = _first(slot_mapping >= num_slots, token, slot_mapping.long()).tolist()
-    return Fault(row, "slot", value) if bad else None
+    return _first_token("slot", slot_mapping >= num_slots, slot_mapping)
+
+
+def first_bad_position(positions: Tensor, appended: Tensor, num_positions: int) -> Fault | None:
+    """The first token of positions [tokens] whose position is not in [0, num_positions), of those that are `appended`."""
+    return _first_token("position", appended & ((positions < 0) | (positions >= num_positions)), positions)
+
+
+def _first_token(kind: FaultKind, bad: Tensor, values: Tensor) -> Fault | None:
+    found, token, value = _first(bad, torch.arange(len(bad), device=bad.device), values.long()).tolist()
+    return Fault(token, kind, value) if found else None
 
 
 Suspects = tuple[FaultKind, Tensor, Tensor, Tensor]  # the kind; of each suspect, all [n]: whether it is bad, its row, its value
@@ -97,21 +109,23 @@ def _first(bad: Tensor, row: Tensor, value: Tensor) -> Tensor:
     return torch.stack([bad.any().long(), row.take(position), value.take(position).clamp(INT32_MIN, INT32_MAX)])
 
 
-def _dense_suspects(page_table: PageTable, page_size: int, num_pages: int) -> list[Suspects]:
+def _dense_suspects(page_table: PageTable, page_size: int, num_pages: int, last_page_only: bool) -> list[Suspects]:
     table, seq_lens, _ = page_table.operands
     batch, width = table.shape
     row, length = torch.arange(batch, device=table.device), seq_lens.long()
     bad_length = (length < 0) | (length > width * page_size)
     suspects: list[Suspects] = [("length", bad_length, row, length)]
     if width:
-        used = (length[:, None] + page_size - 1) // page_size > torch.arange(width, device=table.device)
+        entries = (length[:, None] + page_size - 1) // page_size
+        column = torch.arange(width, device=table.device)
+        used = column == entries - 1 if last_page_only else column < entries
         bad_page = used & ((table < 0) | (table >= num_pages))
         first = bad_page.byte().argmax(1, keepdim=True)
         suspects.append(("page", bad_page.any(1), row, table.gather(1, first)[:, 0].long()))
     return suspects
 
 
-def _csr_suspects(page_table: PageTable, page_size: int, num_pages: int) -> list[Suspects]:
+def _csr_suspects(page_table: PageTable, page_size: int, num_pages: int, last_page_only: bool) -> list[Suspects]:
     indices, indptr, last_page_len = page_table.operands
     if last_page_len is None:
         raise InvalidArgument("page_table.last_page_len", "is None, must be a tensor in a CSR table")
@@ -125,7 +139,10 @@ def _csr_suspects(page_table: PageTable, page_size: int, num_pages: int) -> list
     if len(row):
         # an owner is nonsense where an indptr is bad: that suspect comes first
         owner = torch.searchsorted(end, entry, right=True).clamp(max=len(row) - 1)
-        used = (entry >= begin[owner]) & (entry < (begin + (length + page_size - 1) // page_size)[owner])
+        past = (begin + (length + page_size - 1) // page_size)[owner]
+        used = (entry >= begin[owner]) & (entry < past)
+        if last_page_only:
+            used &= entry == past - 1
         suspects.append(("page", used & ((indices < 0) | (indices >= num_pages)), owner, indices.long()))
     return suspects
 

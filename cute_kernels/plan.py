@@ -206,7 +206,7 @@ class PagedDecodePlan(DecodePlan):
         lse: Tensor | None = None,
     ) -> None:
         """Checks shapes, dtypes, strides, alignment, devices and overlap as `run` does; raises its typed errors."""
-        checks.check_page_table(self._rules.problem, page_table)
+        checks.check_page_table(self._rules.problem.table_format, page_table)
         checks.check(self._rules, Operands(q, k_cache, v_cache, *page_table.operands, k_scale, v_scale, out, lse, None))
 
     def run(
@@ -243,7 +243,7 @@ class PagedDecodePlan(DecodePlan):
             done = known(q, k_cache, v_cache, page_table, k_scale, v_scale, out, lse, workspace)
             if done is not None:
                 return done
-        checks.check_page_table(self._rules.problem, page_table)
+        checks.check_page_table(self._rules.problem.table_format, page_table)
         return self._run(q, k_cache, v_cache, page_table, k_scale, v_scale, out, lse, workspace, stream)
 
 

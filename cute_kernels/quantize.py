@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .append_spec import ScaleKind
 from .descriptors import KVDtype
 from .errors import InvalidArgument, Unsupported
+from .kv_scale import KVScale
 
 EIGHT_BIT = {KVDtype.E4M3: 448.0, KVDtype.E5M2: 57344.0, KVDtype.INT8: 127.0}  # and the largest value that each stores
 LEAST_AMAX = 1e-8  # what the largest magnitude of a row of zeros counts as
@@ -15,43 +15,43 @@ FP8_NAN = 0x7F  # of either encoding: the one that conversion by instruction giv
 
 
 def quantize_kv(
-    x: Tensor,
-    kv_dtype: KVDtype,
-    scales: ScaleKind = "none",
-    *,
-    scale: Tensor | None = None,
-    scale_dtype: torch.dtype = torch.float16,
+    x: Tensor, kv_dtype: KVDtype, kv_scale: KVScale = KVScale.NONE, *, scale: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
     """(stored, scale) of x [..., num_kv_heads, head_dim], f16 or bf16; stored has x's shape and kv_dtype's torch dtype.
 
-    "none": no scale; fp8 rounds to nearest even and saturates, 16 bits are copied. "tensor", "head": x / `scale`, f32 of one
-    element or [num_kv_heads], which is returned. "token_dynamic": the scale [..., num_kv_heads] is the largest magnitude of
-    head_dim, at least 1e-8, over the largest value of kv_dtype (127, 448 or 57344); x is divided by it in f32, and
-    it is returned rounded to scale_dtype.
+    Without scales, fp8 rounds to nearest even and saturates, and 16 bits are copied. Per "tensor" and "head": x / `scale`, f32 of
+    one element or [num_kv_heads], which is returned. Per "token": the scale [..., num_kv_heads] is the largest magnitude of
+    head_dim, at least 1e-8, over the largest value of kv_dtype (127, 448 or 57344); x is divided by it in f32, and it is
+    returned rounded to kv_scale.dtype.
 
     Quotients are f32, rounded to nearest even and saturated (int8 to [-127, 127]). NaN stays NaN (0x7f) in fp8 and is 0 in
-    int8; a dynamic scale of a row with a NaN is NaN, so the row reads as NaN.
+    int8; the token's scale of a row with a NaN is NaN, so the row reads as NaN.
 
-    Raises Unsupported for a kv_dtype that x or `scales` does not have, InvalidArgument for a `scale` that does not belong.
+    Raises Unsupported for a kv_dtype that x or `kv_scale` does not have, InvalidArgument for a `scale` that does not belong.
     """
     if kv_dtype not in EIGHT_BIT:
-        if kv_dtype.torch_dtype != x.dtype or scales != "none":
-            raise Unsupported([f'kv_dtype = {kv_dtype.value}: must be x\'s, {x.dtype}, with scales = "none", or have 8 bits'])
+        if kv_dtype.torch_dtype != x.dtype or kv_scale:
+            raise Unsupported([f"kv_dtype = {kv_dtype.value}: must be x's, {x.dtype}, without scales, or have 8 bits"])
         return x.clone(), None
-    if kv_dtype is KVDtype.INT8 and scales == "none":
-        raise Unsupported(['scales = "none": must be "tensor", "head" or "token_dynamic" where kv_dtype = int8'])
+    if kv_dtype is KVDtype.INT8 and not kv_scale:
+        raise Unsupported(["kv_scale = none: must be per tensor, head or token where kv_dtype = int8"])
+    given = kv_scale.granularity in ("tensor", "head")
+    if (scale is not None) != given:
+        raise InvalidArgument("scale", f"is {'None' if scale is None else 'given'} where the scale is {_described(kv_scale)}")
     values = x.float()
-    if scales == "token_dynamic":
+    if kv_scale.granularity == "token":
         amax = values.abs().amax(-1).clamp(min=LEAST_AMAX)
         exact = amax / torch.full_like(amax, EIGHT_BIT[kv_dtype])  # CUDA multiplies by the inverse of a plain number
-        return encode(values / exact[..., None], kv_dtype), exact.to(scale_dtype)
-    if (scale is None) != (scales == "none"):
-        raise InvalidArgument("scale", f'is {"None" if scale is None else "given"} where scales = "{scales}"')
+        return encode(values / exact[..., None], kv_dtype), exact.to(kv_scale.dtype)
     if scale is not None:
         if scale.dtype != torch.float32 or tuple(scale.shape) not in ((), (1,), (x.shape[-2],)):
             raise InvalidArgument("scale", f"is {scale.dtype} {tuple(scale.shape)}, must be torch.float32 [] or [num_kv_heads]")
         values = values / scale.reshape(-1, 1)
     return encode(values, kv_dtype), scale
+
+
+def _described(kv_scale: KVScale) -> str:
+    return {"none": "none", "token": "computed for each token"}.get(kv_scale.granularity, f"per {kv_scale}")
 
 
 def encode(values: Tensor, kv_dtype: KVDtype) -> Tensor:

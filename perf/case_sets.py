@@ -8,7 +8,7 @@ from dataclasses import replace
 from fnmatch import fnmatchcase
 from itertools import product
 
-from perf.cases import DTYPES, LAYOUTS, TABLE_FORMATS, Bar, Case, EightBit, Rows, Scale, Spread, fixed
+from perf.cases import DTYPES, LAYOUTS, TABLE_FORMATS, Bar, Case, EightBit, Rows, Scale, Spread, append_case, fixed
 
 K = 1024
 LOG_UNIFORM = Spread("loguniform", 64, 128, 32 * K)
@@ -57,6 +57,10 @@ ISSUE4_SHAPES: tuple[tuple[int, int, int, Rows | Spread, Bar], ...] = (
     (32, 8, 128, LOG_UNIFORM, Bar("ratio", 166 / 154)),  # the bar beside the read of the lengths it was measured with
 )
 STORAGE: tuple[tuple[EightBit, Scale | None], ...] = (("e4m3", None), ("e5m2", None), ("int8", "token-f16"))
+
+# tokens and bar of an append with 8 heads of 128; for each of APPEND_STORAGE, HND and NHD
+APPEND_TOKENS = ((64, Bar("us", 4.0)), (8 * K, Bar("ratio", 1 / 0.85)))
+APPEND_STORAGE: tuple[tuple[EightBit | None, Scale | None], ...] = ((None, None), ("e4m3", None), ("int8", "token-f16"))
 
 # heads, KV heads, head_dim, rows: where FlashAttention-3, FlashInfer and XQA were measured side by side, in bf16 and e4m3
 PEERS_SHAPES: tuple[tuple[int, int, int, Rows | Spread], ...] = (
@@ -124,6 +128,14 @@ def issue4_cases() -> dict[Case, Bar]:
     }
 
 
+def append_cases() -> dict[Case, Bar]:
+    """The appends with their bars: 64 tokens in 4 us, 8,192 at 85% of a copy's bandwidth."""
+    return {
+        append_case(tokens, kv_dtype=kv_dtype, kv_scale=kv_scale, layout=layout): bar
+        for (kv_dtype, kv_scale), layout, (tokens, bar) in product(APPEND_STORAGE, LAYOUTS, APPEND_TOKENS)
+    }
+
+
 def peers_cases() -> tuple[Case, ...]:
     """Ours beside the peers: a 16-bit cache and an e4m3 one without scales."""
     kv_dtypes: tuple[EightBit | None, ...] = (None, "e4m3")
@@ -133,7 +145,7 @@ def peers_cases() -> tuple[Case, ...]:
 @functools.cache
 def all_bars() -> dict[Case, Bar]:
     """The newest bar of each case that has one."""
-    return issue2_cases() | issue3_cases() | issue4_cases()
+    return issue2_cases() | issue3_cases() | issue4_cases() | append_cases()
 
 
 def bar_of(case: Case) -> Bar | None:
@@ -151,6 +163,7 @@ def case_sets() -> dict[str, tuple[Case, ...]]:
         "issue2": tuple(issue2_cases()),
         "issue3": tuple(issue3_cases()),
         "issue4": tuple(issue4_cases()),
+        "append": tuple(append_cases()),
         "peers": peers_cases(),
         "core": tuple(
             replace(gqa, page_size=page, lengths=rows, kv_dtype=kv_dtype, kv_scale=kv_scale)

@@ -1,6 +1,7 @@
 """One case: a shape, the lengths of its rows, what its caches store, and the bar that it may have to meet.
 
-A name says everything about its case, in FlashInfer's scheme: gqa_paged_decode_h32_kv8_d128_ps16_bf16_kve4m3_b64_l8k.
+A name says everything about its case, in FlashInfer's scheme: gqa_paged_decode_h32_kv8_d128_ps16_bf16_kve4m3_b64_l8k. That of
+an append is kv_append_kv8_d128_ps16_bf16_kve4m3_t8k.
 """
 
 from __future__ import annotations
@@ -8,8 +9,9 @@ from __future__ import annotations
 import math
 import random
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
+Operation = Literal["decode", "append"]
 Dtype = Literal["bf16", "f16"]
 Layout = Literal["HND", "NHD"]
 TableFormat = Literal["dense", "csr", "none"]
@@ -17,6 +19,10 @@ EightBit = Literal["e4m3", "e5m2", "int8"]
 Scale = Literal["tensor", "head", "token", "token-f16"]
 DTYPES: tuple[Dtype, ...] = ("bf16", "f16")
 LAYOUTS: tuple[Layout, ...] = ("HND", "NHD")
+OPERATIONS: tuple[Operation, ...] = ("decode", "append")
+READ, COPY = "read", "copy"  # the providers that compute nothing
+FLOORS: dict[Operation, str] = {"decode": READ, "append": COPY}  # the one whose time others are divided by
+SLOT_BYTES = 8  # of a token's slot
 TABLE_FORMATS: tuple[TableFormat, ...] = ("dense", "csr")
 
 ELEMENT_BYTES = {"bf16": 2, "f16": 2, "e4m3": 1, "e5m2": 1, "int8": 1}
@@ -68,8 +74,9 @@ class Spread:
 
 @dataclass(frozen=True)
 class Case:
-    """One decode step: a query token for each row, over a paged or contiguous cache.
+    """One decode step: a query token for each row, over a paged or contiguous cache. Or one append to a paged cache.
 
+    operation: an append stores one token a row, so that batch_size is the number of tokens; its num_heads is num_kv_heads.
     page_size is 0 and table_format "none" for a contiguous cache, whose rows all have one length. kv_dtype: what K and V are
     stored as where that is not q's dtype. kv_scale: the scales of both, one for the tensor, each KV head, or each token and
     KV head (f32, or f16 where it says so); None: the stored values are the real ones.
@@ -85,6 +92,12 @@ class Case:
     layout: Layout = "HND"
     kv_dtype: EightBit | None = None
     kv_scale: Scale | None = None
+    operation: Operation = "decode"
+
+    @property
+    def floor(self) -> str:
+        """The provider that moves as many bytes and computes nothing."""
+        return FLOORS[self.operation]
 
     @property
     def source(self) -> str:
@@ -93,11 +106,13 @@ class Case:
     @property
     def name(self) -> str:
         page = f"_ps{self.page_size}" if self.page_size else ""
-        shape = f"gqa_{self.source}_decode_h{self.num_heads}_kv{self.num_kv_heads}_d{self.head_dim}{page}"
+        shape = f"kv{self.num_kv_heads}_d{self.head_dim}{page}"
+        shape = f"kv_append_{shape}" if self.operation == "append" else f"gqa_{self.source}_decode_h{self.num_heads}_{shape}"
         storage = f"_kv{self.kv_dtype}" if self.kv_dtype else ""
         scale = f"_{self.kv_scale}" if self.kv_scale else ""
         options = "".join(f"_{o}" for o in (self.layout.lower(), self.table_format) if o in ("nhd", "csr"))
-        return f"{shape}_{self.dtype}{storage}{scale}{options}_{self.lengths.label}"
+        rows = f"t{short(self.batch_size)}" if self.operation == "append" else self.lengths.label
+        return f"{shape}_{self.dtype}{storage}{scale}{options}_{rows}"
 
     def tokens(self) -> tuple[int, ...]:
         """KV tokens of each row."""
@@ -109,16 +124,22 @@ class Case:
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes of K, V and their scales that a step has to read: of the live tokens only."""
+        """Bytes of K, V and their scales that a step has to read: of the live tokens only.
+
+        Of an append: those that it has to read and to write.
+        """
         vectors = sum(self.tokens()) * self.num_kv_heads
         scales = {None: 0, "tensor": 1, "head": self.num_kv_heads}.get(self.kv_scale, vectors)
         scale_bytes = scales * SCALE_BYTES[self.kv_scale] if self.kv_scale else 0
-        return 2 * (vectors * self.head_dim * ELEMENT_BYTES[self.kv_dtype or self.dtype] + scale_bytes)
+        stored = 2 * (vectors * self.head_dim * ELEMENT_BYTES[self.kv_dtype or self.dtype] + scale_bytes)
+        if self.operation == "decode":
+            return stored
+        return stored + 2 * vectors * self.head_dim * ELEMENT_BYTES[self.dtype] + SLOT_BYTES * self.batch_size
 
 
 @dataclass(frozen=True)
 class Bar:
-    """What a case must reach: at most `limit` times the read kernel's time and `plus` us ("ratio"), or `limit` us ("us")."""
+    """What a case must reach: at most `limit` times the time of its floor and `plus` us ("ratio"), or `limit` us ("us")."""
 
     metric: Literal["ratio", "us"]
     limit: float
@@ -144,3 +165,9 @@ def short(tokens: int) -> str:
 def fixed(batch: int, tokens: int) -> Rows:
     """`batch` rows of one length."""
     return Rows(((batch, tokens),))
+
+
+def append_case(tokens: int, **changes: Any) -> Case:
+    """An append of so many tokens with 8 heads of 128, bf16, to pages of 16."""
+    shape: dict[str, Any] = {"num_heads": 8, "num_kv_heads": 8, "head_dim": 128, "page_size": 16, "table_format": "none"}
+    return Case(**shape | changes, lengths=fixed(tokens, 1), operation="append")

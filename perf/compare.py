@@ -14,8 +14,9 @@ from typing import Literal
 import numpy as np
 from scipy import stats
 
+from perf.cases import READ
 from perf.history import Key, Revision
-from perf.records import READ, Record
+from perf.records import Record
 
 FLOOR = 0.02  # a smaller change is never called
 NOISE_FACTOR = 3.0  # nor one within this many times the A/A noise

@@ -27,6 +27,7 @@ class Tolerance:
 
 
 OURS = Tolerance(factor=1.25, ulps=2)
+EXACT = Tolerance(factor=0.0, ulps=0)  # of an append: every byte
 PEERS = Tolerance(factor=4.0, ulps=8)  # their own choices of precision: this catches wrong answers only
 FP8_QUERY = Tolerance(factor=4.0, ulps=8, relative=0.1)  # peers that round q, or q and P, to e4m3: 0.02 to 0.035 was measured
 
@@ -49,6 +50,8 @@ class RowError:
 @dataclass(frozen=True)
 class GateResult:
     """The errors of the worst sampled rows (None where nothing could be compared), the verdict, and why it failed.
+
+    Of an append, error is the number of wrong bytes, and the others are None.
 
     error, torch_error: of the row that comes closest to what is allowed, or exceeds it most. relative_error, lse_error: the
     largest (see RowError). tolerance: what was asked.

@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from perf.picture import newest_of, share
-from perf.records import READ, Record, read_records
+from perf.records import Record, read_records
 from perf.run import split
 
 
@@ -62,8 +62,8 @@ def workload(record: Record, read: Record | None) -> dict[str, object]:
 def export(records: Iterable[Record], providers: Sequence[str], kind: Format) -> str:
     """The newest time of each case and provider as text. Raises ValueError where there is none."""
     cases = newest_of(records).values()
-    newest = [(case[provider], case.get(READ)) for case in cases for provider in providers if provider in case]
-    timed = [(record, read) for record, read in newest if record.us]
+    newest = [(case[provider], case) for case in cases for provider in providers if provider in case]
+    timed = [(record, case.get(record.case.floor)) for record, case in newest if record.us]
     if not timed:
         raise ValueError(f"providers: {', '.join(providers)!r} has no recorded time")
     if kind is Format.github:

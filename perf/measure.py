@@ -9,9 +9,10 @@ from typing import cast
 
 import torch
 
+from perf.append_inputs import AppendInputs, check_append, make_append_inputs
 from perf.case_sets import bar_of
 from perf.cases import Bar, Case
-from perf.correctness import OURS, GateResult, check
+from perf.correctness import EXACT, OURS, GateResult, check
 from perf.inputs import ROTATED_BYTES, Inputs, make_inputs
 from perf.providers.base import Candidate, NotSupported, Provider, Result
 from perf.timing import Clock, Rotation, Timing, host_time
@@ -66,7 +67,7 @@ class Outcome:
 
     @property
     def ratio_to_read(self) -> float | None:
-        """Device time over that of the read kernel on the same bytes in the same run."""
+        """Device time over that of the case's floor on the same bytes in the same run."""
         return None if self.us is None or self.read_us is None else self.us.median / self.read_us
 
     @property
@@ -122,9 +123,11 @@ def measure(case: Case, providers: Sequence[Provider], limits: Limits, clock: Cl
 
     A provider that fails leaves an outcome and does not stop the others. Raises DeviceFailed where the device is lost.
     """
-    pairs = [(provider, Outcome(case, provider.name, provider.version(), provider.tolerance == OURS)) for provider in providers]
+    strict = {provider.name: provider.tolerance in (OURS, EXACT) for provider in providers}
+    pairs = [(provider, Outcome(case, provider.name, provider.version(), strict[provider.name])) for provider in providers]
     try:
-        inputs = make_inputs(case, device, limits.memory_bytes, limits.rotated_bytes)
+        make = make_append_inputs if case.operation == "append" else make_inputs
+        inputs: Inputs | AppendInputs = make(case, device, limits.memory_bytes, limits.rotated_bytes)
     except (MemoryError, torch.OutOfMemoryError) as error:
         return [replace(blank, not_supported=str(error)) for _, blank in pairs]
     entries = [enter(provider, blank, inputs, limits, clock) for provider, blank in pairs if not provider.reads_unused]
@@ -137,14 +140,14 @@ def measure(case: Case, providers: Sequence[Provider], limits: Limits, clock: Cl
         names = ", ".join(contender.outcome.provider for contender in contenders)
         raise DeviceFailed(replace(pairs[0][1], error=f"while timing {names}: {error}")) from error
     outcomes = [replace(e.outcome, us=next(timings)) if isinstance(e, Contender) else e for e in entries]
-    read_us = next((outcome.us.median for outcome in outcomes if outcome.provider == "read" and outcome.us), None)
+    read_us = next((outcome.us.median for outcome in outcomes if outcome.provider == case.floor and outcome.us), None)
     outcomes = [replace(outcome, read_us=read_us) for outcome in outcomes]
     if limits.host_calls and case.kv_bytes <= HOST_BYTES:
         outcomes += [outcome for contender in contenders for outcome in host_outcomes(contender, limits, clock)]
     return outcomes
 
 
-def enter(provider: Provider, blank: Outcome, inputs: Inputs, limits: Limits, clock: Clock) -> Contender | Outcome:
+def enter(provider: Provider, blank: Outcome, inputs: Inputs | AppendInputs, limits: Limits, clock: Clock) -> Contender | Outcome:
     """Prepare, gate and capture one provider: a contender, or the outcome that says why it is none."""
     try:
         reason = provider.available()
@@ -168,15 +171,20 @@ def enter(provider: Provider, blank: Outcome, inputs: Inputs, limits: Limits, cl
         return failed(blank, error, clock)
 
 
-def gate(provider: Provider, candidate: Candidate, inputs: Inputs) -> GateResult | None:
+def gate(provider: Provider, candidate: Candidate, inputs: Inputs | AppendInputs) -> GateResult | None:
     """The gate's result over the first and the last input set: the one that failed, or the last; None without a tolerance."""
     tolerance = candidate.tolerance or provider.tolerance
     if tolerance is None:
         return None
     result = None
     for index in sorted({0, len(inputs.sets) - 1}):
-        out, lse = cast(Result, candidate.calls[index]())
-        result = check(inputs, index, out, lse, tolerance)
+        if isinstance(inputs, AppendInputs):
+            inputs.clear(index)
+        returned = candidate.calls[index]()
+        if isinstance(inputs, AppendInputs):
+            result = check_append(inputs, index)
+        else:
+            result = check(inputs, index, *cast(Result, returned), tolerance)
         if not result.passed:
             break
     return result

@@ -12,14 +12,13 @@ from textwrap import shorten
 from typing import Any, Literal, TypeVar
 
 from cute_kernels.dispatch import PRETEND, DeviceFacts
-from perf.cases import Bar, Case, Rows, Spread, short
+from perf.cases import FLOORS, Bar, Case, Rows, Spread, short
 from perf.correctness import GateResult, Tolerance
 from perf.measure import DEVICE
 from perf.record import SCHEMA
 from perf.timing import Timing
 
 T = TypeVar("T")
-READ = "read"  # the provider that computes nothing, so that it has no gate
 
 ProblemKind = Literal["truncated", "foreign", "malformed", "no gate", "unknown GPU", "duplicate"]
 
@@ -85,6 +84,8 @@ class Record:
     def rows(self) -> str:
         """The rows of the case as people write them: "64 x 8k"."""
         lengths = self.case.lengths
+        if self.case.operation == "append":
+            return f"append {short(self.case.batch_size)}"
         if isinstance(lengths, Rows):
             return " + ".join(f"{count} x {short(tokens)}" for count, tokens in lengths.groups)
         return f"{lengths.batch} x {short(lengths.low)}-{short(lengths.high)}"
@@ -96,8 +97,9 @@ class Record:
 
     @property
     def dtypes(self) -> str:
-        """The dtype of q, and of the cache where it differs."""
-        return self.case.dtype if self.kv_dtype == self.case.dtype else f"{self.case.dtype} q, {self.kv_dtype} KV"
+        """The dtype of q, or of what is appended, and of the cache where it differs."""
+        incoming = self.case.dtype if self.case.operation == "append" else f"{self.case.dtype} q"
+        return self.case.dtype if self.kv_dtype == self.case.dtype else f"{incoming}, {self.kv_dtype} KV"
 
     @property
     def pages(self) -> str:
@@ -227,8 +229,8 @@ def check_gpu(record: Record) -> None:
 
 
 def check_gate(record: Record) -> None:
-    """Raises BadLine for a device time that no passed gate stands behind. Host times and the plain read have no result."""
-    if record.us is None or record.metric != DEVICE or record.provider == READ:
+    """Raises BadLine for a device time that no passed gate stands behind. Host times and the floors have no result."""
+    if record.us is None or record.metric != DEVICE or record.provider in FLOORS.values():
         return
     if record.gate is None or not record.gate.passed:
         raise BadLine("no gate", f"a time of {record.provider} whose result was not found right")

@@ -13,9 +13,9 @@ from rich.console import Console
 
 from cute_kernels.dispatch import DeviceFacts
 from perf.case_sets import select_cases
-from perf.cases import Case
+from perf.cases import OPERATIONS, Case
 from perf.measure import DeviceFailed, Limits, Outcome, measure
-from perf.providers import PROVIDERS, CompilesAhead, Provider
+from perf.providers import PROVIDER_NAMES, CompilesAhead, Provider, providers_of
 from perf.record import ROOT, append, case_fields, environment, machine, timestamp
 from perf.records import read_records
 from perf.report import problems, progress, summary
@@ -30,7 +30,9 @@ WRONG, CASES_LEFT = 1, 3  # exit codes
 @app.command()
 def main(
     cases: Annotated[str, typer.Option(help="Sets and globs over case names, separated by commas.")] = "issue2",
-    providers: Annotated[str, typer.Option(help=f"Any of {', '.join(PROVIDERS)}, separated by commas.")] = ",".join(PROVIDERS),
+    providers: Annotated[str, typer.Option(help=f"Any of {', '.join(PROVIDER_NAMES)}, separated by commas.")] = ",".join(
+        PROVIDER_NAMES
+    ),
     out: Annotated[Path, typer.Option(help="Folder of the records, one file a GPU.")] = Path("perf/results"),
     replays: Annotated[int, typer.Option(min=15, help="Replays of each provider's graph.")] = 21,
     trials: Annotated[int, typer.Option(min=1, help="Replays that choose among a provider's candidates.")] = 5,
@@ -40,11 +42,14 @@ def main(
     resume: Annotated[bool, typer.Option(help="Leave out cases that all providers have records of, at this commit.")] = False,
     list_only: Annotated[bool, typer.Option("--list", help="Print the chosen cases and stop.")] = False,
 ) -> None:
-    """Measure decode attention: exit code 1 when a result is wrong, 2 when the request is, 3 when --minutes left cases over."""
+    """Measure decode attention and appends.
+
+    Exit code 1 when a result is wrong, 2 when the request is, 3 when --minutes left cases over.
+    """
     deadline = Deadline(60 * minutes if minutes else None)
     try:
         chosen = select_cases(split(cases))
-        competitors = [PROVIDERS[name]() for name in known_providers(split(providers))]
+        competitors = providers_of(split(providers))
     except ValueError as error:
         console.print(f"[red]{error}")
         raise typer.Exit(2) from error
@@ -80,7 +85,10 @@ def still_to_run(cases: list[Case], competitors: list[Provider], paths: list[Pat
     records, skipped = read_records(dict.fromkeys(path.resolve() for path in paths if path.is_file()))
     for problem in skipped:
         console.print(f"[yellow]{problem}", highlight=False)
-    left = unfinished(cases, records, [provider.name for provider in competitors], str(facts["commit"]))
+    left = []
+    for operation in OPERATIONS:
+        names = [provider.name for provider in competitors if provider.operation == operation]
+        left += unfinished([case for case in cases if case.operation == operation], records, names, str(facts["commit"]))
     console.print(f"{len(cases) - len(left)} of {len(cases)} cases have records at {facts['commit']}", highlight=False)
     return left
 
@@ -91,7 +99,7 @@ def compile_ahead(competitors: list[Provider], cases: list[Case]) -> None:
         if cases and isinstance(provider, CompilesAhead) and provider.available() is None:
             start = time.perf_counter()
             with console.status(f"compiling {provider.name}"):
-                provider.compile_ahead(cases)
+                provider.compile_ahead([case for case in cases if case.operation == provider.operation])
             console.print(f"compiled {provider.name}  {time.perf_counter() - start:.1f} s", highlight=False)
 
 
@@ -113,7 +121,8 @@ def run_cases(
             bar.update(task, description=case.name)
             start, lost = time.perf_counter(), False
             try:
-                measured = measure(case, competitors, limits, GraphClock(), device)
+                taking_part = [provider for provider in competitors if provider.operation == case.operation]
+                measured = measure(case, taking_part, limits, GraphClock(), device)
             except DeviceFailed as failure:
                 measured, lost = [failure.outcome], True
             facts = environment() | {"gpu": DeviceFacts.of(device).name, "machine": machine(device), "timestamp": timestamp()}
@@ -132,14 +141,6 @@ def run_cases(
 def split(text: str) -> list[str]:
     """The words of a list separated by commas."""
     return [word.strip() for word in text.split(",") if word.strip()]
-
-
-def known_providers(names: list[str]) -> list[str]:
-    """`names` in the order of PROVIDERS. Raises ValueError for an unknown one."""
-    for name in names:
-        if name not in PROVIDERS:
-            raise ValueError(f"providers: {name!r} is none of {', '.join(PROVIDERS)}")
-    return [name for name in PROVIDERS if name in names]
 
 
 if __name__ == "__main__":

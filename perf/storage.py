@@ -8,7 +8,6 @@ from collections.abc import Callable
 import torch
 
 from cute_kernels import KVScale
-from cute_kernels.append_spec import ScaleKind
 from cute_kernels.descriptors import KVDtype
 from cute_kernels.quantize import EIGHT_BIT, quantize_kv
 from perf.cases import Scale
@@ -33,7 +32,6 @@ def quantize_normal(
     Returns the random scales: f32 [1] or [num_kv_heads], per token [pages, page_size, num_kv_heads], or None for none.
     """
     static = static_scale(kv_dtype, kv_scale, slots.shape[2], normal)
-    kinds: dict[str, ScaleKind] = {"none": "none", "tensor": "tensor", "head": "head", "token": "token_dynamic"}
     per_token = kv_scale.granularity == "token"
     scales = torch.empty(slots.shape[:3], dtype=kv_scale.dtype, device=slots.device) if per_token else static
     step = max(1, CHUNK // math.prod(slots.shape[1:]))
@@ -42,7 +40,7 @@ def quantize_normal(
         values = normal(*part.shape)
         if per_token:
             values *= spread(normal(*part.shape[:3], 1))
-        stored, scale = quantize_kv(values, kv_dtype, kinds[kv_scale.granularity], scale=static, scale_dtype=kv_scale.dtype)
+        stored, scale = quantize_kv(values, kv_dtype, kv_scale, scale=static)
         raw(part).copy_(raw(stored))
         if per_token and scales is not None and scale is not None:
             scales[first : first + step] = scale

@@ -88,6 +88,9 @@ def tunable(cases: Iterable[Case]) -> tuple[list[Case], list[str]]:
     kept: dict[tuple[object, ...], Case] = {}
     left_out = []
     for case in cases:
+        if case.operation != "decode":
+            left_out.append(f"{case.name}: an append has nothing to tune")
+            continue
         problem = descriptor(case).problem
         key = (group_of(problem, "sm90"), problem.batch_size, problem.max_seq_len)
         if not isinstance(case.lengths, Rows) or len(case.lengths.groups) > 1:

@@ -8,8 +8,7 @@ from pathlib import Path
 import numpy as np
 from perf_lines import GATE, record, write
 
-from perf.cases import Bar, Case, Rows, Spread, fixed
-from perf.records import READ
+from perf.cases import READ, Bar, Case, Rows, Spread, fixed
 
 LARGE = Case(32, 8, 128, 16, fixed(64, 8192))
 SMALL = Case(32, 8, 128, 64, fixed(1, 1024))

@@ -37,6 +37,7 @@ class Fake:
     """A provider whose candidates are functions of a set's index."""
 
     reads_unused = False
+    operation = "decode"
 
     def __init__(self, name, *candidates, tolerance=None, reason=None):
         self.name, self.candidates, self.tolerance, self.reason = name, candidates, tolerance, reason

@@ -82,11 +82,18 @@ MERGES = (
     ("sm80", ck.MergeStatesDescriptor(2, 3, 4, 7, torch.float32)),  # no pairs of columns
 )
 
-INT8 = ck.KVAppendDescriptor(9, 3, 128, 8, BF16, ck.KVDtype.INT8, ck.KVLayout.NHD, scales="token_dynamic")
+TOKEN = {"k_scale": ck.KVScale.TOKEN_F16, "v_scale": ck.KVScale.TOKEN_F16}
+INT8 = ck.KVAppendDescriptor(9, 3, 128, 8, BF16, ck.KVDtype.INT8, ck.KVLayout.NHD, **TOKEN)
+ROTARY = ck.Rotary(num_heads=6, rotary_dim=64)
 APPENDS = (
     ("sm90", INT8),
     ("sm80", replace(INT8, head_dim=5, kv_dtype=ck.KVDtype.E4M3, layout=ck.KVLayout.HND)),  # an element a load, in integers
     ("sm90", replace(INT8, head_dim=252, kv_dtype=ck.KVDtype.E4M3, dtype=F16)),  # several loads a thread
+    ("sm90", replace(INT8, table_format="dense")),
+    ("sm80", replace(INT8, table_format="csr", kv_dtype=ck.KVDtype.E4M3)),
+    ("sm90", replace(INT8, rotary=ROTARY)),
+    ("sm80", replace(INT8, rotary=replace(ROTARY, pairing="interleaved"), layout=ck.KVLayout.HND)),
+    ("sm90", replace(INT8, num_tokens=2**16, num_kv_heads=8)),  # several rows a thread
 )
 
 
@@ -126,26 +133,53 @@ def merge(arch: str, descriptor: ck.MergeStatesDescriptor) -> tuple[Result, Resu
 
 
 def append(arch: str, descriptor: ck.KVAppendDescriptor) -> tuple[Result, Result]:
-    """The same of an append to the last slots of a cache, where one token is skipped and one has a slot past the cache.
+    """The same of an append of nine tokens to the last slots of a cache, of which two are skipped.
 
-    out: what K and V [2, tokens, num_kv_heads, head_dim] read as; in the place of lse, their scales.
+    One has no slot, or no length; one has a slot past the cache, or a page that is none of its. out: what K and V [2, tokens,
+    num_kv_heads, head_dim] read as; in the place of lse, their scales.
     """
-    d, generator, pages = descriptor, torch.Generator().manual_seed(0), 4
-    x = (torch.randn(2, d.num_tokens, d.num_kv_heads, d.head_dim, generator=generator) * 0.1).to(d.dtype)
-    slots = torch.arange(pages * d.page_size - d.num_tokens, pages * d.page_size)
-    kept, last = list(range(2, d.num_tokens)), slots[2:].tolist()
-    slots[0], slots[1] = -1, pages * d.page_size
+    d, generator, pages, tokens = descriptor, torch.Generator().manual_seed(0), 4, 9
+    x = (torch.randn(2, tokens, d.num_kv_heads, d.head_dim, generator=generator) * 0.1).to(d.dtype)
+    last = torch.arange(pages * d.page_size - tokens, pages * d.page_size)
+    kept = slice(2, None)
     inner = (d.page_size, d.num_kv_heads) if d.layout.order == "NHD" else (d.num_kv_heads, d.page_size)
-    caches = [torch.zeros(pages, *inner, d.head_dim, dtype=torch.uint8).view(d.stored.torch_dtype).cuda() for _ in range(2)]
-    scales = [torch.zeros(pages * d.page_size * d.num_kv_heads, dtype=d.scale_dtype).cuda() for _ in range(2)]
+    caches = [torch.zeros(pages, *inner, d.head_dim, dtype=torch.uint8).view(d.stored[0].torch_dtype).cuda() for _ in range(2)]
+    scales = [torch.zeros(pages * d.page_size * d.num_kv_heads, dtype=d.k_scale.dtype).cuda() for _ in range(2)]
     plan = ck.KVAppendPlan.select(d, "cuda", ck.PlanPreference(arch=arch))
-    plan.run(x[0].cuda(), x[1].cuda(), *caches, slots.cuda(), k_scale=scales[0], v_scale=scales[1])
-    scale = torch.stack([t.cpu().float().view(-1, d.num_kv_heads)[last] for t in scales])
+    rotary, k = rotary_operands(d, x[0])
+    on_device = {name: tensor.cuda() for name, tensor in rotary.items()}
+    plan.run(x[0].cuda(), x[1].cuda(), *caches, append_slots(d, last), k_scale=scales[0], v_scale=scales[1], **on_device)
+    scale = torch.stack([t.cpu().float().view(-1, d.num_kv_heads)[last[kept]] for t in scales])
     by_slot = [(t if d.layout.order == "NHD" else t.transpose(1, 2)).flatten(0, 1) for t in (c.cpu().float() for c in caches)]
-    stored = torch.stack([t[last] for t in by_slot])
-    largest = {ck.KVDtype.INT8: 127, ck.KVDtype.E4M3: 448}[d.stored]
-    x = x[:, kept].float()
+    stored = torch.stack([t[last[kept]] for t in by_slot])
+    largest = {ck.KVDtype.INT8: 127, ck.KVDtype.E4M3: 448}[d.stored[0]]
+    x = torch.stack([k, x[1]])[:, kept].float()
     return (stored * scale[..., None], scale), (x, x.abs().amax(-1) / largest)
+
+
+def append_slots(d: ck.KVAppendDescriptor, last: torch.Tensor) -> torch.Tensor | ck.PageTable:
+    """What sends tokens to the slots `last`, but the first and the second nowhere."""
+    if d.table_format == "none":
+        slots = last.clone()
+        slots[0], slots[1] = -1, BAD_PAGE
+        return slots.cuda()
+    pages, lengths = (last // d.page_size).int(), (last % d.page_size + 1).int()
+    pages[1] = BAD_PAGE
+    lengths[0] = 0
+    if d.table_format == "dense":
+        return ck.PageTable.dense(pages[:, None].cuda(), lengths.cuda())
+    return ck.PageTable.csr(torch.arange(len(last) + 1).int().cuda(), pages.cuda(), lengths.cuda())
+
+
+def rotary_operands(d: ck.KVAppendDescriptor, k: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """(what a rotary embedding is given, k rotated); a token that is skipped has a position past the table."""
+    if d.rotary is None or d.rotary.rotary_dim is None:
+        return {}, k
+    angles = torch.linspace(0, 3, 11)[:, None] * torch.linspace(1, 0, d.rotary.rotary_dim // 2)
+    given = {"cos_sin_cache": torch.cat([angles.cos(), angles.sin()], 1), "positions": torch.arange(len(k))}
+    given["positions"][0] = 2**40
+    rotated = ck.apply_rotary(k, **given, rotary=d.rotary)
+    return given | {"q": k.repeat_interleave(d.rotary.num_heads // d.num_kv_heads, 1)}, rotated
 
 
 def errors(got: Result, expected: Result) -> tuple[float, float]:
@@ -162,7 +196,10 @@ def all_runs() -> dict[str, Callable[[], tuple[Result, Result]]]:
     for arch, d in MERGES:
         runs[f"{arch}-merge{d.num_states}-d{d.head_dim}-{d.element_type}"] = partial(merge, arch, d)
     for arch, a in APPENDS:
-        runs[f"{arch}-append-d{a.head_dim}-{a.stored_type}"] = partial(append, arch, a)
+        how = "" if a.table_format == "none" else f"-{a.table_format}"
+        how += "" if a.rotary is None else f"-{a.rotary.pairing}"
+        how += "-wide" if a.num_tokens > INT8.num_tokens else ""
+        runs[f"{arch}-append-d{a.head_dim}-{a.cache_type}{how}"] = partial(append, arch, a)
     return runs
 
 

@@ -1,21 +1,23 @@
 """Appends K and V of new tokens to a paged cache: one launch that reads each value once and writes it once.
 
-A few lanes of a warp take one (token, head) row of K and of V, 16 bytes a load where the alignment allows. Both rows' loads
-and the slot's go out together; a dynamic scale is the lanes' maximum, by shuffles. Quotients are those of IEEE division, so that
-every backend stores the same bits.
+A few lanes of a warp take one (token, head) row of K and of V, 16 bytes a load where the alignment allows. The loads of all
+rows that a thread has, and of their slots, go out together; a scale that is computed is the lanes' maximum, by shuffles.
+Quotients are those of IEEE division, so that every backend stores the same bits. With a rotary embedding, K is rotated in
+between, and CTAs behind those of K and V do the same to q.
 """
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64
+from cutlass import Boolean, Float32, Int32, Int64
 
 from ..append_spec import CTA_THREADS, AppendSpec
 from ..quantize import LEAST_AMAX
+from .append_slots import INT32_MAX, find_slot, given_slot
 from .kv_encode import LARGEST, MAGNITUDE, bits_of, divide, encode
-from .kv_source import SLOT_FAULT, report
+from .kv_scale import head_scale
+from .kv_source import POSITION_FAULT, report
 from .registers import as_bits, as_float
-
-INT32_MAX = 2**31 - 1
+from .rotary import find_angles, rotate_row
 
 
 class AppendKernel:
@@ -26,43 +28,151 @@ class AppendKernel:
         self.overlap = spec.target == "sm_90a"  # programmatic dependent launch: start while the kernel before drains
 
     @cute.jit
-    def __call__(self, k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale, tag: Int32, status: Int64, stream):
-        """k, v [tokens, num_kv_heads, head_dim]; caches 4-D in the spec's order; slot_mapping [tokens]; scales of its kind.
+    def __call__(
+        self,
+        k,
+        v,
+        k_cache,
+        v_cache,
+        table0,
+        table1,
+        table2,
+        k_scale,
+        v_scale,
+        q,
+        q_out,
+        cos_sin_cache,
+        positions,
+        tag: Int32,
+        status: Int64,
+        stream,
+    ):
+        """k, v [tokens, num_kv_heads, head_dim]; caches 4-D in the spec's order; scales of its forms.
 
-        tag: marks this plan's words; status: address of the plan's 4 int32 status words.
+        table0..2: slots [tokens], or a page table's tensors. q, q_out [tokens, num_heads, head_dim], cos_sin_cache
+        [max_position, rotary_dim] and positions [tokens] where the spec has them. tag: marks this plan's words; status:
+        address of the plan's 4 int32 status words.
         """
-        rows = Int32(k.shape[0]) * Int32(k.shape[1])
-        self.append(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale, tag, status).launch(
-            grid=(cute.ceil_div(rows, self.spec.rows_per_cta), 1, 1),
+        caches, scales, faults = (k_cache, v_cache), (k_scale, v_scale), (status, tag)
+        tables = tuple(table for table in (table0, table1, table2) if table is not None)
+        num_ctas = self.ctas_of(k)
+        if cutlass.const_expr(q is not None):
+            num_ctas = num_ctas + self.ctas_of(q)
+        self.append(k, v, caches, tables, scales, (q, q_out), (cos_sin_cache, positions), faults).launch(
+            grid=(num_ctas, 1, 1),
             block=(CTA_THREADS, 1, 1),
             stream=stream,
             use_pdl=self.overlap,
         )
 
+    def ctas_of(self, rows: cute.Tensor) -> Int32:
+        """CTAs that take the rows of a tensor [tokens, heads, head_dim]."""
+        return cute.ceil_div(Int32(rows.shape[0]) * Int32(rows.shape[1]), self.spec.rows_per_cta)
+
     @cute.kernel
-    def append(self, k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale, tag: Int32, status: Int64):
-        """One CTA: rows_per_cta (token, head) rows, heads innermost."""
+    def append(self, k, v, caches: tuple, tables: tuple, scales: tuple, queries: tuple, rotary: tuple, status: tuple):
+        """CTAs of K's and V's rows first, then those of q's: rows_per_cta (token, head) rows each, heads innermost."""
         spec = self.spec
         if cutlass.const_expr(self.overlap):
             cute.arch.griddepcontrol_launch_dependents()
             cute.arch.griddepcontrol_wait()
-        thread = cute.arch.thread_idx()[0]
-        row, lane = cute.arch.block_idx()[0] * spec.rows_per_cta + thread // spec.lanes, thread % spec.lanes
-        heads = Int32(k.shape[1])
+        cta = cute.arch.block_idx()[0]
+        if cutlass.const_expr(queries[0] is None):
+            append_rows(spec, k, v, caches, tables, scales, rotary, status, cta)
+        else:
+            first = self.ctas_of(k)
+            if cta < first:
+                append_rows(spec, k, v, caches, tables, scales, rotary, status, cta)
+            else:
+                rotate_queries(spec, *queries, rotary, cta - first)
+
+
+def row_of(spec: AppendSpec, cta: Int32, u: int) -> tuple[Int32, Int32]:
+    """(row, lane) of a thread: its u-th row of the CTA's."""
+    thread = cute.arch.thread_idx()[0]
+    return cta * spec.rows_per_cta + u * spec.row_groups + thread // spec.lanes, thread % spec.lanes
+
+
+@cute.jit
+def append_rows(
+    spec: cutlass.Constexpr,
+    k: cute.Tensor,
+    v: cute.Tensor,
+    caches: tuple,
+    tables: tuple,
+    scales: tuple,
+    rotary: tuple,
+    status: tuple,
+    cta: Int32,
+):
+    """A CTA's rows of K and V: all loads go out before the first is waited for."""
+    heads, tokens = Int32(k.shape[1]), Int32(k.shape[0])
+    k_rows = [empty_row(spec, k.element_type) for _ in range(spec.unroll)]
+    v_rows = [empty_row(spec, v.element_type) for _ in range(spec.unroll)]
+    slots = cute.make_rmem_tensor(spec.unroll, Int64)
+    for u in cutlass.range_constexpr(spec.unroll):
+        row, lane = row_of(spec, cta, u)
         token, head = row // heads, row % heads
-        slot, num_slots = Int64(-1), Int64(k_cache.shape[0]) * spec.page_size
-        k_row, v_row = empty_row(spec, k.element_type), empty_row(spec, v.element_type)
-        if token < Int32(k.shape[0]):
-            slot = Int64(slot_mapping[token])
-            load_row(spec, k[token, head, None], lane, k_row)
-            load_row(spec, v[token, head, None], lane, v_row)
-        if slot >= num_slots:
-            if head == 0 and lane == 0:
-                report((status, tag), token, SLOT_FAULT, Int32(cutlass.min(slot, Int64(INT32_MAX))))
-            slot = Int64(-1)
-        place = Int32(slot)  # below 2**31: the host bounds the slots
-        append_row(spec, k_row, k_cache, k_scale, place, head, lane)
-        append_row(spec, v_row, v_cache, v_scale, place, head, lane)
+        slots[u] = Int64(-1)
+        if token < tokens:
+            slots[u] = given_slot(spec, tables, token)
+            load_row(spec, k[token, head, None], lane, k_rows[u])
+            load_row(spec, v[token, head, None], lane, v_rows[u])
+    for u in cutlass.range_constexpr(spec.unroll):
+        row, lane = row_of(spec, cta, u)
+        token, head = row // heads, row % heads
+        place = Int32(-1)
+        if token < tokens:
+            speaks = head == 0 and lane == 0
+            place = find_slot(spec, tables, slots[u], token, Int32(caches[0].shape[0]), speaks, status)
+            if cutlass.const_expr(spec.rotary is not None):
+                place = rotate_key(spec, k[token, head, None], rotary, token, place, lane, k_rows[u], speaks, status)
+        append_row(spec, spec.k_type, spec.k_scale, k_rows[u], caches[0], scales[0], place, head, lane)
+        append_row(spec, spec.v_type, spec.v_scale, v_rows[u], caches[1], scales[1], place, head, lane)
+
+
+@cute.jit
+def rotate_key(
+    spec: cutlass.Constexpr,
+    source: cute.Tensor,
+    rotary: tuple,
+    token: Int32,
+    place: Int32,
+    lane: Int32,
+    row: cute.Tensor,
+    speaks: Boolean,
+    status: tuple,
+) -> Int32:
+    """Rotates a thread's part of a row of K and returns `place`; no place, reported, where the position has no angles."""
+    position = rotary[1][token]
+    angles = find_angles(position, rotary[0])
+    rotate_row(spec, source, rotary[0], angles, lane, row)
+    if angles < 0 and place >= 0:
+        place = Int32(-1)
+        if speaks:
+            report(status, token, POSITION_FAULT, clamped(position))
+    return place
+
+
+@cute.jit
+def rotate_queries(spec: cutlass.Constexpr, q: cute.Tensor, q_out: cute.Tensor, rotary: tuple, cta: Int32):
+    """A CTA's rows of q. A row's lanes all have loaded before one stores: q_out may be q."""
+    heads, tokens = Int32(q.shape[1]), Int32(q.shape[0])
+    for u in cutlass.range_constexpr(spec.unroll):
+        row, lane = row_of(spec, cta, u)
+        token, head = row // heads, row % heads
+        values = empty_row(spec, q.element_type)
+        if token < tokens:
+            load_row(spec, q[token, head, None], lane, values)
+            rotate_row(spec, q[token, head, None], rotary[0], find_angles(rotary[1][token], rotary[0]), lane, values)
+        cute.arch.sync_warp()
+        if token < tokens:
+            store_row(spec, values, q_out[token, head, None], lane)
+
+
+def clamped(value) -> Int32:
+    """An i32 or i64 as the nearest i32."""
+    return Int32(cutlass.max(Int64(-INT32_MAX - 1), cutlass.min(Int64(value), Int64(INT32_MAX))))
 
 
 def empty_row(spec: AppendSpec, dtype: type) -> cute.Tensor:
@@ -83,27 +193,36 @@ def load_row(spec: cutlass.Constexpr, source: cute.Tensor, lane: Int32, row: cut
 
 
 @cute.jit
-def append_row(spec: cutlass.Constexpr, row: cute.Tensor, cache: cute.Tensor, scale, place: Int32, head: Int32, lane: Int32):
+def append_row(
+    spec: cutlass.Constexpr,
+    stored_type: cutlass.Constexpr,
+    form: cutlass.Constexpr,
+    row: cute.Tensor,
+    cache: cute.Tensor,
+    scale,
+    place: Int32,
+    head: Int32,
+    lane: Int32,
+):
     """Converts one row and stores it at slot `place`, nowhere where that is negative. All lanes of the warp take part."""
     stored = row
     divisor = Float32(1.0)
+    computed = cutlass.const_expr(form.startswith("token"))
     if cutlass.const_expr(cache.element_type != row.element_type):
         values = cute.make_rmem_tensor((spec.columns, spec.rounds), Float32)
         values.store(row.load().to(Float32))
-        if cutlass.const_expr(spec.scales == "token_dynamic"):
-            divisor = dynamic_scale(spec, values)
-        elif cutlass.const_expr(spec.scales == "head"):
-            divisor = scale[head]
-        elif cutlass.const_expr(spec.scales == "tensor"):
-            divisor = scale[0]
-        if cutlass.const_expr(spec.scales != "none"):
-            divide(values, divisor, spec.scales == "token_dynamic")
-        codes = encode(spec.stored_type, spec.arch == "sm90", values)
+        if cutlass.const_expr(computed):
+            divisor = computed_scale(spec, stored_type, values)
+        elif cutlass.const_expr(form == "head"):
+            divisor = head_scale(scale, head)
+        if cutlass.const_expr(form != "none"):
+            divide(values, divisor, computed)
+        codes = encode(stored_type, spec.arch == "sm90", values)
         stored = cute.make_tensor(codes.iterator, row.layout)
     if place >= 0:
         page, slot = place // spec.page_size, place % spec.page_size
         store_row(spec, stored, cache[page, slot, head, None] if spec.nhd else cache[page, head, slot, None], lane)
-        if cutlass.const_expr(spec.scales == "token_dynamic"):
+        if cutlass.const_expr(computed):
             scales = scale[page, slot, None]
             if lane == 0:
                 scales[head] = divisor.to(scale.element_type)
@@ -120,7 +239,7 @@ def store_row(spec: cutlass.Constexpr, stored: cute.Tensor, target: cute.Tensor,
 
 
 @cute.jit
-def dynamic_scale(spec: cutlass.Constexpr, values: cute.Tensor) -> Float32:
+def computed_scale(spec: cutlass.Constexpr, stored_type: cutlass.Constexpr, values: cute.Tensor) -> Float32:
     """The largest magnitude of a row, at least LEAST_AMAX, over the largest stored value; NaN where the row holds one.
 
     Magnitudes compare as integers, in which a NaN is larger than infinity.
@@ -130,4 +249,4 @@ def dynamic_scale(spec: cutlass.Constexpr, values: cute.Tensor) -> Float32:
         largest = cutlass.max(largest, as_bits(values[i]) & MAGNITUDE)
     for step in cutlass.range_constexpr(spec.lanes.bit_length() - 1):
         largest = cutlass.max(largest, cute.arch.shuffle_sync_bfly(largest, offset=1 << step))
-    return as_float(largest) / Float32(cutlass.const_expr(LARGEST[spec.stored_type]))
+    return as_float(largest) / Float32(cutlass.const_expr(LARGEST[stored_type]))

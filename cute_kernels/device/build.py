@@ -5,20 +5,20 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
-from ..config import ELEMENT_BYTES, QUERY_BYTES, KernelSpec, ScaleForm, StoredType
+from ..config import ELEMENT_BYTES, QUERY_BYTES, KernelSpec, ScaleForm, StoredType, TableFormat
 from .decode import DecodeKernel
 from .tracing import ELEMENT_TYPES, compile_kernel, rows, scalars, stored_element
 
 
-def _tables(spec: KernelSpec) -> tuple:
+def fake_tables(table_format: TableFormat) -> tuple:
     """Fake page table tensors: dense (table, seq_lens), csr (indices, indptr, last_page_len), or none."""
 
     def vector():
         return make_fake_tensor(Int32, (cute.sym_int64(),), (1,), assumed_align=4)
 
-    if spec.table_format == "dense":
+    if table_format == "dense":
         return rows(Int32, (cute.sym_int64(), cute.sym_int64()), 1, 4), vector(), None
-    if spec.table_format == "csr":
+    if table_format == "csr":
         return vector(), vector(), vector()
     return None, None, None
 
@@ -28,7 +28,7 @@ def _cache(spec: KernelSpec, stored_type: StoredType, shape: tuple):
     return rows(stored_element(stored_type), shape, spec.vector_bytes // ELEMENT_BYTES[stored_type], spec.vector_bytes)
 
 
-def _scale(form: ScaleForm):
+def fake_scale(form: ScaleForm):
     """A fake scale tensor, or None: of any strides."""
     if form == "none":
         return None
@@ -46,11 +46,11 @@ def arguments(spec: KernelSpec) -> tuple:
     slots = spec.page_size or cute.sym_int64()
     pages = cute.sym_int64()
     caches = [_cache(spec, stored, (pages, kv_heads, slots, spec.head_dim)) for stored in (spec.k_type, spec.v_type)]
-    scales = _scale(spec.k_scale), _scale(spec.v_scale)
+    scales = fake_scale(spec.k_scale), fake_scale(spec.v_scale)
     lse = scalars(Float32, (batch, heads))
     workspace = make_fake_tensor(cutlass.Uint8, (cute.sym_int64(),), (1,), assumed_align=16) if spec.split else None
     stream = make_fake_stream(use_tvm_ffi_env_stream=True)
-    tensors = (query[0], *caches, *_tables(spec), *scales, query[1], lse, workspace)
+    tensors = (query[0], *caches, *fake_tables(spec.table_format), *scales, query[1], lse, workspace)
     return (*tensors, Float32(1.0), Int32(1), Int32(1), Int64(0), stream)
 
 

@@ -12,7 +12,7 @@ from cutlass import Int32, Int64
 from .partials import store_words
 
 LONGEST = 2**31 - 1
-PAGE_FAULT, LENGTH_FAULT, INDPTR_FAULT, SLOT_FAULT = 1, 2, 3, 4  # kinds in the status words
+PAGE_FAULT, LENGTH_FAULT, INDPTR_FAULT, SLOT_FAULT, POSITION_FAULT = 1, 2, 3, 4, 5  # kinds in the status words
 
 
 def bounded(pages: Int32, page_size: int) -> Int32:

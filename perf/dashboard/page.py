@@ -12,10 +12,11 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined, select_autoes
 from markupsafe import Markup
 
 from cute_kernels.errors import InvalidArgument, MissingDependency
+from perf.cases import READ
 from perf.dashboard.view import NOT_MEASURED, Page, page_of
 from perf.picture import PROVIDERS
 from perf.record import ROOT
-from perf.records import READ, read_records
+from perf.records import read_records
 
 FOLDER = Path(__file__).parent
 RESULTS = ROOT / "perf" / "results"

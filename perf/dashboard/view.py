@@ -7,11 +7,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from perf.case_sets import case_sets
+from perf.cases import FLOORS, READ
 from perf.compare import Comparison, changes, compare_revisions
 from perf.history import Revision, by_gpu, revisions
 from perf.measure import DEVICE
 from perf.picture import PROVIDERS, newest_of, share
-from perf.records import READ, Problem, Record
+from perf.records import Problem, Record
 
 OURS = "ours"
 NOT_MEASURED = "not measured"
@@ -68,7 +69,7 @@ class CaseView:
     @property
     def has_peers(self) -> bool:
         """Whether anyone but us and the plain read has a result."""
-        return any(provider not in (OURS, READ) for provider in self.results)
+        return any(provider not in (OURS, *FLOORS.values()) for provider in self.results)
 
 
 @dataclass(frozen=True)
@@ -179,7 +180,7 @@ def case_view(
 ) -> CaseView:
     """The view of one case from its newest records by provider."""
     any_record = next(iter(newest.values()))
-    ours, read = newest.get(OURS), newest.get(READ)
+    ours, read = newest.get(OURS), newest.get(any_record.case.floor)
     runs = {
         provider: tuple(
             result(record, None, None) for entry in history for record in entry.runs.get((any_record.name, provider), ())

@@ -1,5 +1,11 @@
-"""The competitors by name, in the order in which they are gated: those that must not read unused memory come first."""
+"""The competitors by name, in the order in which they are gated: those that must not read unused memory come first.
 
+One name may stand for a competitor in each operation.
+"""
+
+from collections.abc import Sequence
+
+from perf.providers.append import Copy, OursAppend, OursSm80Append
 from perf.providers.base import Candidate, CompilesAhead, NotSupported, Provider
 from perf.providers.flash_attention import FlashAttention3
 from perf.providers.flashinfer import FlashInferFa2, FlashInferXqa
@@ -8,8 +14,19 @@ from perf.providers.read import Read
 from perf.providers.sdpa import Sdpa
 from perf.providers.vllm_triton import VllmTriton
 
-PROVIDERS: dict[str, type[Provider]] = {
-    cls.name: cls for cls in (Ours, OursSm80, Read, Sdpa, FlashInferFa2, FlashInferXqa, FlashAttention3, VllmTriton)
-}
+PEER_DECODERS: tuple[type[Provider], ...] = (FlashInferFa2, FlashInferXqa, FlashAttention3, VllmTriton)
+DECODERS: tuple[type[Provider], ...] = (Ours, OursSm80, Read, Sdpa, *PEER_DECODERS)
+APPENDERS: tuple[type[Provider], ...] = (OursAppend, OursSm80Append, Copy)
+PROVIDERS: dict[str, type[Provider]] = {cls.name: cls for cls in DECODERS}
+PROVIDER_NAMES = tuple(dict.fromkeys(cls.name for cls in (*DECODERS, *APPENDERS)))
 
-__all__ = ["PROVIDERS", "Candidate", "CompilesAhead", "NotSupported", "Provider"]
+
+def providers_of(names: Sequence[str]) -> list[Provider]:
+    """One of each competitor with such a name, in every operation. Raises ValueError for a name that none has."""
+    for name in names:
+        if name not in PROVIDER_NAMES:
+            raise ValueError(f"providers: {name!r} is none of {', '.join(PROVIDER_NAMES)}")
+    return [cls() for cls in (*DECODERS, *APPENDERS) if cls.name in names]
+
+
+__all__ = ["PROVIDERS", "PROVIDER_NAMES", "Candidate", "CompilesAhead", "NotSupported", "Provider", "providers_of"]

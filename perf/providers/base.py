@@ -1,14 +1,14 @@
-"""What a provider is: something that computes a case's attention, or says why it cannot."""
+"""What a provider is: something that computes a case's attention, or appends what it says, or says why it cannot."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, Protocol, runtime_checkable
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import torch
 
-from perf.cases import Case, EightBit
+from perf.cases import Case, EightBit, Operation
 from perf.correctness import Tolerance
 from perf.inputs import Inputs, Pages
 
@@ -37,12 +37,13 @@ class Candidate:
 
 
 class Provider(Protocol):
-    """A competitor. tolerance: what the gate allows; None for one without a result.
+    """A competitor in one operation. tolerance: what the gate allows; None for one without a result.
 
     reads_unused: whether slots that no row owns may reach its result, so that they are cleared of NaN before it runs.
     """
 
     name: ClassVar[str]
+    operation: ClassVar[Operation]
     tolerance: ClassVar[Tolerance | None]
     reads_unused: ClassVar[bool]
 
@@ -52,8 +53,11 @@ class Provider(Protocol):
     def version(self) -> str:
         """The version of what is measured."""
 
-    def prepare(self, inputs: Inputs) -> Sequence[Candidate]:
-        """The ways to run the case of `inputs`. Raises NotSupported. Anything it plans or compiles is outside the timing."""
+    def prepare(self, inputs: Any) -> Sequence[Candidate]:
+        """The ways to run the case of `inputs`, which are Inputs, or AppendInputs where the operation is an append.
+
+        Raises NotSupported. Anything it plans or compiles is outside the timing.
+        """
 
 
 @runtime_checkable

@@ -11,7 +11,7 @@ from typing import ClassVar
 
 import torch
 
-from perf.cases import Case
+from perf.cases import Case, Operation
 from perf.correctness import FP8_QUERY, PEERS, Tolerance
 from perf.inputs import Inputs
 from perf.providers.base import Candidate, Result, paged, require_sm90, require_storage, tokens_first
@@ -35,6 +35,7 @@ class FlashAttention3:
     """One query token a row, num_splits swept. Over an e4m3 cache it wants an e4m3 q, which is rounded outside the timing."""
 
     name: ClassVar[str] = "fa3"
+    operation: ClassVar[Operation] = "decode"
     tolerance: ClassVar[Tolerance | None] = PEERS
     reads_unused: ClassVar[bool] = True
 

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import torch
 
 from cute_kernels import KVDtype
-from perf.cases import Case
+from perf.cases import Case, Operation
 from perf.correctness import FP8_QUERY, PEERS, Tolerance
 from perf.inputs import DTYPES, Inputs
 from perf.providers.base import Candidate, Result, paged, require, require_sm90, require_storage
@@ -24,6 +24,7 @@ BUILDS = 6  # at a time: each is a few compilers of up to 2 GB
 
 
 class _FlashInfer(ABC):
+    operation: ClassVar[Operation] = "decode"
     tolerance: ClassVar[Tolerance | None] = PEERS
     reads_unused: ClassVar[bool] = True
 

@@ -12,7 +12,7 @@ import cute_kernels as ck
 from cute_kernels import tuned
 from cute_kernels.config import DecodeConfig
 from cute_kernels.dispatch import VariantArch
-from perf.cases import Case
+from perf.cases import Case, Operation
 from perf.correctness import OURS, Tolerance
 from perf.inputs import DTYPES, Inputs, InputSet, Pages
 from perf.providers.base import Candidate, NotSupported, Result
@@ -23,6 +23,7 @@ class Ours:
     """The variant that a plan selects by itself."""
 
     name: ClassVar[str] = "ours"
+    operation: ClassVar[Operation] = "decode"
     arch: ClassVar[VariantArch | None] = None
     tolerance: ClassVar[Tolerance | None] = OURS
     reads_unused: ClassVar[bool] = False

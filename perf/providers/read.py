@@ -8,6 +8,7 @@ from typing import ClassVar
 
 import torch
 
+from perf.cases import READ, Operation
 from perf.correctness import Tolerance
 from perf.inputs import Inputs
 from perf.providers.base import Candidate, require_sm90
@@ -16,7 +17,8 @@ from perf.providers.base import Candidate, require_sm90
 class Read:
     """perf.read_kernel over the first kv_bytes / 2 bytes of K and of V, each with its scales, in several launch shapes."""
 
-    name: ClassVar[str] = "read"
+    name: ClassVar[str] = READ
+    operation: ClassVar[Operation] = "decode"
     tolerance: ClassVar[Tolerance | None] = None
     reads_unused: ClassVar[bool] = False
 

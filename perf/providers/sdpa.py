@@ -8,6 +8,7 @@ from typing import ClassVar
 import torch
 import torch.nn.functional as F
 
+from perf.cases import Operation
 from perf.correctness import PEERS, Tolerance
 from perf.inputs import Inputs
 from perf.providers.base import Candidate, Result, require, require_storage
@@ -17,6 +18,7 @@ class Sdpa:
     """K and V of a paged case are gathered beforehand, outside the timing: generous to SDPA."""
 
     name: ClassVar[str] = "sdpa"
+    operation: ClassVar[Operation] = "decode"
     tolerance: ClassVar[Tolerance | None] = PEERS
     reads_unused: ClassVar[bool] = False
 

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import torch
 
-from perf.cases import Case
+from perf.cases import Case, Operation
 from perf.correctness import PEERS, Tolerance
 from perf.inputs import Inputs, InputSet, Pages
 from perf.providers.base import Candidate, Result, paged, require_sm90, require_storage, tokens_first
@@ -22,6 +22,7 @@ class VllmTriton:
     """unified_attention, as vLLM's Triton backend calls it for decode."""
 
     name: ClassVar[str] = "vllm-triton"
+    operation: ClassVar[Operation] = "decode"
     tolerance: ClassVar[Tolerance | None] = PEERS
     reads_unused: ClassVar[bool] = True
 

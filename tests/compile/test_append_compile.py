@@ -18,12 +18,15 @@ from cute_kernels.device.build_append import build_append
 from cute_kernels.device.kv_encode import BEYOND, LARGEST_DIVISOR, LEAST_DIVISOR
 
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
-K, HND, NHD = ck.KVDtype, ck.KVLayout.HND, ck.KVLayout.NHD
+K, S, HND, NHD = ck.KVDtype, ck.KVScale, ck.KVLayout.HND, ck.KVLayout.NHD
+TOKEN = {"k_scale": S.TOKEN_F16, "v_scale": S.TOKEN_F16}
 BACKENDS = [("sm90", "sm_90a"), ("sm80", "sm_80"), ("sm80", "sm_90a")]
 
 
-def spec_of(arch: str, target: str, head_dim: int = 128, dtype: torch.dtype = BF16, **changes: object) -> AppendSpec:
-    return kernel_spec(ck.KVAppendDescriptor(64, 8, head_dim, 16, dtype, **changes), arch, target)
+def spec_of(
+    arch: str, target: str, head_dim: int = 128, dtype: torch.dtype = BF16, tokens: int = 64, **changes: object
+) -> AppendSpec:
+    return kernel_spec(ck.KVAppendDescriptor(tokens, 8, head_dim, 16, dtype, **changes), arch, target)
 
 
 def dump(spec: AppendSpec, folder: Path) -> tuple[str, str]:
@@ -40,12 +43,16 @@ def dump(spec: AppendSpec, folder: Path) -> tuple[str, str]:
     ("changes", "conversion"),
     [
         ({}, None),
-        ({"kv_dtype": K.INT8, "scales": "token_dynamic", "layout": NHD}, "cvt.rni.s32.f32"),
-        ({"kv_dtype": K.INT8, "scales": "token_dynamic", "head_dim": 255, "dtype": F16, "scale_dtype": F32}, "cvt.rni.s32.f32"),
-        ({"kv_dtype": K.E4M3, "scales": "head"}, "cvt.rn.satfinite.e4m3x2.f32"),
+        ({"kv_dtype": K.INT8, **TOKEN, "layout": NHD}, "cvt.rni.s32.f32"),
+        ({"kv_dtype": K.INT8, "k_scale": S.TOKEN, "v_scale": S.TOKEN, "head_dim": 255, "dtype": F16}, "cvt.rni.s32.f32"),
+        ({"kv_dtype": K.E4M3, "k_scale": S.HEAD, "v_scale": S.HEAD}, "cvt.rn.satfinite.e4m3x2.f32"),
         ({"kv_dtype": K.E4M3, "head_dim": 5, "slot_dtype": torch.int32}, "cvt.rn.satfinite.e4m3x2.f32"),
-        ({"kv_dtype": K.E5M2, "scales": "tensor", "head_dim": 80}, "cvt.rn.satfinite.e5m2x2.f32"),
-        ({"kv_dtype": K.E5M2, "scales": "token_dynamic", "head_dim": 252, "dtype": F16}, "cvt.rn.satfinite.e5m2x2.f32"),
+        ({"kv_dtype": K.E5M2, "k_scale": S.TENSOR, "v_scale": S.TENSOR, "head_dim": 80}, "cvt.rn.satfinite.e5m2x2.f32"),
+        ({"tokens": 8192}, None),
+        ({"tokens": 8192, "kv_dtype": K.INT8, **TOKEN}, "cvt.rni.s32.f32"),
+        ({"kv_dtype": K.E4M3, "table_format": "dense"}, "cvt.rn.satfinite.e4m3x2.f32"),
+        ({"kv_dtype": K.INT8, **TOKEN, "table_format": "csr"}, "cvt.rni.s32.f32"),
+        ({"kv_dtype": K.E5M2, **TOKEN, "head_dim": 252, "dtype": F16}, "cvt.rn.satfinite.e5m2x2.f32"),
     ],
     ids=str,
 )
@@ -58,13 +65,45 @@ def test_append(changes: dict, conversion: str | None, arch: str, target: str, t
     if conversion is not None:
         by_instruction = "satfinite" not in conversion or arch == "sm90"
         pairs = 2 if "x2" in conversion and spec.columns > 1 else 1
-        count = 2 * spec.rounds * spec.columns // pairs if by_instruction else 0
+        count = 2 * spec.unroll * spec.rounds * spec.columns // pairs if by_instruction else 0
         assert len(re.findall(rf"{re.escape(conversion)} ", ptx)) == count
-        assert ("div.rn.f32" in ptx) == (spec.scales != "none")
+        assert ("div.rn.f32" in ptx) == (spec.k_scale != "none")
     if spec.columns == 8:
         loads = [found.start() for found in re.finditer(r"ld\.global\.v4\.b32 ", ptx)]
-        assert len(loads) == 2 and max(loads) < ptx.index("st.global."), "16 bytes a load, both before any store"
+        waits = [ptx.find(store) for store in ("st.global.", "st.relaxed.gpu.global.b128")]
+        assert len(loads) == 2 * spec.unroll and max(loads) < min(at for at in waits if at >= 0), "16 bytes each, then stores"
     assert not re.search(r"\b(LDL|STL)\b", sass), "registers spilled to local memory"
+
+
+@pytest.mark.parametrize(("arch", "target"), BACKENDS)
+@pytest.mark.parametrize("pairing", ["half", "interleaved"])
+def test_rotary(pairing: str, arch: str, target: str, tmp_path: Path) -> None:
+    """Each column of K and of q is two products and a sum, none of them fused; angles are loaded 16 bytes at a time."""
+    spec = spec_of(arch, target, kv_dtype=K.E4M3, rotary=ck.Rotary(pairing, 64, num_heads=32))
+    ptx, sass = dump(spec, tmp_path)
+    assert spec.columns == 8 and spec.unroll == 1
+    assert [len(re.findall(rf"{name}\.rn\.f32 ", ptx)) for name in ("mul", "add")] == [2 * 2 * 8, 2 * 8]
+    assert "fma" not in ptx and "FFMA" not in sass
+    incoming, angles = (5, 2 * 4) if pairing == "half" else (3, 2 * 2)  # K and q, where halves pair up with the other; V
+    assert len(re.findall(r"ld\.global\.v4\.", ptx)) == incoming + angles
+    assert not re.search(r"\b(LDL|STL)\b", sass), "registers spilled to local memory"
+
+
+@pytest.mark.parametrize(
+    ("tokens", "changes", "unroll"),
+    [
+        (64, {}, 1),
+        (2048, {}, 1),
+        (4096, {}, 2),
+        (8192, {}, 4),
+        (8192, {"kv_dtype": K.E4M3}, 2),
+        (8192, {"v_dtype": K.E4M3}, 2),
+        (8192, {"rotary": ck.Rotary()}, 1),
+    ],
+)
+def test_threads_take_several_rows_where_the_sms_stay_full(tokens: int, changes: dict, unroll: int) -> None:
+    spec = spec_of("sm90", "sm_90a", tokens=tokens, **changes)
+    assert spec.unroll == unroll and spec.rows_per_cta * spec.lanes == 128 * unroll
 
 
 def test_the_cache_serves_appends(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,25 +18,26 @@ from cute_kernels.dispatch import PRETEND
 from cute_kernels.overlap import disjoint
 
 F16, BF16, F32, I64 = torch.float16, torch.bfloat16, torch.float32, torch.int64
-K = ck.KVDtype
-D = ck.KVAppendDescriptor(6, 2, 64, 8, BF16, K.INT8, ck.KVLayout.NHD, scales="token_dynamic")
-COPY = replace(D, kv_dtype=None, scales="none")
-STATIC = replace(D, kv_dtype=K.E4M3, scales="head")
+K, S = ck.KVDtype, ck.KVScale
+TOKEN = {"k_scale": S.TOKEN_F16, "v_scale": S.TOKEN_F16}
+PLAIN = {"k_scale": S.NONE, "v_scale": S.NONE}
+D = ck.KVAppendDescriptor(6, 2, 64, 8, BF16, K.INT8, ck.KVLayout.NHD, **TOKEN)
+COPY = replace(D, kv_dtype=None, **PLAIN)
+STATIC = replace(D, kv_dtype=K.E4M3, k_scale=S.HEAD, v_scale=S.HEAD)
+TENSOR = replace(STATIC, k_scale=S.TENSOR, v_scale=S.TENSOR)
 Args = dict[str, Any]
-NAMES = ("k", "v", "k_cache", "v_cache", "slot_mapping", "k_scale", "v_scale")
+NAMES = ("k", "v", "k_cache", "v_cache", "slots", "k_scale", "v_scale")
 
 
 def arguments(d: ck.KVAppendDescriptor = D, pages: int = 4) -> Args:
     """Good arguments of `run`, what is written prefilled with 7."""
     inner = (d.page_size, d.num_kv_heads) if d.layout.order == "NHD" else (d.num_kv_heads, d.page_size)
     args: Args = {name: torch.randn(d.num_tokens, d.num_kv_heads, d.head_dim).to(d.dtype) for name in ("k", "v")}
-    for name in ("k_cache", "v_cache"):
-        args[name] = torch.full((pages, *inner, d.head_dim), 7.0).to(d.stored.torch_dtype)
-    args["slot_mapping"] = torch.arange(d.num_tokens).to(d.slot_dtype)
-    shapes = {"tensor": (1,), "head": (d.num_kv_heads,), "token_dynamic": (pages, d.page_size, d.num_kv_heads)}
-    for name in ("k_scale", "v_scale"):
-        dtype = d.scale_dtype if d.scales == "token_dynamic" else F32
-        args[name] = None if d.scales == "none" else torch.full(shapes[d.scales], 7.0, dtype=dtype)
+    for name, stored in zip(("k_cache", "v_cache"), d.stored, strict=True):
+        args[name] = torch.full((pages, *inner, d.head_dim), 7.0).to(stored.torch_dtype)
+    args["slots"] = torch.arange(d.num_tokens).to(d.slot_dtype)
+    for name, scale in zip(("k_scale", "v_scale"), d.scales, strict=True):
+        args[name] = torch.full(scale.shapes(d.scale_axes(pages))[0], 7.0, dtype=scale.dtype) if scale else None
     return args
 
 
@@ -49,13 +50,14 @@ def arguments(d: ck.KVAppendDescriptor = D, pages: int = 4) -> Args:
             for value in (0, -1, 2**31, 1.0, True)
         ],
         *[("num_tokens", value, InvalidProblem) for value in (-1, 2**31, "4", None)],
-        *[(name, value, InvalidProblem) for name in ("dtype", "scale_dtype", "slot_dtype") for value in ("f16", None, K.F16)],
+        *[(name, value, InvalidProblem) for name in ("dtype", "slot_dtype") for value in ("f16", None, K.F16)],
         *[("dtype", value, Unsupported) for value in (F32, torch.float64, torch.int8)],
-        *[("scale_dtype", value, Unsupported) for value in (BF16, torch.float64)],
         *[("slot_dtype", value, Unsupported) for value in (F32, torch.int16, torch.uint32)],
-        *[("kv_dtype", value, InvalidProblem) for value in ("int8", torch.int8)],
+        *[(name, value, InvalidProblem) for name in ("kv_dtype", "v_dtype") for value in ("int8", torch.int8)],
         ("layout", "HND", InvalidProblem),
-        *[("scales", value, InvalidProblem) for value in ("token", None, 1)],
+        *[(name, value, InvalidProblem) for name in ("k_scale", "v_scale") for value in ("token", None, 1)],
+        *[("table_format", value, InvalidProblem) for value in ("paged", None, 1)],
+        *[("rotary", value, InvalidProblem) for value in ("half", 64)],
         *[("alignment_bytes", value, InvalidProblem) for value in (0, 1, 3, 32, True)],
         *[("head_dim", value, Unsupported) for value in (257, 512)],
         ("num_tokens", 2**30, Unsupported),
@@ -72,11 +74,13 @@ def test_a_bad_descriptor_names_the_parameter_and_its_value(name: str, value: ob
 @pytest.mark.parametrize(
     ("changes", "match"),
     [
-        ({"scales": "none"}, 'scales = "none".*int8'),
-        ({"kv_dtype": K.BF16}, 'scales = "token_dynamic".*bf16'),
-        ({"kv_dtype": None, "scales": "head"}, 'scales = "head".*bf16'),
-        ({"kv_dtype": K.F16, "scales": "none"}, "kv_dtype = f16: must be dtype's, bf16"),
-        ({"kv_dtype": K.F32, "scales": "none"}, "kv_dtype = f32"),
+        (PLAIN, "k_scale = none.*int8"),
+        ({"v_scale": S.NONE}, "v_scale = none.*int8"),
+        ({"kv_dtype": K.BF16}, "k_scale = token f16.*bf16"),
+        ({"v_dtype": K.BF16, "v_scale": S.HEAD}, "v_scale = head.*v_dtype = bf16"),
+        ({"kv_dtype": K.F16, **PLAIN}, "kv_dtype = f16: must be dtype's, bf16"),
+        ({"v_dtype": K.F16, "v_scale": S.NONE}, "v_dtype = f16: must be dtype's, bf16"),
+        ({"kv_dtype": K.F32, **PLAIN}, "kv_dtype = f32"),
     ],
     ids=str,
 )
@@ -91,7 +95,7 @@ def test_extents_come_before_dtypes() -> None:
 
 
 def test_descriptors_are_frozen_keys() -> None:
-    assert replace(D) == D and hash(replace(D)) == hash(D) != hash(replace(D, scales="head"))
+    assert replace(D) == D and hash(replace(D)) == hash(D) != hash(replace(D, k_scale=S.HEAD))
     assert COPY.kv_dtype is K.BF16 and replace(COPY, kv_dtype=K.BF16) == COPY
     with pytest.raises(FrozenInstanceError):
         D.num_tokens = 4  # type: ignore[misc]
@@ -109,14 +113,14 @@ def test_descriptors_are_frozen_keys() -> None:
         ({"head_dim": 1}, 1, 1, 1),
         ({"alignment_bytes": 4}, 2, 32, 1),
         ({"layout": ck.KVLayout("HND", 2)}, 2, 32, 1),
-        ({"layout": ck.KVLayout("HND", 2), "kv_dtype": K.BF16, "scales": "none"}, 1, 32, 2),
+        ({"layout": ck.KVLayout("HND", 2), "kv_dtype": K.BF16, **PLAIN}, 1, 32, 2),
     ],
     ids=str,
 )
 def test_a_load_is_as_wide_as_the_alignment_allows(changes: Args, columns: int, lanes: int, rounds: int) -> None:
     spec = kernel_spec(replace(D, **changes), "sm90", "sm_90a")
     assert (spec.columns, spec.lanes, spec.rounds) == (columns, lanes, rounds)
-    assert spec.lanes * spec.rounds >= spec.pieces and spec.rows_per_cta * spec.lanes == 128
+    assert spec.lanes * spec.rounds >= spec.pieces and spec.row_groups * spec.lanes == 128
     assert append_supports(spec) == []
 
 
@@ -156,7 +160,7 @@ def test_select_takes_its_own_descriptor(bad: Any) -> None:
         ck.KVAppendPlan.select(bad, "cpu")
 
 
-@pytest.mark.parametrize("d", [D, COPY, STATIC, replace(STATIC, scales="tensor")], ids=str)
+@pytest.mark.parametrize("d", [D, COPY, STATIC, TENSOR], ids=str)
 def test_the_kernel_is_given_the_operands_as_they_are(d: ck.KVAppendDescriptor, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on an H200: one launch a run, none without tokens; fp8 caches as bytes."""
     launches: list[tuple[Any, ...]] = []
@@ -175,10 +179,11 @@ def test_the_kernel_is_given_the_operands_as_they_are(d: ck.KVAppendDescriptor, 
     for _ in range(2):
         plan.run(**args)
     for *given, tag, status in launches:
-        assert [None if x is None else x.data_ptr() for x in given] == [x if x is None else x.data_ptr() for x in args.values()]
+        assert [x.data_ptr() for x in given if x is not None] == [x.data_ptr() for x in args.values() if x is not None]
+        assert [x is None for x in given[4:]] == [False, True, True, d is COPY, d is COPY, True, True, True, True]
         assert (tag, status) == (plan._tag, plan._words.data_ptr())
-        assert given[2].dtype == (torch.uint8 if d is not COPY and d.kv_dtype is K.E4M3 else d.stored.torch_dtype)
-    plan.run(**{**args, **{name: args[name][:0] for name in ("k", "v", "slot_mapping")}})
+        assert given[2].dtype == (torch.uint8 if d.kv_dtype is K.E4M3 else d.stored[0].torch_dtype)
+    plan.run(**{**args, **{name: args[name][:0] for name in ("k", "v", "slots")}})
     assert len(launches) == 2
 
 
@@ -212,7 +217,7 @@ RUNS = [
     ],
     *[
         bad(f"{name} lacks a token", lambda a, n=name: {n: a[n][:5]}, InvalidProblem, f"{m}.shape")
-        for name, m in (("v", "v"), ("slot_mapping", "slot_mapping"), ("k", "v"))
+        for name, m in (("v", "v"), ("slots", "slots"), ("k", "v"))
     ],
     *[
         bad(f"{name} lacks a page", lambda a, n=name: {n: a[n][:3]}, InvalidProblem, f"{m}.shape")
@@ -244,10 +249,10 @@ RUNS = [
     bad("a cache within itself", lambda a: {"k_cache": a["k_cache"][:1].expand(4, 8, 2, 64)}, InvalidArgument, "share memory"),
     bad("a scale within itself", lambda a: {"k_scale": a["k_scale"][:1].expand(4, 8, 2)}, InvalidArgument, "share memory"),
     bad("k in its cache", lambda a: {"k": a["k_cache"].view(BF16)[:3].view(6, -1, 64)[:, :2]}, InvalidArgument, "k_cache"),
-    bad("a scale that is not asked for", lambda a: {"k_scale": torch.ones(1)}, InvalidArgument, "k_scale", '"none"', d=COPY),
+    bad("a scale that is not asked for", lambda a: {"k_scale": torch.ones(1)}, InvalidArgument, "k_scale", "no k_scale", d=COPY),
     bad("a scale of f16", lambda a: {"k_scale": torch.ones(2, dtype=F16)}, InvalidArgument, "k_scale", "float32", d=STATIC),
     bad("a scale too many", lambda a: {"v_scale": torch.ones(3)}, InvalidProblem, "v_scale.shape", "num_kv_heads", d=STATIC),
-    bad("two scales", lambda a: {"v_scale": torch.ones(2)}, InvalidProblem, "must be one", d=replace(STATIC, scales="tensor")),
+    bad("two scales", lambda a: {"v_scale": torch.ones(2)}, InvalidProblem, "must be [] or [1]", d=TENSOR),
     bad("an fp8 cache of int8", lambda a: {"k_cache": a["k_cache"].view(torch.int8)}, InvalidArgument, "float8", d=STATIC),
     bad("a stream on the cpu", lambda a: {"stream": "default"}, InvalidArgument, "stream", "default"),
 ]
@@ -319,10 +324,10 @@ def test_disjoint_is_never_wrong() -> None:
 
 def test_quantize_kv() -> None:
     x = torch.tensor([[[0.0, -1.0, 254.0, 3.0]], [[0.0, 0.0, 0.0, 0.0]]], dtype=F16)
-    stored, scale = ck.quantize_kv(x, K.INT8, "token_dynamic")
+    stored, scale = ck.quantize_kv(x, K.INT8, S.TOKEN_F16)
     assert stored.dtype == torch.int8 and stored.flatten().tolist() == [0, 0, 127, 2, 0, 0, 0, 0]
     assert scale is not None and scale.dtype == F16 and scale.flatten().tolist() == [2.0, 0.0], "-1 / 2 goes to even"
-    stored, scale = ck.quantize_kv(x, K.E4M3, "head", scale=torch.tensor([0.5]))
+    stored, scale = ck.quantize_kv(x, K.E4M3, S.HEAD, scale=torch.tensor([0.5]))
     assert stored.dtype == torch.float8_e4m3fn and stored.float().flatten().tolist()[:4] == [0.0, -2.0, 448.0, 6.0]
     assert scale is not None and scale.tolist() == [0.5]
     stored, scale = ck.quantize_kv(x, K.E5M2)
@@ -336,11 +341,12 @@ def test_quantize_kv() -> None:
     [
         (K.INT8, {}, Unsupported, "int8"),
         (K.BF16, {}, Unsupported, "kv_dtype = bf16"),
-        (K.F16, {"scales": "head"}, Unsupported, "kv_dtype = f16"),
-        (K.E4M3, {"scales": "head"}, InvalidArgument, "scale: is None"),
+        (K.F16, {"kv_scale": S.HEAD}, Unsupported, "kv_dtype = f16"),
+        (K.E4M3, {"kv_scale": S.HEAD}, InvalidArgument, "scale: is None"),
+        (K.E4M3, {"kv_scale": S.TOKEN, "scale": torch.ones(1)}, InvalidArgument, "scale: is given"),
         (K.E4M3, {"scale": torch.ones(1)}, InvalidArgument, "scale: is given"),
-        (K.E4M3, {"scales": "head", "scale": torch.ones(5)}, InvalidArgument, r"\(5,\)"),
-        (K.E4M3, {"scales": "head", "scale": torch.ones(1).half()}, InvalidArgument, "float16"),
+        (K.E4M3, {"kv_scale": S.HEAD, "scale": torch.ones(5)}, InvalidArgument, r"\(5,\)"),
+        (K.E4M3, {"kv_scale": S.HEAD, "scale": torch.ones(1).half()}, InvalidArgument, "float16"),
     ],
     ids=str,
 )

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from perf.case_sets import bar_of, case_sets, issue2_cases, issue4_cases, peers_cases, select_cases
-from perf.cases import Bar, Case, Rows, Spread, fixed
+from perf.case_sets import append_cases, bar_of, case_sets, issue2_cases, issue4_cases, peers_cases, select_cases
+from perf.cases import Bar, Case, Rows, Spread, append_case, fixed
 
 
 @pytest.mark.parametrize(
@@ -21,6 +21,9 @@ from perf.cases import Bar, Case, Rows, Spread, fixed
         (Case(32, 8, 128, 16, fixed(2, 3), kv_dtype="e5m2", kv_scale="token"), 12_672),  # 6 x 8 x 132, K and V
         (Case(32, 8, 128, 16, fixed(2, 3), kv_dtype="int8", kv_scale="head"), 12_352),
         (Case(32, 8, 128, 16, fixed(2, 3), kv_dtype="e4m3", kv_scale="tensor"), 12_296),
+        (append_case(8192), 67_174_400),  # 8,192 tokens x 8 x 128 x 2 bytes, K and V, read and written, and their slots
+        (append_case(64, kv_dtype="e4m3"), 393_728),
+        (append_case(64, kv_dtype="int8", kv_scale="token-f16"), 395_776),  # 130 for 128 bytes written
     ],
 )
 def test_kv_bytes_counts_live_tokens_only(case, expected):
@@ -89,6 +92,16 @@ def test_peers_are_the_rows_of_the_published_table():
     assert "gqa_paged_decode_h16_kv8_d256_ps64_bf16_kve4m3_b32_l4k" in names
     assert "gqa_paged_decode_h32_kv8_d128_ps16_bf16_b64_loguniform128-32k" in names
     assert len(case_sets()["core"]) == 4 * 2 * 38
+
+
+def test_appends():
+    cases = append_cases()
+    assert len(cases) == 3 * 2 * 2 and case_sets()["append"] == tuple(cases)
+    int8 = append_case(8192, kv_dtype="int8", kv_scale="token-f16", layout="NHD")
+    assert int8.name == "kv_append_kv8_d128_ps16_bf16_kvint8_token-f16_nhd_t8k" and int8.floor == "copy"
+    assert bar_of(int8).met(100.0, 85.1) and not bar_of(int8).met(100.0, 84.9)
+    assert bar_of(append_case(64)) == Bar("us", 4.0)
+    assert [case.name for case in select_cases(["kv_append_*_t64"])] == [case.name for case in cases if case.batch_size == 64]
 
 
 def test_bars():

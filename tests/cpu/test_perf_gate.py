@@ -13,11 +13,11 @@ import typer
 from perf_lines import record, write
 
 from perf import gate
-from perf.cases import Case, fixed
+from perf.cases import READ, Case, fixed
 from perf.compare import FLOOR, NOISE_FACTOR, Comparison, compare_revisions, control, samples
 from perf.history import Revision, revision, revisions
 from perf.record import ROOT
-from perf.records import READ, Record, read_records
+from perf.records import Record, read_records
 
 TIMES = {"base": "2026-01-01T00:00:00+00:00", "new": "2026-01-02T00:00:00+00:00", "newer": "2026-01-03T00:00:00+00:00"}
 REPLAYS = 21

@@ -16,11 +16,13 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from perf import record, run
-from perf.cases import Case, Rows, fixed
+from perf.append_inputs import check_append, make_append_inputs
+from perf.cases import Case, Rows, append_case, fixed
 from perf.correctness import FP8_QUERY, OURS, PEERS, attention_f64
 from perf.inputs import make_inputs
 from perf.measure import DeviceFailed, Limits, measure
-from perf.providers import PROVIDERS
+from perf.providers import PROVIDERS, Candidate, providers_of
+from perf.providers.append import Copy, OursAppend
 from perf.providers.base import NotSupported
 from perf.providers.ours import Ours
 from perf.providers.read import vectors
@@ -323,3 +325,82 @@ def test_read_shapes_cover_every_vector():
             assert shape.ctas_per_sm * shape.threads == 2048
         else:
             assert (shape.num_ctas(10**6 + 1, 132) - 1) * shape.tile < 10**6 + 1 <= shape.num_ctas(10**6 + 1, 132) * shape.tile
+
+
+@pytest.mark.parametrize("layout", ["HND", "NHD"])
+@pytest.mark.parametrize(("kv_dtype", "kv_scale"), [(None, None), ("e4m3", None), ("int8", "token-f16"), ("e5m2", "head")])
+def test_an_append_is_held_to_every_byte(kv_dtype, kv_scale, layout):
+    case = append_case(20, kv_dtype=kv_dtype, kv_scale=kv_scale, layout=layout, num_kv_heads=2, head_dim=16)
+    limits = Limits(15, 2, 2**22, 3 * case.kv_bytes, host_calls=20)
+    outcomes = measure(case, [OursAppend(), Copy()], limits, FakeClock(), CPU)
+    assert [(o.provider, o.metric, o.reason) for o in outcomes] == [
+        ("ours", "device", ""),
+        ("copy", "device", ""),
+        ("ours", "host.run", ""),
+        ("ours", "host.select", ""),
+    ]
+    assert outcomes[0].gate.passed and outcomes[0].gate.error == 0
+    assert outcomes[0].ratio_to_read == pytest.approx(1.0), "to the copy, which took as long on this clock"
+    assert outcomes[0].detail["sku"].operation == "kv_append"
+
+
+@pytest.mark.parametrize(("name", "wrong"), [("k_cache", 1), ("v_scale", 2), ("k_scale", 1)])
+def test_one_wrong_byte_of_an_append_fails_the_gate(name, wrong):
+    case = append_case(20, kv_dtype="int8", kv_scale="token-f16", num_kv_heads=2, head_dim=16)
+    inputs = make_append_inputs(case, CPU, 2**22, 3 * case.kv_bytes)
+    assert len({*inputs.slots.tolist()}) == 20 and len(inputs.sets) >= 3
+    (candidate,) = OursAppend().prepare(inputs)
+    for index, call in enumerate(candidate.calls):
+        assert check_append(inputs, index).error > 1000, "nothing is stored yet"
+        call()
+        assert check_append(inputs, index).passed
+    getattr(inputs.sets[1], name).view(torch.uint8).view(-1)[:wrong] ^= 1
+    result = check_append(inputs, 1)
+    assert (result.passed, result.error) == (False, wrong) and "differ from those of the CPU variant" in result.reason
+
+
+def test_a_copy_moves_as_many_bytes_as_the_append():
+    case = append_case(64, num_kv_heads=2)
+    inputs = make_append_inputs(case, CPU, 2**26, 2**20)
+    (candidate,) = Copy().prepare(inputs)
+    target, source = candidate.calls[0].args
+    source.fill_(7)
+    candidate.calls[0]()
+    assert (target == 7).all() and 0 <= case.kv_bytes - 2 * 4 * target.numel() < 32
+    assert len(candidate.calls) == len(inputs.sets)
+    assert (candidate.calls[1].args[1] == 0).all(), "a buffer of its own"
+
+
+def test_slots_of_large_appends_fill_whole_pages():
+    case = append_case(1024, num_kv_heads=1, head_dim=16)
+    slots = make_append_inputs(case, CPU, 2**28, 2**10).slots
+    assert len(set(slots.tolist())) == 1024
+    assert (slots.view(-1, 16) == slots.view(-1, 16)[:, :1] + torch.arange(16)).all()
+    assert slots[::16].unique().numel() == 64 and (slots[::16].diff() != 16).any()
+
+
+def test_an_append_that_stores_nothing_does_not_pass_for_the_one_before_it(monkeypatch):
+    case = append_case(20, num_kv_heads=2, head_dim=16)
+    idle = OursAppend()
+    idle.name = "idle"
+    monkeypatch.setattr(idle, "prepare", lambda inputs: [Candidate([lambda: None for _ in inputs.sets])])
+    limits = Limits(15, 2, 2**22, 3 * case.kv_bytes, host_calls=0)
+    outcomes = by_provider(measure(case, [OursAppend(), idle], limits, FakeClock(), CPU))
+    assert outcomes["ours"].gate.passed and outcomes["idle"].failed and outcomes["idle"].us is None
+
+
+def test_each_case_is_measured_by_the_providers_of_its_operation(monkeypatch, tmp_path):
+    seen = []
+
+    def measured(case, providers, *rest):
+        seen.append([(provider.name, provider.operation) for provider in providers])
+        return []
+
+    monkeypatch.setattr(run, "measure", measured)
+    monkeypatch.setattr(run, "environment", dict)
+    monkeypatch.setattr(run, "machine", lambda device: {})
+    competitors = providers_of(["ours", "read", "copy"])
+    run.run_cases([CASE, append_case(64)], competitors, LIMITS, CPU, tmp_path / "x.jsonl", Deadline(None))
+    assert seen == [[("ours", "decode"), ("read", "decode")], [("ours", "append"), ("copy", "append")]]
+    with pytest.raises(ValueError, match=r"'nobody' is none of ours, .*copy"):
+        providers_of(["nobody"])

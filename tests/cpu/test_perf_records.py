@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 from perf_lines import GATE, record, write
 
-from perf.cases import Case, Rows, Spread, fixed
+from perf.cases import Case, Rows, Spread, append_case, fixed
+from perf.dashboard.view import page_of
+from perf.export import Format, export
 from perf.record import ROOT, case_fields
 from perf.records import parse, parse_case, read_records
 
@@ -131,3 +133,19 @@ def test_committed_records_keep_their_cases() -> None:
         now = json.loads(json.dumps(case_fields(parse_case(entry))))
         assert now == {name: entry[name] for name in now}
         assert now["name"] == parse_case(entry).name
+
+
+def test_an_append_is_read_back_with_its_floor(tmp_path: Path) -> None:
+    """Its copy needs no gate, as a plain read; its ratio is to that copy; its rows say what it is."""
+    case = append_case(8192, kv_dtype="int8", kv_scale="token-f16", layout="NHD")
+    lines = [record(case, "ours", 20.0, 18.0), record(case, "copy", 18.0, gate=None)]
+    records, problems = read_records([write(tmp_path / "h200.jsonl", *lines)])
+    assert problems == [] and [entry.case for entry in records] == [case, case]
+    ours = records[0]
+    assert ours.name == "kv_append_kv8_d128_ps16_bf16_kvint8_token-f16_nhd_t8k" and ours.ratio == pytest.approx(20 / 18)
+    assert (ours.rows, ours.heads, ours.dtypes) == ("append 8k", "8/8/128", "bf16, int8 KV")
+    assert "NHD" in ours.options
+    (gpu,) = page_of(records, []).gpus
+    shown = gpu.cases[case.name].results
+    assert shown["ours"].ratio == pytest.approx(20 / 18) and not gpu.cases[case.name].ragged
+    assert json.loads(export(records, ["ours"], Format.workloads))["read_latency_ms"] == pytest.approx(0.018)

@@ -18,7 +18,7 @@ from cute_kernels import cli, heuristics, tuned
 from cute_kernels.config import DecodeConfig
 from cute_kernels.dispatch import PRETEND
 from cute_kernels.tuning import sweep
-from perf.cases import Case, Rows, fixed
+from perf.cases import Case, Rows, append_case, fixed
 from perf.correctness import OURS, attention_f64
 from perf.measure import Limits
 from perf.providers.base import Candidate
@@ -189,6 +189,7 @@ def test_what_a_plan_table_cannot_tell_apart_is_left_out() -> None:
     ragged = replace(CASE, lengths=Rows(((1, 40), (1, 4))))
     again = replace(CASE, layout="NHD")
     kept, left_out = tunable([CASE, ragged, again, replace(CASE, page_size=32)])
+    assert tunable([append_case(64)]) == ([], [f"{append_case(64).name}: an append has nothing to tune"])
     assert kept == [CASE, replace(CASE, page_size=32)]
     assert ["different lengths" in line for line in left_out] == [True, False]
     assert CASE.name in left_out[1]

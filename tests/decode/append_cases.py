@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 from decode.harness import device_of
+from decode.metadata import to_device
 
 import cute_kernels as ck
 
@@ -46,32 +47,40 @@ def filled(shape: tuple[int, ...], dtype: torch.dtype, device: str = "cpu") -> t
 def fresh(d: ck.KVAppendDescriptor, pages: int, device: str = "cpu") -> Memory:
     """Compact caches, and scales where they are dynamic."""
     inner = (d.page_size, d.num_kv_heads) if d.layout.order == "NHD" else (d.num_kv_heads, d.page_size)
-    caches = [filled((pages, *inner, d.head_dim), d.kv_dtype.torch_dtype, device) for _ in range(2)]
-    dynamic = d.scales == "token_dynamic"
+    caches = [filled((pages, *inner, d.head_dim), stored.torch_dtype, device) for stored in d.stored]
     shape = (pages, d.page_size, d.num_kv_heads)
-    return Memory(*caches, *(filled(shape, d.scale_dtype, device) if dynamic else None for _ in range(2)))
+    return Memory(*caches, *(filled(shape, s.dtype, device) if s.granularity == "token" else None for s in d.scales))
 
 
 def given_scales(d: ck.KVAppendDescriptor, device: str) -> dict[str, torch.Tensor]:
     """Scales that the descriptor wants to be given, none a power of two."""
-    if d.scales == "tensor":
-        return {"k_scale": torch.tensor(0.037, device=device), "v_scale": torch.tensor([1.7], device=device)}
-    if d.scales == "head":
-        steps = torch.arange(d.num_kv_heads, device=device, dtype=torch.float32)
-        return {"k_scale": 0.03 + steps / 7, "v_scale": 5.3 / (1 + steps)}
-    return {}
+    steps = torch.arange(d.num_kv_heads, device=device, dtype=torch.float32)
+    one = {"k_scale": torch.tensor(0.037, device=device), "v_scale": torch.tensor([1.7], device=device)}
+    each = {"k_scale": 0.03 + steps / 7, "v_scale": 5.3 / (1 + steps)}
+    choices = {"tensor": one, "head": each}
+    kinds = {"k_scale": d.k_scale.granularity, "v_scale": d.v_scale.granularity}
+    return {name: choices[kind][name] for name, kind in kinds.items() if kind in choices}
+
+
+def run_scales(d: ck.KVAppendDescriptor, memory: Memory, device: str) -> dict[str, torch.Tensor]:
+    """The scale tensors of a run: those that it is given, and those that it writes."""
+    written = {"k_scale": memory.k_scale, "v_scale": memory.v_scale}
+    return {name: scale for name, scale in written.items() if scale is not None} | given_scales(d, device)
 
 
 def select(d: ck.KVAppendDescriptor, backend: str, **preference: Any) -> ck.KVAppendPlan:
     return ck.KVAppendPlan.select(d, device_of(backend), ck.PlanPreference(arch=backend, **preference))
 
 
-def append(d: ck.KVAppendDescriptor, backend: str, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor, pages: int) -> Memory:
+def append(
+    d: ck.KVAppendDescriptor, backend: str, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor | ck.PageTable, pages: int
+) -> Memory:
     """Appends to fresh memory."""
     device = device_of(backend)
     memory = fresh(d, pages, device)
-    scales = given_scales(d, device) or {"k_scale": memory.k_scale, "v_scale": memory.v_scale}
-    select(d, backend).run(k.to(device), v.to(device), memory.k_cache, memory.v_cache, slots.to(device), **scales)
+    caches = (memory.k_cache, memory.v_cache)
+    on_device = to_device(slots, device) if isinstance(slots, ck.PageTable) else slots.to(device)
+    select(d, backend).run(k.to(device), v.to(device), *caches, on_device, **run_scales(d, memory, device))
     return memory
 
 
@@ -79,7 +88,7 @@ def expected(d: ck.KVAppendDescriptor, k: torch.Tensor, v: torch.Tensor, slots: 
     """The same by a loop over tokens and heads."""
     memory = fresh(d, pages)
     given = given_scales(d, "cpu")
-    for name, x in (("k", k), ("v", v)):
+    for name, x, stored, kind in zip("kv", (k, v), d.stored, d.scales, strict=True):
         cache, scale = getattr(memory, f"{name}_cache"), getattr(memory, f"{name}_scale")
         by_token = cache if d.layout.order == "NHD" else cache.transpose(1, 2)
         for token, slot in enumerate(slots.tolist()):
@@ -88,26 +97,26 @@ def expected(d: ck.KVAppendDescriptor, k: torch.Tensor, v: torch.Tensor, slots: 
             page, place = divmod(slot, d.page_size)
             for head in range(d.num_kv_heads):
                 row = x[token, head]
-                if d.kv_dtype not in LARGEST:
+                if stored not in LARGEST:
                     by_token[page, place, head] = row
                     continue
                 divisor = np.float32(1.0)
-                if given:
-                    divisor = given[f"{name}_scale"].reshape(-1).numpy()[head if d.scales == "head" else 0]
-                codes, found = naive_row(row.float().numpy(), d.kv_dtype, d.scales, divisor)
-                by_token[page, place, head] = torch.from_numpy(codes).view(d.kv_dtype.torch_dtype)
+                if f"{name}_scale" in given:
+                    divisor = given[f"{name}_scale"].reshape(-1).numpy()[head if kind == ck.KVScale.HEAD else 0]
+                codes, found = naive_row(row.float().numpy(), stored, kind, divisor)
+                by_token[page, place, head] = torch.from_numpy(codes).view(stored.torch_dtype)
                 if scale is not None:
                     scale[page, place, head] = float(found)
     return memory
 
 
-def naive_row(values: np.ndarray, kv_dtype: ck.KVDtype, scales: str, divisor: np.float32) -> tuple[np.ndarray, np.float32]:
+def naive_row(values: np.ndarray, kv_dtype: ck.KVDtype, kind: ck.KVScale, divisor: np.float32) -> tuple[np.ndarray, np.float32]:
     """(codes uint8, the scale before rounding) of f32 values [head_dim]."""
     with np.errstate(all="ignore"):
-        if scales == "token_dynamic":
+        if kind.granularity == "token":
             amax = np.maximum(np.abs(values).max(), np.float32(1e-8))
             divisor = np.float32(amax / np.float32(LARGEST[kv_dtype]))
-        quotients = values if scales == "none" else (values / divisor).astype(np.float32)
+        quotients = values if not kind else (values / divisor).astype(np.float32)
         if kv_dtype is K.INT8:
             whole = np.clip(np.rint(quotients.astype(np.float64)), -127, 127)
             return np.where(np.isnan(quotients), 0, whole).astype(np.int8).view(np.uint8), divisor
@@ -149,3 +158,26 @@ def random_slots(d: ck.KVAppendDescriptor, tokens: int, pages: int, seed: int = 
     slots = torch.randperm(pages * d.page_size, generator=generator)[:tokens]
     slots[::5] = torch.tensor([-1, -(2**31), -7] * tokens)[: len(slots[::5])]
     return slots.to(d.slot_dtype)
+
+
+def cos_sin_of(positions: int, rotary_dim: int) -> torch.Tensor:
+    """f32 [positions, rotary_dim]: the cosines, then the sines, of angles that fall by powers of 10,000."""
+    frequency = 10000.0 ** -(torch.arange(rotary_dim // 2, dtype=torch.float64) * 2 / rotary_dim)
+    angles = torch.arange(positions, dtype=torch.float64)[:, None] * frequency
+    return torch.cat([angles.cos(), angles.sin()], 1).float()
+
+
+def naive_rotary(
+    x: torch.Tensor, cos_sin_cache: torch.Tensor, positions: torch.Tensor, pairing: str
+) -> tuple[np.ndarray, np.ndarray]:
+    """(x rotated as complex numbers in f64, the size of each pair) of the first rotary_dim columns."""
+    width = cos_sin_cache.shape[1]
+    pairs = np.arange(width).reshape(2, -1) if pairing == "half" else np.arange(width).reshape(-1, 2).T
+    values = x.double().numpy()
+    angles = cos_sin_cache.double().numpy()[positions.numpy(), None]
+    turn = angles[..., : width // 2] + 1j * angles[..., width // 2 :]
+    turned = (values[..., pairs[0]] + 1j * values[..., pairs[1]]) * turn
+    out, size = np.empty((*x.shape[:2], width)), np.empty((*x.shape[:2], width))
+    out[..., pairs[0]], out[..., pairs[1]] = turned.real, turned.imag
+    size[..., pairs[0]] = size[..., pairs[1]] = np.abs(turned)
+    return out, size

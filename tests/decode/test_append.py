@@ -24,14 +24,17 @@ from decode.harness import BACKENDS, device_of
 import cute_kernels as ck
 
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
-K, HND, NHD = ck.KVDtype, ck.KVLayout.HND, ck.KVLayout.NHD
+K, S, HND, NHD = ck.KVDtype, ck.KVScale, ck.KVLayout.HND, ck.KVLayout.NHD
+TOKEN = {"k_scale": S.TOKEN_F16, "v_scale": S.TOKEN_F16}
+HEAD = {"k_scale": S.HEAD, "v_scale": S.HEAD}
+PLAIN = {"k_scale": S.NONE, "v_scale": S.NONE}
 NAN, INF = float("nan"), float("inf")
-INT8 = ck.KVAppendDescriptor(24, 3, 64, 8, BF16, K.INT8, NHD, scales="token_dynamic")
+INT8 = ck.KVAppendDescriptor(24, 3, 64, 8, BF16, K.INT8, NHD, **TOKEN)
 E4M3 = replace(INT8, kv_dtype=K.E4M3, layout=HND)
 PAGES = 6
 QUANTISED = [
-    *[(kv, scales) for kv in (K.E4M3, K.E5M2) for scales in ("none", "tensor", "head", "token_dynamic")],
-    *[(K.INT8, scales) for scales in ("tensor", "head", "token_dynamic")],
+    *[(kv, scale) for kv in (K.E4M3, K.E5M2) for scale in (S.NONE, S.TENSOR, S.HEAD, S.TOKEN_F16)],
+    *[(K.INT8, scale) for scale in (S.TENSOR, S.HEAD, S.TOKEN_F16)],
 ]
 
 
@@ -43,9 +46,9 @@ def assert_appends(d: ck.KVAppendDescriptor, backend: str, tokens: int = 24, pag
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("layout", [HND, NHD], ids=["hnd", "nhd"])
 @pytest.mark.parametrize("dtype", [F16, BF16], ids=str)
-@pytest.mark.parametrize(("kv_dtype", "scales"), QUANTISED, ids=str)
-def test_quantised(kv_dtype: ck.KVDtype, scales: str, dtype: torch.dtype, layout: ck.KVLayout, backend: str) -> None:
-    assert_appends(replace(INT8, kv_dtype=kv_dtype, scales=scales, dtype=dtype, layout=layout), backend)
+@pytest.mark.parametrize(("kv_dtype", "scale"), QUANTISED, ids=str)
+def test_quantised(kv_dtype: ck.KVDtype, scale: ck.KVScale, dtype: torch.dtype, layout: ck.KVLayout, backend: str) -> None:
+    assert_appends(replace(INT8, kv_dtype=kv_dtype, k_scale=scale, v_scale=scale, dtype=dtype, layout=layout), backend)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -53,12 +56,12 @@ def test_quantised(kv_dtype: ck.KVDtype, scales: str, dtype: torch.dtype, layout
 @pytest.mark.parametrize("dtype", [F16, BF16], ids=str)
 def test_copied(dtype: torch.dtype, layout: ck.KVLayout, backend: str) -> None:
     kv_dtype = {F16: K.F16, BF16: K.BF16}[dtype]
-    assert_appends(replace(INT8, dtype=dtype, kv_dtype=kv_dtype, scales="none", layout=layout), backend)
+    assert_appends(replace(INT8, dtype=dtype, kv_dtype=kv_dtype, layout=layout, **PLAIN), backend)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("head_dim", [1, 2, 5, 80, 128, 252, 255, 256])
-@pytest.mark.parametrize("d", [INT8, replace(E4M3, scales="head"), replace(E4M3, kv_dtype=None, scales="none")], ids=str)
+@pytest.mark.parametrize("d", [INT8, replace(E4M3, **HEAD), replace(E4M3, kv_dtype=None, **PLAIN)], ids=str)
 def test_any_head_dim(d: ck.KVAppendDescriptor, head_dim: int, backend: str) -> None:
     assert_appends(replace(d, head_dim=head_dim), backend)
 
@@ -70,7 +73,10 @@ def test_any_head_dim(d: ck.KVAppendDescriptor, head_dim: int, backend: str) -> 
         {"page_size": 1},
         {"page_size": 17, "num_kv_heads": 1},
         {"num_kv_heads": 7, "slot_dtype": torch.int32},
-        {"scale_dtype": F32},
+        {"k_scale": S.TOKEN},
+        {"v_dtype": K.E4M3, "v_scale": S.HEAD},
+        {"v_dtype": K.BF16, "v_scale": S.NONE, "num_kv_heads": 4, "num_tokens": 2**16},
+        {"kv_dtype": K.E5M2, "k_scale": S.NONE, "v_dtype": K.INT8, "v_scale": S.TENSOR},
         {"alignment_bytes": 2},
         {"layout": ck.KVLayout("HND", 4)},
         {"num_pages": 30, "num_tokens": 1000},
@@ -83,24 +89,24 @@ def test_other_shapes(changes: dict, backend: str) -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", [F16, BF16], ids=str)
-@pytest.mark.parametrize(("kv_dtype", "scales"), QUANTISED, ids=str)
-def test_every_16_bit_value(kv_dtype: ck.KVDtype, scales: str, dtype: torch.dtype, backend: str) -> None:
+@pytest.mark.parametrize(("kv_dtype", "scale"), QUANTISED, ids=str)
+def test_every_16_bit_value(kv_dtype: ck.KVDtype, scale: ck.KVScale, dtype: torch.dtype, backend: str) -> None:
     """Zeros of both signs, subnormals, ties, infinities and NaNs; 64 neighbouring bit patterns a row."""
-    d = replace(INT8, kv_dtype=kv_dtype, scales=scales, dtype=dtype, num_tokens=256, num_kv_heads=4, page_size=256)
+    d = replace(INT8, kv_dtype=kv_dtype, k_scale=scale, v_scale=scale, dtype=dtype, num_tokens=256, num_kv_heads=4, page_size=256)
     patterns = torch.arange(-(2**15), 2**15).to(torch.int16).view(dtype).view(256, 4, 64)
     shuffled = patterns.view(-1)[torch.randperm(2**16, generator=torch.Generator().manual_seed(0))].view(patterns.shape)
     slots = torch.arange(256)
     got, want = append(d, backend, patterns, shuffled, slots, 1), fresh(d, 1)
     given = given_scales(d, "cpu")
     for name, x in (("k", patterns), ("v", shuffled)):
-        cache, scale = getattr(want, f"{name}_cache"), getattr(want, f"{name}_scale")
+        cache, found_scale = getattr(want, f"{name}_cache"), getattr(want, f"{name}_scale")
         for token in range(256):
             for head in range(4):
-                divisor = given[f"{name}_scale"].reshape(-1).numpy()[head if scales == "head" else 0] if given else None
-                codes, found = naive_row(x[token, head].float().numpy(), kv_dtype, scales, divisor)
+                divisor = given[f"{name}_scale"].reshape(-1).numpy()[head if scale == S.HEAD else 0] if given else None
+                codes, found = naive_row(x[token, head].float().numpy(), kv_dtype, scale, divisor)
                 cache[0, token, head] = torch.from_numpy(codes).view(cache.dtype)
-                if scale is not None:
-                    scale[0, token, head] = float(found)
+                if found_scale is not None:
+                    found_scale[0, token, head] = float(found)
     got.assert_equals(want)
 
 
@@ -128,7 +134,7 @@ def test_ties_saturation_and_nan(backend: str) -> None:
         (K.E4M3, [0x30, 0x3C, 0x42, 0xC2 - 256, 0x79, 0xFE - 256, 0x7F, 0x70]),
         (K.E5M2, [0x38, 0x3E, 0x41, 0xC1 - 256, 0x5D, 0xFB - 256, 0x7F, 0x58]),
     ):
-        plan = select(replace(d, kv_dtype=kv_dtype, scales="tensor"), backend)
+        plan = select(replace(d, kv_dtype=kv_dtype, k_scale=S.TENSOR, v_scale=S.TENSOR), backend)
         memory = fresh(plan.descriptor, 1, device_of(backend))
         operands = (x.to(device_of(backend)),) * 2
         plan.run(*operands, memory.k_cache, memory.v_cache, slots.to(device_of(backend)), **one)
@@ -142,7 +148,7 @@ def test_ties_saturation_and_nan(backend: str) -> None:
 @pytest.mark.parametrize("kv_dtype", [K.INT8, K.E4M3, K.E5M2], ids=str)
 def test_rows_of_zeros_and_of_infinity(kv_dtype: ck.KVDtype, backend: str) -> None:
     """Zeros have the least scale, not a division by zero; a row with infinity or NaN reads as NaN, its neighbours do not."""
-    d = replace(INT8, kv_dtype=kv_dtype, scale_dtype=F32)
+    d = replace(INT8, kv_dtype=kv_dtype, k_scale=S.TOKEN, v_scale=S.TOKEN)
     k, v = random_kv(d, 24)
     k[0], v[1, 1], k[2, 0, 3], v[3, 2, 63] = 0.0, -0.0, INF, NAN
     slots = torch.arange(24)
@@ -171,7 +177,7 @@ def test_slots_past_the_cache_are_masked_and_flagged(slot_dtype: torch.dtype, ba
         memory, device = fresh(d, PAGES, device_of(backend)), device_of(backend)
         operands = (k.to(device), v.to(device), memory.k_cache, memory.v_cache, slots.to(device))
         validating = select(d, backend, validate=True)
-        with pytest.raises(ck.InvalidArgument, match=rf"slot_mapping: token 11 has slot {min(bad, 2**31 - 1)}"):
+        with pytest.raises(ck.InvalidArgument, match=rf"slots: token 11 has slot {min(bad, 2**31 - 1)}"):
             validating.run(*operands, k_scale=memory.k_scale, v_scale=memory.v_scale)
         memory.assert_equals(fresh(d, PAGES))
 
@@ -213,7 +219,7 @@ def test_strided_inputs_caches_and_scales(order: str, backend: str) -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("kv_dtype", [K.E4M3, K.E5M2], ids=str)
 def test_fp8_caches_as_bytes(kv_dtype: ck.KVDtype, backend: str) -> None:
-    d = replace(E4M3, kv_dtype=kv_dtype, scales="none")
+    d = replace(E4M3, kv_dtype=kv_dtype, **PLAIN)
     device = device_of(backend)
     (k, v), slots = random_kv(d, 24), random_slots(d, 24, PAGES)
     memory = fresh(d, PAGES, device)
@@ -226,6 +232,16 @@ def test_fp8_caches_as_bytes(kv_dtype: ck.KVDtype, backend: str) -> None:
 @pytest.mark.parametrize("tokens", [0, 1, 7, 24])
 def test_any_number_of_tokens_up_to_the_maximum(tokens: int, backend: str) -> None:
     assert_appends(INT8, backend, tokens=tokens)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("tokens", [1, 37, 400])
+@pytest.mark.parametrize("d", [INT8, replace(E4M3, **HEAD), replace(E4M3, kv_dtype=None, **PLAIN)], ids=str)
+def test_threads_of_several_rows(d: ck.KVAppendDescriptor, tokens: int, backend: str) -> None:
+    """A plan for many tokens, whose threads take two or four rows: the last ones have none."""
+    plan = select(replace(d, num_tokens=2**17), backend)
+    assert backend == "cpu" or plan.sku.config.unroll == (4 if d.kv_dtype is K.BF16 else 2)
+    assert_appends(plan.descriptor, backend, tokens=tokens, pages=60)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
