@@ -52,6 +52,8 @@ def test_tma_serves_the_fast_shapes(head_dim: int, page_size: int) -> None:
     [
         ({"page_size": 1}, "page_size"),
         ({"page_size": 5}, "page_size"),
+        ({"page_size": 1, **STORAGES["e4m3"]}, "page_size"),
+        ({"page_size": 5, **STORAGES["int8 token"]}, "page_size"),
         ({"head_dim": 100}, "head_dim"),
         ({"layout": ck.KVLayout.HND.with_alignment(8)}, "16-byte"),
     ],
@@ -184,8 +186,9 @@ def test_a_forced_variant_is_taken_or_refused_never_replaced() -> None:
         chosen(A100, ck.PlanPreference(arch="sm90"))
     with pytest.raises(ck.Unsupported, match="runs on the cpu"):
         chosen(H200, ck.PlanPreference(arch="cpu"))
-    with pytest.raises(ck.Unsupported, match="page_size"):
-        chosen(H200, ck.PlanPreference(arch="sm90"), page_size=1)
+    for storage, page_size in product(STORAGES.values(), (1, 5)):
+        with pytest.raises(ck.Unsupported, match=f"page_size to be a multiple of 8, got {page_size}"):
+            chosen(H200, ck.PlanPreference(arch="sm90"), page_size=page_size, **storage)
 
 
 def test_rows_stay_whole_where_the_workspace_is_too_small() -> None:
