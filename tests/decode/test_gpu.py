@@ -105,7 +105,7 @@ def test_interleaved_k_and_v_views(storage: str, arch: str) -> None:
     """K and V as two views of one allocation, as vLLM keeps them."""
     shape = Shape(**STORAGES[storage])
     inputs = make_inputs(shape, "cuda")
-    both = torch.stack([inputs.k, inputs.v], dim=1)
+    both = torch.stack([cache.view(torch.uint8) for cache in (inputs.k, inputs.v)], dim=1).view(inputs.k.dtype)
     views = Inputs(shape, inputs.q, both[:, 0], both[:, 1], inputs.rows, **inputs.scales)
     plan = select(shape, arch)
     assert_bitwise(run(plan, views), run(plan, inputs))
