@@ -40,7 +40,7 @@ gpu-test: $(SETUP) ## the tests that need a GPU
 	$(PYTHON) -m pytest -m "gpu and exclusive" -q tests
 
 # API errors are left out: torch probes the driver for functions that it may lack
-sanitize: $(SETUP) ## every 16-bit variant under each tool of compute-sanitizer
+sanitize: $(SETUP) ## every variant under each tool of compute-sanitizer
 	@failed=; for tool in $(SANITIZERS); do \
 		echo "== $$tool"; \
 		PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool $$tool --report-api-errors no --error-exitcode 1 $(PYTHON) tests/sanitize.py \

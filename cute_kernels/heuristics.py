@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .config import SMEM_BYTES, TWO_CTAS_HEAD_DIM, Arch, DecodeConfig, Target, supports
+from .config import SMEM_BYTES, TWO_CTAS_HEAD_DIM, Arch, DecodeConfig, Target, packed_rows, supports
 from .cost_model import cost_of
 from .descriptors import DecodeProblem
 from .spec import kernel_spec
@@ -20,6 +20,7 @@ LARGEST_TILE_N = {"sm90": 64, "sm80": 32}
 RING_BYTES = 131_072  # in flight on an SM, over all its CTAs: 64 KB cost 2 to 4%, 192 KB 0 to 1%
 SHALLOWEST = {"sm90": 1, "sm80": 2}  # stages a warp
 FOUR_WARPS_HEAD_DIMS = (176, 192)  # padded: 8 warps and a producer leave a thread 168 registers, which spill (read from SASS)
+FOUR_WARPS_OF_8_BITS = (224, 8)  # the same with 8 bits above this padded head_dim and more packed rows than these
 
 
 def choose(problem: DecodeProblem, arch: Arch, target: Target, sm_count: int) -> DecodeConfig:
@@ -32,12 +33,20 @@ def choose(problem: DecodeProblem, arch: Arch, target: Target, sm_count: int) ->
 def candidates(problem: DecodeProblem, arch: Arch, target: Target) -> list[DecodeConfig]:
     """What the choice is made from, without duplicates."""
     found: dict[DecodeConfig, None] = {}
-    limit = 4 if problem.padded_head_dim in FOUR_WARPS_HEAD_DIMS else 8
+    limit = 4 if spills_with_8_warps(problem) else 8
     for tile_bytes, most_warps, ctas_per_sm in (SHAPES_OF_8_BITS if problem.has_8_bits else SHAPES)[arch]:
         if ctas_per_sm == 1 or (target == "sm_90a" and problem.head_dim <= TWO_CTAS_HEAD_DIM):
             tile_n = tile_tokens(problem, arch, tile_bytes)
             found[ring(problem, tile_n, min(most_warps, limit), ctas_per_sm, arch, target)] = None
     return list(found)
+
+
+def spills_with_8_warps(problem: DecodeProblem) -> bool:
+    """Whether 8 consumer warps and their producers leave a thread too few registers."""
+    if problem.padded_head_dim in FOUR_WARPS_HEAD_DIMS:
+        return True
+    head_dim, rows = FOUR_WARPS_OF_8_BITS
+    return problem.has_8_bits and problem.padded_head_dim > head_dim and packed_rows(problem.group_size) > rows
 
 
 def token_bytes(problem: DecodeProblem) -> int:

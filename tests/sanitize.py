@@ -1,4 +1,4 @@
-"""Runs every 16-bit variant, the merges of states and the appends once on a small shape, for compute-sanitizer: `make sanitize`.
+"""Runs every variant of 16 and 8 bits, the merges and the appends once on small shapes, for compute-sanitizer: `make sanitize`.
 
 Inputs are made and results checked on the CPU, so that the sanitizer sees little but the kernels of the package. A result
 that is not close to the f32 reference fails the run: a kernel that does nothing is not clean.
@@ -26,13 +26,20 @@ F16, BF16 = torch.float16, torch.bfloat16
 Result = tuple[torch.Tensor, torch.Tensor]
 LENGTHS = (0, 1, 700, 17, 129, 300)  # the long rows are cut where a plan cuts rows
 BAD_ROW, BAD_PAGE = 4, 2**31 - 1  # its first page is none of the pool: memcheck sees whether it is read
-OUT_ERROR, LSE_ERROR = 0.03, 0.01  # far above rounding, far below any wrong result
+OUT_ERROR, LSE_ERROR = 0.03, 0.01  # of the largest output, or of 1; far above rounding, far below any wrong result
 PREFERENCES = {"whole": {"max_workspace_bytes": 0}, "balanced": {}, "invariant": {"batch_invariant": True}}
+
+
+E4M3, E5M2, INT8 = ck.KVDtype.E4M3, ck.KVDtype.E5M2, ck.KVDtype.INT8
+NONE, HEAD, TOKEN, TOKEN_F16 = ck.KVScale.NONE, ck.KVScale.HEAD, ck.KVScale.TOKEN, ck.KVScale.TOKEN_F16
 
 
 @dataclass(frozen=True)
 class Case:
-    """page_size 0: a contiguous cache, whose rows all have 700 tokens. group: query heads a KV head; there are two."""
+    """page_size 0: a contiguous cache, whose rows all have 700 tokens. group: query heads a KV head; there are two.
+
+    k_dtype, v_dtype: what the caches store; None is q's.
+    """
 
     arch: str
     table_format: str
@@ -41,17 +48,30 @@ class Case:
     group: int
     page_size: int
     dtype: torch.dtype
+    k_dtype: ck.KVDtype | None = None
+    v_dtype: ck.KVDtype | None = None
+    k_scale: ck.KVScale = NONE
+    v_scale: ck.KVScale = NONE
 
     def __str__(self) -> str:
         cache = f"{self.table_format}-page{self.page_size}" if self.page_size else "contiguous"
         element = "f16" if self.dtype == F16 else "bf16"
-        return f"{self.arch}-{cache}-{self.partition}-d{self.head_dim}-group{self.group}-{element}"
+        own = f"{self.arch}-{cache}-{self.partition}-d{self.head_dim}-group{self.group}-{element}"
+        stored = ((self.k_dtype, self.k_scale), (self.v_dtype, self.v_scale))
+        if stored == ((None, NONE), (None, NONE)):
+            return own
+        names = ((element if dtype is None else dtype.value, str(scale).replace(" ", "_")) for dtype, scale in stored)
+        return "-".join([own, *(f"{cache}_{name}_{scale}" for cache, (name, scale) in zip("kv", names, strict=True))])
 
     @property
     def shape(self) -> Shape:
         lengths = LENGTHS if self.page_size else (700, 700)
         heads = {"num_heads": 2 * self.group, "num_kv_heads": 2, "head_dim": self.head_dim}
-        return Shape(**heads, page_size=self.page_size, lengths=lengths, dtype=self.dtype, table_format=self.table_format)
+        own = ck.KVDtype.F16 if self.dtype == F16 else ck.KVDtype.BF16
+        storage = {"kv_dtype": self.k_dtype or own, "v_dtype": self.v_dtype or own}
+        scales = {"k_scale": self.k_scale, "v_scale": self.v_scale}
+        table = {"page_size": self.page_size, "lengths": lengths, "table_format": self.table_format}
+        return Shape(**heads, **table, dtype=self.dtype, **storage, **scales)
 
 
 CASES = (
@@ -73,6 +93,21 @@ CASES = (
     Case("sm80", "csr", "invariant", 128, 8, 8, BF16),
     Case("sm80", "csr", "balanced", 256, 4, 1, F16),
     Case("sm80", "dense", "invariant", 128, 4, 0, BF16),
+    Case("sm90", "dense", "balanced", 128, 4, 16, BF16, E4M3, E4M3),
+    Case("sm90", "csr", "whole", 64, 1, 64, F16, E5M2, E5M2, HEAD, HEAD),
+    Case("sm90", "dense", "balanced", 128, 8, 16, BF16, INT8, INT8, TOKEN_F16, TOKEN_F16),
+    Case("sm90", "csr", "invariant", 64, 16, 8, F16, INT8, INT8, TOKEN, TOKEN),
+    Case("sm90", "dense", "balanced", 128, 4, 16, F16, None, E4M3, NONE, HEAD),
+    Case("sm90", "dense", "balanced", 256, 16, 64, BF16, E4M3, E4M3, TOKEN_F16, TOKEN),
+    Case("sm90", "dense", "invariant", 128, 4, 0, BF16, INT8, INT8, TOKEN_F16, TOKEN_F16),
+    Case("sm90", "dense", "balanced", 64, 4, 16, BF16, None, None, TOKEN, HEAD),
+    Case("sm80", "dense", "balanced", 128, 4, 1, BF16, E4M3, E4M3),
+    Case("sm80", "csr", "invariant", 64, 1, 16, F16, E5M2, E5M2, HEAD, TOKEN),
+    Case("sm80", "dense", "whole", 128, 16, 5, BF16, INT8, INT8, TOKEN_F16, TOKEN_F16),
+    Case("sm80", "dense", "balanced", 256, 4, 16, BF16, INT8, INT8, TOKEN, TOKEN),
+    Case("sm80", "csr", "balanced", 128, 8, 64, F16, None, E4M3, NONE, TOKEN_F16),
+    Case("sm80", "dense", "balanced", 33, 4, 1, BF16, E4M3, E4M3, HEAD, NONE),  # a byte a load
+    Case("sm80", "dense", "balanced", 128, 4, 0, BF16, INT8, INT8, TOKEN_F16, TOKEN_F16),
 )
 
 
@@ -82,18 +117,17 @@ MERGES = (
     ("sm80", ck.MergeStatesDescriptor(2, 3, 4, 7, torch.float32)),  # no pairs of columns
 )
 
-TOKEN = {"k_scale": ck.KVScale.TOKEN_F16, "v_scale": ck.KVScale.TOKEN_F16}
-INT8 = ck.KVAppendDescriptor(9, 3, 128, 8, BF16, ck.KVDtype.INT8, ck.KVLayout.NHD, **TOKEN)
+APPEND = ck.KVAppendDescriptor(9, 3, 128, 8, BF16, INT8, ck.KVLayout.NHD, k_scale=TOKEN_F16, v_scale=TOKEN_F16)
 ROTARY = ck.Rotary(num_heads=6, rotary_dim=64)
 APPENDS = (
-    ("sm90", INT8),
-    ("sm80", replace(INT8, head_dim=5, kv_dtype=ck.KVDtype.E4M3, layout=ck.KVLayout.HND)),  # an element a load, in integers
-    ("sm90", replace(INT8, head_dim=252, kv_dtype=ck.KVDtype.E4M3, dtype=F16)),  # several loads a thread
-    ("sm90", replace(INT8, table_format="dense")),
-    ("sm80", replace(INT8, table_format="csr", kv_dtype=ck.KVDtype.E4M3)),
-    ("sm90", replace(INT8, rotary=ROTARY)),
-    ("sm80", replace(INT8, rotary=replace(ROTARY, pairing="interleaved"), layout=ck.KVLayout.HND)),
-    ("sm90", replace(INT8, num_tokens=2**16, num_kv_heads=8)),  # several rows a thread
+    ("sm90", APPEND),
+    ("sm80", replace(APPEND, head_dim=5, kv_dtype=E4M3, layout=ck.KVLayout.HND)),  # an element a load, in integers
+    ("sm90", replace(APPEND, head_dim=252, kv_dtype=E4M3, dtype=F16)),  # several loads a thread
+    ("sm90", replace(APPEND, table_format="dense")),
+    ("sm80", replace(APPEND, table_format="csr", kv_dtype=E4M3)),
+    ("sm90", replace(APPEND, rotary=ROTARY)),
+    ("sm80", replace(APPEND, rotary=replace(ROTARY, pairing="interleaved"), layout=ck.KVLayout.HND)),
+    ("sm90", replace(APPEND, num_tokens=2**16, num_kv_heads=8)),  # several rows a thread
 )
 
 
@@ -102,7 +136,8 @@ def to_gpu(inputs: Inputs) -> tuple[Inputs, ck.PageTable | None]:
     table = inputs.table() if inputs.shape.page_size else None
     if table is not None:
         table = table._replace(operands=tuple(t if t is None else t.cuda() for t in table.operands))
-    return replace(inputs, q=inputs.q.cuda(), k=inputs.k.cuda(), v=inputs.v.cuda()), table
+    scales = {name: None if scale is None else scale.cuda() for name, scale in inputs.scales.items()}
+    return replace(inputs, q=inputs.q.cuda(), k=inputs.k.cuda(), v=inputs.v.cuda(), **scales), table
 
 
 def decode(case: Case) -> tuple[Result, Result]:
@@ -115,8 +150,8 @@ def decode(case: Case) -> tuple[Result, Result]:
     on_gpu, table = to_gpu(inputs)
     got = run(plan, on_gpu, table=table)
     if table is None:
-        return got, decode_contiguous(inputs.q, inputs.k, inputs.v)
-    return got, decode_paged(inputs.q, inputs.k, inputs.v, inputs.table())
+        return got, decode_contiguous(inputs.q, inputs.k, inputs.v, **inputs.scales)
+    return got, decode_paged(inputs.q, inputs.k, inputs.v, inputs.table(), **inputs.scales)
 
 
 def merge(arch: str, descriptor: ck.MergeStatesDescriptor) -> tuple[Result, Result]:
@@ -152,7 +187,7 @@ def append(arch: str, descriptor: ck.KVAppendDescriptor) -> tuple[Result, Result
     scale = torch.stack([t.cpu().float().view(-1, d.num_kv_heads)[last[kept]] for t in scales])
     by_slot = [(t if d.layout.order == "NHD" else t.transpose(1, 2)).flatten(0, 1) for t in (c.cpu().float() for c in caches)]
     stored = torch.stack([t[last[kept]] for t in by_slot])
-    largest = {ck.KVDtype.INT8: 127, ck.KVDtype.E4M3: 448}[d.stored[0]]
+    largest = {INT8: 127, E4M3: 448}[d.stored[0]]
     x = torch.stack([k, x[1]])[:, kept].float()
     return (stored * scale[..., None], scale), (x, x.abs().amax(-1) / largest)
 
@@ -183,11 +218,16 @@ def rotary_operands(d: ck.KVAppendDescriptor, k: torch.Tensor) -> tuple[dict[str
 
 
 def errors(got: Result, expected: Result) -> tuple[float, float]:
-    """The largest error of out and of lse, over rows that have tokens. Raises where an empty row is not empty."""
+    """The largest error of out, as a part of its largest or of 1, and of lse, over rows that have tokens.
+
+    Raises where an empty row is not empty.
+    """
     (out, lse), (exact, exact_lse) = (t.cpu() for t in got), expected
     empty = torch.isneginf(exact_lse)
     assert torch.equal(torch.isneginf(lse), empty) and not out[empty].any(), "empty rows"
-    return (out.float() - exact).abs().max().item(), (lse - exact_lse)[~empty].abs().max().item()
+    return ((out.float() - exact).abs().max() / exact.abs().max().clamp(min=1)).item(), (lse - exact_lse)[
+        ~empty
+    ].abs().max().item()
 
 
 def all_runs() -> dict[str, Callable[[], tuple[Result, Result]]]:
@@ -198,7 +238,7 @@ def all_runs() -> dict[str, Callable[[], tuple[Result, Result]]]:
     for arch, a in APPENDS:
         how = "" if a.table_format == "none" else f"-{a.table_format}"
         how += "" if a.rotary is None else f"-{a.rotary.pairing}"
-        how += "-wide" if a.num_tokens > INT8.num_tokens else ""
+        how += "-wide" if a.num_tokens > APPEND.num_tokens else ""
         runs[f"{arch}-append-d{a.head_dim}-{a.cache_type}{how}"] = partial(append, arch, a)
     return runs
 

@@ -70,8 +70,8 @@ class DecodeKernel:
     ):
         """q, out [batch, num_heads, head_dim]; k, v [pages, num_kv_heads, page_size, head_dim] (contiguous: a page per row).
 
-        k_scale, v_scale: [1], [num_kv_heads], a token's (kv_scale.fetch_scales), or None. tag: marks this plan's words, odd and
-        positive; status: address of the plan's 4 int32 status words.
+        k_scale, v_scale: [1], [num_kv_heads], or a token's (kv_scale.fetch_scales), or None. tag: marks this plan's words, odd
+        and positive; status: address of the plan's 4 int32 status words.
         """
         tables = tuple(t for t in (table0, table1, table2) if t is not None)
         caches, scales = self.mainloop.operands(k, v), (k_scale, v_scale)

@@ -104,7 +104,7 @@ def fetch_scales(
             )
         if cutlass.const_expr(scales.element_type.width < 8 * SCALE_BYTES):
             upper = cute.arch.vote_ballot_sync(Int64(address) % SCALE_BYTES != 0)
-            with cute.arch.elect_one():
+            if cute.arch.lane_idx() == 0:
                 ring.upper[token // LANES, stage] = upper
 
 

@@ -11,11 +11,18 @@ import torch
 import cute_kernels as ck
 from cute_kernels import heuristics
 from cute_kernels.config import DecodeConfig, supports
-from cute_kernels.dispatch import PRETEND, VARIANTS, explain
+from cute_kernels.dispatch import PRETEND, VARIANTS, DeviceFacts, explain
 from cute_kernels.spec import kernel_spec
 from cute_kernels.workspace import workspace_bytes
 
 H200, A100, CPU = PRETEND["h200"], PRETEND["a100"], PRETEND["cpu"]
+E4M3, E5M2, INT8 = ck.KVDtype.E4M3, ck.KVDtype.E5M2, ck.KVDtype.INT8
+STORAGES = {
+    "16 bits": {},
+    "e4m3": {"kv_dtype": E4M3},
+    "int8 token": {"kv_dtype": INT8, "k_scale": ck.KVScale.TOKEN_F16, "v_scale": ck.KVScale.TOKEN_F16},
+    "bf16/e5m2": {"v_dtype": E5M2},
+}
 
 
 def problem(**changes):
@@ -45,6 +52,8 @@ def test_tma_serves_the_fast_shapes(head_dim: int, page_size: int) -> None:
     [
         ({"page_size": 1}, "page_size"),
         ({"page_size": 5}, "page_size"),
+        ({"page_size": 1, **STORAGES["e4m3"]}, "page_size"),
+        ({"page_size": 5, **STORAGES["int8 token"]}, "page_size"),
         ({"head_dim": 100}, "head_dim"),
         ({"layout": ck.KVLayout.HND.with_alignment(8)}, "16-byte"),
     ],
@@ -60,18 +69,19 @@ def test_what_tma_cannot_take_goes_to_cp_async(changes: dict, reason: str) -> No
 @pytest.mark.parametrize("head_dim", [1, 7, 16, 40, 64, 96, 100, 128, 192, 255, 256])
 @pytest.mark.parametrize("group_size", [1, 4, 5, 16, 128])
 def test_every_head_dim_and_group_has_a_variant(facts, head_dim: int, group_size: int) -> None:
-    for page_size in (1, 5, 16, 17, 1024):
-        candidate = chosen(facts, head_dim=head_dim, num_heads=group_size, num_kv_heads=1, page_size=page_size)
+    for page_size, storage in product((1, 5, 16, 17, 1024), ("16 bits", "e4m3", "int8 token")):
+        shape = {"head_dim": head_dim, "num_heads": group_size, "num_kv_heads": 1, "page_size": page_size}
+        candidate = chosen(facts, **shape, **STORAGES[storage])
         assert supports(candidate.spec) == []
         assert (candidate.spec.group_size, candidate.spec.page_size) == (group_size, page_size)
 
 
 def test_every_reason_of_every_variant_is_given() -> None:
     with pytest.raises(ck.Unsupported) as caught:
-        _ = explain(problem(head_dim=300, kv_dtype=ck.KVDtype.E4M3), H200).chosen
+        _ = explain(problem(head_dim=300, kv_dtype=E4M3), H200).chosen
     text = str(caught.value)
     for part in (
-        "sm90_tma: kv_dtype = e4m3",
+        "sm90_tma: TMA needs head_dim to be a multiple of 32, got 300",
         "sm90_tma: head_dim=300",
         "sm80_cp_async: head_dim=300",
         "cpu_reference: runs on the cpu",
@@ -85,14 +95,57 @@ def test_float32_queries_run_on_the_cpu_only() -> None:
         chosen(H200, q_dtype=torch.float32)
 
 
-@pytest.mark.parametrize("kv_dtype", [ck.KVDtype.E4M3, ck.KVDtype.E5M2, ck.KVDtype.INT8])
-def test_8_bit_caches_run_on_the_cpu_only(kv_dtype: ck.KVDtype) -> None:
-    assert chosen(CPU, kv_dtype=kv_dtype).variant == "cpu_reference"
-    assert chosen(CPU, v_dtype=kv_dtype).variant == "cpu_reference"
+@pytest.mark.parametrize("kv_dtype", [E4M3, E5M2, INT8], ids=lambda d: d.value)
+@pytest.mark.parametrize(("facts", "variant"), [(H200, "sm90_tma"), (A100, "sm80_cp_async")], ids=["h200", "a100"])
+def test_8_bit_caches_run_on_the_tensor_cores(facts: DeviceFacts, variant: str, kv_dtype: ck.KVDtype) -> None:
+    """K and V each, with 16 bits for the other; the spec says what each is stored as, and q's type stays."""
+    for changes, stored in (
+        ({"kv_dtype": kv_dtype}, (kv_dtype.value, kv_dtype.value)),
+        ({"kv_dtype": kv_dtype, "v_dtype": ck.KVDtype.BF16}, (kv_dtype.value, "bf16")),
+        ({"v_dtype": kv_dtype}, ("bf16", kv_dtype.value)),
+    ):
+        candidate = chosen(facts, **changes)
+        assert candidate.variant == variant
+        assert (candidate.spec.k_type, candidate.spec.v_type, candidate.spec.element_type) == (*stored, "bf16")
+        assert (candidate.spec.k_scale, candidate.spec.v_scale) == ("none", "none")
+        assert supports(candidate.spec) == []
+    assert chosen(CPU, kv_dtype=kv_dtype).variant == chosen(CPU, v_dtype=kv_dtype).variant == "cpu_reference"
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "storage", "reason"),
+    [
+        (80, {"kv_dtype": E4M3}, "TMA needs head_dim to be a multiple of 32, got 80"),
+        (80, {"kv_dtype": INT8, "v_dtype": ck.KVDtype.BF16}, "TMA needs head_dim to be a multiple of 32, got 80"),
+        (100, {"kv_dtype": INT8}, "TMA needs 16-byte aligned strides, got 4"),
+        (33, {"kv_dtype": E5M2}, "TMA needs 16-byte aligned strides, got 1"),
+    ],
+    ids=["d80", "d80 int8/bf16", "d100", "d33"],
+)
+def test_head_dims_of_8_bits_that_tma_cannot_take_go_to_cp_async(head_dim: int, storage: dict, reason: str) -> None:
+    explanation = explain(problem(head_dim=head_dim, **storage), H200)
+    assert explanation.chosen.variant == "sm80_cp_async"
+    assert supports(explanation.chosen.spec) == []
+    assert reason in explanation.candidates[0].reasons
+    with pytest.raises(ck.Unsupported, match=reason):
+        chosen(H200, ck.PlanPreference(arch="sm90"), head_dim=head_dim, **storage)
+
+
+def test_a_head_of_an_odd_number_of_columns_may_not_mix_8_and_16_bits() -> None:
+    """No load that divides its 33 bytes holds an element of 2."""
+    mixed = {"head_dim": 33, "kv_dtype": INT8, "v_dtype": ck.KVDtype.BF16}
     for facts in (H200, A100):
-        for name in ("kv_dtype", "v_dtype"):
-            with pytest.raises(ck.Unsupported, match=f"{name} = {kv_dtype.value}: no GPU variant reads"):
-                chosen(facts, **{name: kv_dtype})
+        with pytest.raises(ck.Unsupported, match="vector_bytes=1 is less than an element of 2 bytes"):
+            chosen(facts, **mixed)
+    assert chosen(CPU, **mixed).variant == "cpu_reference"
+
+
+@pytest.mark.parametrize("facts", [H200, A100], ids=["h200", "a100"])
+@pytest.mark.parametrize("kv_dtype", [E4M3, E5M2, INT8], ids=lambda d: d.value)
+def test_8_bit_heads_over_256_columns_are_refused(kv_dtype: ck.KVDtype, facts: DeviceFacts) -> None:
+    for storage in ({"kv_dtype": kv_dtype}, {"v_dtype": kv_dtype}):
+        with pytest.raises(ck.Unsupported, match=r"head_dim=257 is outside 1\.\.256"):
+            chosen(facts, head_dim=257, **storage)
 
 
 @pytest.mark.parametrize("name", ["kv_dtype", "v_dtype"])
@@ -100,14 +153,31 @@ def test_a_16_bit_cache_has_the_dtype_of_q(name: str) -> None:
     for facts in (H200, A100, CPU):
         with pytest.raises(ck.Unsupported, match=f"{name} = f16: must be q's, bf16"):
             chosen(facts, **{name: ck.KVDtype.F16})
+        with pytest.raises(ck.Unsupported, match=f"{name} = f32: must be q's, bf16, or an 8-bit one"):
+            chosen(facts, **{name: ck.KVDtype.F32})
 
 
-@pytest.mark.parametrize("name", ["k_scale", "v_scale"])
-def test_scales_run_on_the_cpu_only(name: str) -> None:
-    assert chosen(CPU, **{name: ck.KVScale.TOKEN_F16}).variant == "cpu_reference"
-    for facts in (H200, A100):
-        with pytest.raises(ck.Unsupported, match=f"{name} = token f16: no GPU variant takes scales yet"):
-            chosen(facts, **{name: ck.KVScale.TOKEN_F16})
+@pytest.mark.parametrize("kv_dtype", [None, INT8], ids=["bf16", "int8"])
+@pytest.mark.parametrize(
+    ("scale", "form"),
+    [
+        (ck.KVScale.NONE, "none"),
+        (ck.KVScale.TENSOR, "head"),
+        (ck.KVScale.HEAD, "head"),
+        (ck.KVScale.TOKEN, "token_f32"),
+        (ck.KVScale.TOKEN_F16, "token_f16"),
+    ],
+    ids=str,
+)
+def test_scales_run_on_the_tensor_cores(scale: ck.KVScale, form: str, kv_dtype: ck.KVDtype | None) -> None:
+    """K's and V's apart. One scale for all is read as one a KV head is: the same kernel."""
+    for facts, variant in ((H200, "sm90_tma"), (A100, "sm80_cp_async")):
+        for name, forms in (("k_scale", (form, "none")), ("v_scale", ("none", form))):
+            candidate = chosen(facts, kv_dtype=kv_dtype, **{name: scale})
+            assert candidate.variant == variant
+            assert (candidate.spec.k_scale, candidate.spec.v_scale) == forms
+            assert supports(candidate.spec) == []
+    assert chosen(CPU, kv_dtype=kv_dtype, k_scale=scale, v_scale=scale).variant == "cpu_reference"
 
 
 def test_a_forced_variant_is_taken_or_refused_never_replaced() -> None:
@@ -116,8 +186,9 @@ def test_a_forced_variant_is_taken_or_refused_never_replaced() -> None:
         chosen(A100, ck.PlanPreference(arch="sm90"))
     with pytest.raises(ck.Unsupported, match="runs on the cpu"):
         chosen(H200, ck.PlanPreference(arch="cpu"))
-    with pytest.raises(ck.Unsupported, match="page_size"):
-        chosen(H200, ck.PlanPreference(arch="sm90"), page_size=1)
+    for storage, page_size in product(STORAGES.values(), (1, 5)):
+        with pytest.raises(ck.Unsupported, match=f"page_size to be a multiple of 8, got {page_size}"):
+            chosen(H200, ck.PlanPreference(arch="sm90"), page_size=page_size, **storage)
 
 
 def test_rows_stay_whole_where_the_workspace_is_too_small() -> None:
@@ -162,6 +233,13 @@ def test_the_spec_is_what_changes_generated_code() -> None:
         {"table_format": "csr"},
         {"lse_base": "2"},
         {"layout": ck.KVLayout.HND.with_alignment(4)},
+        *({"kv_dtype": dtype} for dtype in (E4M3, E5M2, INT8)),
+        {"v_dtype": E4M3},
+        *(
+            {name: scale}
+            for name in ("k_scale", "v_scale")
+            for scale in (ck.KVScale.HEAD, ck.KVScale.TOKEN, ck.KVScale.TOKEN_F16)
+        ),
     ]
     assert len({spec(), *(spec(**change) for change in changes)}) == len(changes) + 1
     partitions = [kernel_spec(problem(), "sm90", "sm_90a", config, partition=p) for p in ("whole", "balanced", "invariant")]
@@ -190,10 +268,13 @@ def test_slugs(gpu: str, slug: str) -> None:
     assert PRETEND[gpu].slug == slug
 
 
+@pytest.mark.parametrize("storage", STORAGES)
 @pytest.mark.parametrize(("gpu", "arch"), [("h200", "sm90"), ("h200", "sm80"), ("a100", "sm80"), ("l40s", "sm80")])
-def test_the_heuristic_fits_every_head_and_group(gpu: str, arch: str) -> None:
+def test_the_heuristic_fits_every_head_and_group(gpu: str, arch: str, storage: str) -> None:
     """No shape is rejected because the heuristic chose a configuration that `supports` refuses."""
-    for head_dim, group, (batch, length) in product(range(16, 257, 16), (1, 4, 8, 16, 128), ((1, None), (1, 1024), (64, 8192))):
-        described = problem(batch_size=batch, num_heads=2 * group, num_kv_heads=2, head_dim=head_dim, max_seq_len=length)
+    step, shapes = 16 if storage == "16 bits" else 32, ((1, None), (1, 1024), (64, 8192))
+    for head_dim, group, (batch, length) in product(range(step, 257, step), (1, 4, 8, 16, 128), shapes):
+        heads = {"num_heads": 2 * group, "num_kv_heads": 2, "head_dim": head_dim}
+        described = problem(batch_size=batch, **heads, max_seq_len=length, **STORAGES[storage])
         (candidate,) = (c for c in explain(described, PRETEND[gpu], ck.PlanPreference(arch=arch)).candidates if c.arch == arch)
         assert candidate.reasons == ()

@@ -84,6 +84,11 @@ class Inputs:
     k_scale: torch.Tensor | None = None
     v_scale: torch.Tensor | None = None
 
+    @property
+    def scales(self) -> dict[str, torch.Tensor | None]:
+        """What a plan's run is given of the scales."""
+        return {"k_scale": self.k_scale, "v_scale": self.v_scale}
+
     def table(self) -> ck.PageTable:
         """The page table in the shape's format, with two spare columns and hostile entries past each row's end."""
         device, lengths = self.q.device, self.shape.lengths
@@ -128,12 +133,12 @@ def make_inputs(shape: Shape, device: str, seed: int = 0, dead: float | None = N
     q = normal(batch, shape.num_heads, dim)
     if not shape.page_size:
         size = (batch, shape.num_kv_heads, shape.lengths[0], dim)
-        return _store(Inputs(shape, q, normal(*size), normal(*size)), size[:3], seed)
+        return store(Inputs(shape, q, normal(*size), normal(*size)), size[:3], seed)
     total = sum(shape.pages) + 3
     order = torch.randperm(total, device=device, generator=generator).int()
     rows = list(order[: sum(shape.pages)].split(shape.pages))
     inputs = Inputs(shape, q, *(normal(total, shape.num_kv_heads, shape.page_size, dim) for _ in range(2)), rows, beyond)
-    inputs = _store(inputs, (total, shape.page_size, shape.num_kv_heads), seed)
+    inputs = store(inputs, (total, shape.page_size, shape.num_kv_heads), seed)
     if dead is not None:
         poison(inputs, dead)
     if shape.order == "NHD":
@@ -141,8 +146,8 @@ def make_inputs(shape: Shape, device: str, seed: int = 0, dead: float | None = N
     return inputs
 
 
-def _store(inputs: Inputs, token_axes: tuple[int, ...], seed: int) -> Inputs:
-    """The same with caches of the shape's dtypes, and with its scales."""
+def store(inputs: Inputs, token_axes: tuple[int, ...], seed: int) -> Inputs:
+    """The same with caches of the shape's dtypes, and with its scales; token_axes: the shape of those a token and KV head."""
     shape, device = inputs.shape, inputs.q.device
     k_dtype, v_dtype = shape.kv_dtype, shape.v_dtype or shape.kv_dtype
     k_scale = make_scale(shape.k_scale, k_dtype, token_axes, shape.num_kv_heads, 2 * seed + 1)
@@ -187,11 +192,10 @@ def run(plan, inputs: Inputs, fill: float = NAN, table: ck.PageTable | None = No
     shape, q = inputs.shape, inputs.q
     out, lse = torch.full_like(q, fill), torch.full(q.shape[:2], fill, device=q.device)
     workspace = torch.full((plan.workspace_size(),), 0xCD, dtype=torch.uint8, device=q.device)
-    scales = {"k_scale": inputs.k_scale, "v_scale": inputs.v_scale}
     if not shape.page_size:
-        return plan.run(q, inputs.k, inputs.v, **scales, out=out, lse=lse, workspace=workspace)
+        return plan.run(q, inputs.k, inputs.v, **inputs.scales, out=out, lse=lse, workspace=workspace)
     caches = [c.transpose(1, 2) if shape.order == "NHD" else c for c in (inputs.k, inputs.v)]
-    return plan.run(q, *caches, table or inputs.table(), **scales, out=out, lse=lse, workspace=workspace)
+    return plan.run(q, *caches, table or inputs.table(), **inputs.scales, out=out, lse=lse, workspace=workspace)
 
 
 def attend(inputs: Inputs, row: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

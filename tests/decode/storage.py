@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,6 +13,11 @@ import cute_kernels as ck
 SCALES = (0.03, 7.0)  # smallest and largest, over what an element of the cache usually is
 INT8_UNIT, UNSCALED_INT8_UNIT = 40, 2  # the stored value of a usual element: most of the range, and a reasonable logit
 DEAD_INT8 = 127
+STORAGES: dict[str, dict[str, Any]] = {  # what the tests of other things than storage run with: fields of a Shape
+    "16 bits": {},
+    "e4m3": {"kv_dtype": ck.KVDtype.E4M3},
+    "int8 token": {"kv_dtype": ck.KVDtype.INT8, "k_scale": ck.KVScale.TOKEN_F16, "v_scale": ck.KVScale.TOKEN_F16},
+}
 
 
 def stored(values: Tensor, dtype: ck.KVDtype | None, scaled: bool) -> Tensor:

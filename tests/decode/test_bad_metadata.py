@@ -5,12 +5,14 @@ from __future__ import annotations
 import itertools
 import random
 import re
+from dataclasses import replace
 
 import pytest
 import torch
 from decode.bits import Result, differing_rows
 from decode.harness import BACKENDS, Inputs, Shape, assert_bitwise, assert_close, device_of, make_inputs, run, select
 from decode.metadata import INT_MAX, INT_MIN, copied, equivalent, to_device
+from decode.storage import STORAGES
 
 import cute_kernels as ck
 
@@ -63,7 +65,7 @@ def check_page_faults(plan: ck.PagedDecodePlan, inputs: Inputs, clean: Result) -
     count, num_pages = inputs.shape.pages[ROW], inputs.k.shape[0]
     places = {"first": [0], "middle": [count // 2], "last": [count - 1], "all": list(range(count))}
     for (name, place), value in itertools.product(places.items(), (-1, num_pages, INT_MAX, INT_MIN)):
-        broken = Inputs(inputs.shape, inputs.q, inputs.k, inputs.v, [pages.clone() for pages in inputs.rows])
+        broken = replace(inputs, rows=[pages.clone() for pages in inputs.rows])
         broken.rows[ROW][place] = value
         table = broken.table()
         masked, faults = equivalent(inputs, table)
@@ -81,6 +83,13 @@ def check_page_faults(plan: ck.PagedDecodePlan, inputs: Inputs, clean: Result) -
 @FORMATS
 def test_pages_outside_the_pool(table_format: str, batch_invariant: bool, backend: str) -> None:
     check_page_faults(*prepare(backend, lengths_for(backend), table_format=table_format, batch_invariant=batch_invariant))
+
+
+@EVERY_BACKEND
+@pytest.mark.parametrize("storage", [name for name in STORAGES if name != "16 bits"])
+def test_pages_outside_the_pool_of_8_bits(storage: str, backend: str) -> None:
+    """Nor are the scales of such pages read."""
+    check_page_faults(*prepare(backend, lengths_for(backend), **STORAGES[storage]))
 
 
 @EVERY_BACKEND
@@ -180,9 +189,15 @@ def corrupt(table: ck.PageTable, shape: Shape, row: int, kind: str, rng: random.
 
 
 @EVERY_BACKEND
-@PLANS
-@FORMATS
-def test_random_corruptions(table_format: str, batch_invariant: bool, backend: str) -> None:
+@pytest.mark.parametrize(
+    ("table_format", "batch_invariant", "storage"),
+    [
+        *itertools.product(("dense", "csr"), (False, True), ("16 bits",)),
+        ("dense", False, "e4m3"),
+        ("dense", True, "int8 token"),
+    ],
+)
+def test_random_corruptions(table_format: str, batch_invariant: bool, storage: str, backend: str) -> None:
     """Ten corrupt rows a launch: the others keep every bit, no NaN of a dead slot shows, and what is reported is there.
 
     Only pages under the default plan, where a row's length decides how others are cut.
@@ -192,7 +207,8 @@ def test_random_corruptions(table_format: str, batch_invariant: bool, backend: s
     lengths = tuple(
         16 * rng.randrange(most_pages + 1) for _ in range(batch)
     )  # whole pages: a length past the end shows no dead slot
-    plan, inputs, clean = prepare(backend, lengths, table_format=table_format, batch_invariant=batch_invariant)
+    options = {"table_format": table_format, "batch_invariant": batch_invariant, **STORAGES[storage]}
+    plan, inputs, clean = prepare(backend, lengths, **options)
     kinds = {"dense": ["page", "length"], "csr": ["page", "length", "indptr"]}[table_format] if batch_invariant else ["page"]
     table = to_device(inputs.table(), "cpu")
     wrong = torch.zeros((), dtype=torch.int64, device=inputs.q.device)

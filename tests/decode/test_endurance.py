@@ -6,11 +6,13 @@ import contextlib
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
 from decode.bits import Result, differing_rows
-from decode.harness import NAN, Inputs, Shape, assert_bitwise, assert_close, make_inputs, run, select
+from decode.harness import NAN, Inputs, Shape, assert_bitwise, assert_close, make_inputs, run, select, store
+from decode.storage import STORAGES
 
 import cute_kernels as ck
 from cute_kernels.compile import compiled_specs
@@ -35,7 +37,7 @@ class Buffers:
 
     def run(self) -> Result:
         self.out.fill_(NAN), self.lse.fill_(NAN)
-        kept = {"out": self.out, "lse": self.lse, "workspace": self.workspace}
+        kept = {**self.inputs.scales, "out": self.out, "lse": self.lse, "workspace": self.workspace}
         return self.plan.run(self.inputs.q, self.inputs.k, self.inputs.v, self.table, **kept)
 
 
@@ -67,14 +69,24 @@ class Rival:
             self.target.copy_(self.source)
 
 
-@PLANS
-@ARCHES
-@pytest.mark.parametrize("contended", [False, True], ids=["idle", "rival"])
-def test_ten_thousand_repeats(contended: bool, arch: str, batch_invariant: bool) -> None:
-    plan = select(CUT, arch, batch_invariant=batch_invariant)
+@pytest.mark.parametrize(
+    ("contended", "arch", "batch_invariant", "storage"),
+    [
+        *product((False, True), ("sm90", "sm80"), (False, True), ("16 bits",)),
+        (False, "sm90", False, "e4m3"),
+        (True, "sm90", True, "e4m3"),
+        (True, "sm90", False, "int8 token"),
+        (False, "sm90", True, "int8 token"),
+        (True, "sm80", False, "int8 token"),
+    ],
+)
+def test_ten_thousand_repeats(contended: bool, arch: str, batch_invariant: bool, storage: str) -> None:
+    """Idle, and with a rival for SMs and bandwidth."""
+    shape = replace(CUT, **STORAGES[storage])
+    plan = select(shape, arch, batch_invariant=batch_invariant)
     assert plan.workspace_size() > 0
     rival = Rival() if contended else None
-    repeat(plan, make_inputs(CUT, "cuda"), rival)
+    repeat(plan, make_inputs(shape, "cuda"), rival)
     torch.cuda.synchronize()  # the rival's memory is its own until it is done
 
 
@@ -187,11 +199,16 @@ def test_32_threads_at_first_use_compile_once() -> None:
 
 @ARCHES
 @pytest.mark.parametrize(
-    ("batch", "batch_invariant"),
-    [(65_535, False), (65_536, False), (70_000, False), (70_000, True)],
-    ids=["65535", "65536", "70000", "70000-invariant"],
+    ("batch", "batch_invariant", "storage"),
+    [
+        (65_535, False, "16 bits"),
+        (65_536, False, "16 bits"),
+        (70_000, False, "16 bits"),
+        (70_000, True, "16 bits"),
+        (70_000, False, "int8 token"),
+    ],
 )
-def test_large_batches(batch: int, batch_invariant: bool, arch: str) -> None:
+def test_large_batches(batch: int, batch_invariant: bool, storage: str, arch: str) -> None:
     """Rows of 0 to 40 tokens: 131,070 and more (row, KV head) work items, past 16,384 and past a grid axis of 65,535."""
     generator, pool, width = torch.Generator("cuda").manual_seed(batch), 4096, 3
 
@@ -201,13 +218,15 @@ def test_large_batches(batch: int, batch_invariant: bool, arch: str) -> None:
     def below(limit: int, *size: int) -> torch.Tensor:
         return torch.randint(limit, size, device="cuda", generator=generator, dtype=torch.int32)
 
-    shape = Shape(num_heads=4, num_kv_heads=2, head_dim=64, lengths=(0,) * batch, max_seq_len=48)
-    q, k, v = normal(batch, 4, 64), normal(pool, 2, 16, 64), normal(pool, 2, 16, 64)
+    shape = Shape(4, 2, 64, lengths=(0,) * batch, max_seq_len=48, **STORAGES[storage])
+    q = normal(batch, 4, 64)
+    inputs = store(Inputs(shape, q, normal(pool, 2, 16, 64), normal(pool, 2, 16, 64)), (pool, 16, 2), seed=batch)
     table, seq_lens = below(pool, batch, width), below(41, batch)
     plan = select(shape, arch, batch_invariant=batch_invariant)
     out, lse = torch.full_like(q, NAN), torch.full((batch, 4), NAN, device="cuda")
     workspace = torch.full((plan.workspace_size(),), 0xCD, dtype=torch.uint8, device="cuda")
-    plan.run(q, k, v, ck.PageTable.dense(table, seq_lens), out=out, lse=lse, workspace=workspace)
+    outputs = {"out": out, "lse": lse, "workspace": workspace}
+    plan.run(q, inputs.k, inputs.v, ck.PageTable.dense(table, seq_lens), **inputs.scales, **outputs)
     empty = seq_lens == 0
     assert torch.equal(torch.isneginf(lse), empty[:, None].expand(-1, 4)) and not torch.isnan(lse).any()
     assert torch.isfinite(out).all() and not out[empty].view(torch.int16).any()
@@ -215,7 +234,8 @@ def test_large_batches(batch: int, batch_invariant: bool, arch: str) -> None:
     picked = [*range(4), *range(65_528, batch)[:16], *range(batch - 4, batch), *below(batch, 300).tolist()]
     lengths = tuple(seq_lens[picked].tolist())
     rows = [table[row, : -(-length // 16)] for row, length in zip(picked, lengths, strict=True)]
-    assert_close(Inputs(replace(shape, lengths=lengths), q[picked], k, v, rows), out[picked], lse[picked])
+    found = replace(inputs, shape=replace(shape, lengths=lengths), q=q[picked], rows=rows)
+    assert_close(found, out[picked], lse[picked])
 
 
 @PLANS

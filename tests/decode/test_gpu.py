@@ -3,6 +3,7 @@
 import pytest
 import torch
 from decode.harness import NAN, Inputs, Shape, assert_bitwise, assert_close, make_inputs, run, select
+from decode.storage import STORAGES
 
 import cute_kernels as ck
 
@@ -68,33 +69,44 @@ def test_a_thousand_repeats_are_bitwise_equal(arch: str) -> None:
 
 
 @pytest.mark.parametrize("arch", ARCHES)
-@pytest.mark.parametrize("order", ["HND", "NHD"])
-def test_offsets_past_2_31_elements(order: str, arch: str) -> None:
+@pytest.mark.parametrize(
+    ("order", "storage"),
+    [("HND", "16 bits"), ("NHD", "16 bits"), ("NHD", "e4m3"), ("HND", "int8 token")],
+    ids=["HND", "NHD", "NHD-e4m3", "HND-int8 token"],
+)
+def test_offsets_past_2_31_elements(order: str, storage: str, arch: str) -> None:
     """A pool of 2.2e9 elements a cache; the rows' pages lie at its very end."""
-    shape = Shape(num_heads=32, num_kv_heads=8, page_size=64, lengths=(200, 1000), order=order, max_seq_len=1000)
+    heads = {"num_heads": 32, "num_kv_heads": 8, "page_size": 64}
+    shape = Shape(**heads, lengths=(200, 1000), order=order, max_seq_len=1000, **STORAGES[storage])
     inputs = make_inputs(shape, "cuda")
     pages = -(-2_200_000_000 // inputs.k[0].numel())
     big, shift = [], pages - inputs.k.shape[0]
     for cache in (inputs.k, inputs.v):
         size = (pages, *cache.shape[1:]) if order == "HND" else (pages, 64, 8, 128)
-        pool = torch.full(size, NAN, dtype=shape.dtype, device="cuda")
+        pool = torch.empty(size, dtype=cache.dtype, device="cuda").view(torch.uint8).fill_(0xFF).view(cache.dtype)  # NaN, or -1
         pool = pool.transpose(1, 2) if order == "NHD" else pool
-        pool[shift:] = cache
+        for page, values in enumerate(cache):
+            pool[shift + page] = values
         big.append(pool)
     assert big[0].numel() > 2**31
-    moved = Inputs(shape, inputs.q, *big, [row + shift for row in inputs.rows])
+    scales = {
+        name: None if scale is None else torch.cat([scale[:1].expand(shift, -1, -1), scale])
+        for name, scale in inputs.scales.items()
+    }
+    moved = Inputs(shape, inputs.q, *big, [row + shift for row in inputs.rows], **scales)
     plan = select(shape, arch)
     assert_bitwise(run(plan, moved), run(plan, inputs))
     assert_close(inputs, *run(plan, moved))
 
 
 @pytest.mark.parametrize("arch", ARCHES)
-def test_interleaved_k_and_v_views(arch: str) -> None:
+@pytest.mark.parametrize("storage", STORAGES)
+def test_interleaved_k_and_v_views(storage: str, arch: str) -> None:
     """K and V as two views of one allocation, as vLLM keeps them."""
-    shape = Shape()
+    shape = Shape(**STORAGES[storage])
     inputs = make_inputs(shape, "cuda")
-    both = torch.stack([inputs.k, inputs.v], dim=1)
-    views = Inputs(shape, inputs.q, both[:, 0], both[:, 1], inputs.rows)
+    both = torch.stack([cache.view(torch.uint8) for cache in (inputs.k, inputs.v)], dim=1).view(inputs.k.dtype)
+    views = Inputs(shape, inputs.q, both[:, 0], both[:, 1], inputs.rows, **inputs.scales)
     plan = select(shape, arch)
     assert_bitwise(run(plan, views), run(plan, inputs))
 
@@ -146,8 +158,9 @@ def test_forced_sm80_says_so() -> None:
     assert select(Shape(), "sm90").sku.arch == "sm90a"
 
 
+@pytest.mark.parametrize("storage", STORAGES)
 @pytest.mark.parametrize("length", [65_537, 131_072])
-def test_long_rows(length: int) -> None:
-    shape = Shape(num_heads=32, num_kv_heads=8, page_size=64, lengths=(length, 3), max_seq_len=length)
+def test_long_rows(length: int, storage: str) -> None:
+    shape = Shape(32, 8, page_size=64, lengths=(length, 3), max_seq_len=length, **STORAGES[storage])
     inputs = make_inputs(shape, "cuda")
     assert_close(inputs, *run(select(shape, "sm90"), inputs))

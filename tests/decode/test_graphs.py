@@ -9,7 +9,8 @@ from dataclasses import replace
 import pytest
 import torch
 from decode.bits import Result, differing_rows
-from decode.harness import NAN, Inputs, Shape, assert_close, make_inputs, select
+from decode.harness import NAN, Inputs, Shape, assert_close, make_inputs, select, store
+from decode.storage import STORAGES
 
 import cute_kernels as ck
 
@@ -25,30 +26,39 @@ Launch = Callable[..., Result]
 
 
 @pytest.mark.parametrize(
-    ("arch", "table_format", "batch_invariant"),
-    [("sm90", "dense", False), ("sm90", "csr", False), ("sm80", "dense", False), ("sm90", "dense", True)],
-    ids=["sm90-dense", "sm90-csr", "sm80-dense", "sm90-dense-invariant"],
+    ("arch", "table_format", "batch_invariant", "storage"),
+    [
+        ("sm90", "dense", False, "16 bits"),
+        ("sm90", "csr", False, "16 bits"),
+        ("sm80", "dense", False, "16 bits"),
+        ("sm90", "dense", True, "16 bits"),
+        ("sm90", "dense", False, "e4m3"),
+        ("sm90", "csr", False, "int8 token"),
+        ("sm80", "dense", False, "int8 token"),
+    ],
 )
-def test_paged_replays_equal_eager_runs(arch: str, table_format: str, batch_invariant: bool) -> None:
+def test_paged_replays_equal_eager_runs(arch: str, table_format: str, batch_invariant: bool, storage: str) -> None:
     """0 to all rows are live; rows have up to 3,072 tokens, so that CTAs cut them."""
-    shape = replace(SHAPE, table_format=table_format)
+    shape = replace(SHAPE, table_format=table_format, **STORAGES[storage])
     plan = select(shape, arch, batch_invariant=batch_invariant)
     assert plan.workspace_size() > 0
     generator = torch.Generator("cuda").manual_seed(16)
     size = (BATCH * WIDTH, shape.num_kv_heads, PAGE, shape.head_dim)
     k, v = (torch.randn(size, device="cuda", generator=generator).to(shape.dtype) for _ in range(2))
+    pool = store(Inputs(shape, k[0, :, 0], k, v), (BATCH * WIDTH, PAGE, shape.num_kv_heads), seed=16)
     tables = [_random_table(index, generator) for index in range(SETS)]
     queries = [_random_query(shape, generator) for _ in tables]
     operands = tables if table_format == "dense" else [_csr(*table) for table in tables]
 
     def launch(inputs: Set, **outputs: torch.Tensor) -> Result:
-        return plan.run(inputs[0], k, v, getattr(ck.PageTable, table_format)(*inputs[1:]), **outputs)
+        table = getattr(ck.PageTable, table_format)(*inputs[1:])
+        return plan.run(inputs[0], pool.k, pool.v, table, **pool.scales, **outputs)
 
     expected = _replay(plan, launch, [(q, *table) for q, table in zip(queries, operands, strict=True)])
     for q, (table, seq_lens), result in list(zip(queries, tables, expected, strict=True))[:CHECKED]:
         lengths = tuple(seq_lens.tolist())
         rows = [table[row, : -(-length // PAGE)] for row, length in enumerate(lengths)]
-        assert_close(Inputs(replace(shape, lengths=lengths), q, k, v, rows), *result)
+        assert_close(replace(pool, shape=replace(shape, lengths=lengths), q=q, rows=rows), *result)
 
 
 def test_contiguous_replays_equal_eager_runs() -> None:

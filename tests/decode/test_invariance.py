@@ -6,13 +6,14 @@ The same harness must find differences under the default plan and after one flip
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from decode.bits import Result, differing_rows
-from decode.harness import BACKENDS, NAN, Inputs, Shape, assert_close, device_of, select
+from decode.harness import BACKENDS, NAN, Inputs, Shape, assert_close, device_of, select, store
+from decode.storage import STORAGES
 
 import cute_kernels as ck
 
@@ -22,10 +23,14 @@ GPU_PROBES = (1, 2, 15, 16, 17, 63, 64, 65, 200, 255, 256, 257, 511, 777, 1000, 
 CPU_PROBES = (1, 15, 16, 17, 65, 200)
 GPU_BATCHES = {2: 200, 3: 200, 7: 100, 32: 60, 64: 50, 256: 16, 1024: 10}  # rows of a batch: batches
 CPU_BATCHES = {2: 10, 3: 10, 7: 10, 32: 5}
-GPU_RUNS = [(arch, captured) for arch in ("sm90", "sm80") for captured in (False, True)]
+GPU_RUNS = [
+    *((arch, captured, "16 bits") for arch in ("sm90", "sm80") for captured in (False, True)),
+    *(("sm90", captured, storage) for captured in (False, True) for storage in ("e4m3", "int8 token")),
+    ("sm80", False, "int8 token"),
+]
 RUNS = [
-    pytest.param("cpu", False, id="cpu"),
-    *(pytest.param(*run, id=f"{run[0]}-{'graph' if run[1] else 'eager'}", marks=pytest.mark.gpu) for run in GPU_RUNS),
+    *(pytest.param("cpu", False, storage, id=f"cpu-{storage}") for storage in STORAGES),
+    *(pytest.param(*run, id=f"{run[0]}-{'graph' if run[1] else 'eager'}-{run[2]}", marks=pytest.mark.gpu) for run in GPU_RUNS),
 ]
 
 
@@ -41,16 +46,15 @@ class Batch(NamedTuple):
 
 @dataclass
 class Probes:
-    """Probe rows, one of each length, over one pool of pages."""
+    """Probe rows, one of each length, over one pool of pages; fields: what a Shape says of the pool's storage."""
 
-    k: torch.Tensor
-    v: torch.Tensor
-    q: torch.Tensor
+    pool: Inputs
     table: torch.Tensor
     lengths: tuple[int, ...]
+    fields: dict[str, Any]
 
     @classmethod
-    def make(cls, device: str, lengths: tuple[int, ...]) -> Probes:
+    def make(cls, device: str, lengths: tuple[int, ...], storage: str = "16 bits") -> Probes:
         generator = torch.Generator(device).manual_seed(20)
         size = (POOL, SHAPE.num_kv_heads, PAGE, SHAPE.head_dim)
         k, v, q = (
@@ -59,14 +63,20 @@ class Probes:
         )
         width = -(-max(lengths) // PAGE)
         table = torch.rand(len(lengths), POOL, device=device, generator=generator).argsort(1)[:, :width].int()
-        return cls(k, v, q, table, lengths)
+        pool = Inputs(replace(SHAPE, **STORAGES[storage]), q, k, v)
+        return cls(store(pool, (POOL, PAGE, SHAPE.num_kv_heads), seed=20), table, lengths, STORAGES[storage])
+
+    @property
+    def q(self) -> torch.Tensor:
+        """The probes' queries."""
+        return self.pool.q
 
     @property
     def seq_lens(self) -> torch.Tensor:
         return torch.tensor(self.lengths, dtype=torch.int32, device=self.q.device)
 
     def shape(self, batch_size: int) -> Shape:
-        return Shape(page_size=PAGE, lengths=(0,) * batch_size, max_seq_len=max(self.lengths))
+        return Shape(page_size=PAGE, lengths=(0,) * batch_size, max_seq_len=max(self.lengths), **self.fields)
 
     def batch(self, size: int, generator: torch.Generator) -> Batch:
         """Probes in half of the places, rows of random lengths and pages in the others."""
@@ -91,9 +101,10 @@ class Probes:
 def launcher(plan: ck.PagedDecodePlan, probes: Probes) -> Callable[..., Result]:
     """launch(q, table, seq_lens, out=, lse=) with the probes' pool and a workspace that is kept from launch to launch."""
     workspace = torch.full((plan.workspace_size(),), 0xCD, dtype=torch.uint8, device=probes.q.device)
+    pool, kept = probes.pool, {**probes.pool.scales, "workspace": workspace}
 
     def launch(q: torch.Tensor, table: torch.Tensor, seq_lens: torch.Tensor, **outputs: torch.Tensor) -> Result:
-        return plan.run(q, probes.k, probes.v, ck.PageTable.dense(table, seq_lens), workspace=workspace, **outputs)
+        return plan.run(q, pool.k, pool.v, ck.PageTable.dense(table, seq_lens), **kept, **outputs)
 
     return launch
 
@@ -131,10 +142,10 @@ def compare(probes: Probes, alone: Result, plan: ck.PagedDecodePlan, batches: in
     return compared, int(wrong)
 
 
-@pytest.mark.parametrize(("backend", "captured"), RUNS)
-def test_a_row_alone_equals_the_row_in_any_batch(backend: str, captured: bool) -> None:
+@pytest.mark.parametrize(("backend", "captured", "storage"), RUNS)
+def test_a_row_alone_equals_the_row_in_any_batch(backend: str, captured: bool, storage: str) -> None:
     on_gpu = backend != "cpu"
-    probes = Probes.make(device_of(backend), GPU_PROBES if on_gpu else CPU_PROBES)
+    probes = Probes.make(device_of(backend), GPU_PROBES if on_gpu else CPU_PROBES, storage)
     single = select(probes.shape(1), backend, batch_invariant=True)
     assert single.precision_guarantee.batch_invariant and (single.workspace_size() > 0) == on_gpu
     alone = probes.alone(single)
@@ -146,7 +157,8 @@ def test_a_row_alone_equals_the_row_in_any_batch(backend: str, captured: bool) -
     assert compared >= (10_000 if on_gpu else 100)
     assert wrong == 0, f"of {compared} comparisons; (comparisons, differences) by batch size: {found}"
     rows = [pages[: -(-length // PAGE)] for pages, length in zip(probes.table, probes.lengths, strict=True)]
-    assert_close(Inputs(Shape(page_size=PAGE, lengths=probes.lengths), probes.q, probes.k, probes.v, rows), *alone)
+    shape = Shape(page_size=PAGE, lengths=probes.lengths, **probes.fields)
+    assert_close(replace(probes.pool, shape=shape, rows=rows), *alone)
 
 
 @pytest.mark.gpu

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from decode.harness import BACKENDS, LENGTHS, Shape, assert_close, make_inputs, run, select
+from decode.storage import STORAGES
 
 SHORT = (0, 1, 17, 64, 129)
 
@@ -23,6 +24,29 @@ def test_head_dims(head_dim: int, dtype: torch.dtype, backend: str) -> None:
 @pytest.mark.parametrize("head_dim", [1, 2, 5, 33, 36, 100, 120, 200, 255])
 def test_padded_head_dims(head_dim: int, backend: str) -> None:
     check(Shape(head_dim=head_dim, page_size=8, lengths=SHORT), backend)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    ("head_dim", "group", "page_size", "storage"),
+    [(32, 5, 8, "e4m3"), (96, 32, 1024, "int8 token"), (160, 8, 16, "e4m3"), (192, 12, 64, "int8 token"), (224, 2, 24, "e4m3")],
+    ids=str,
+)
+def test_other_heads_of_8_bits(head_dim: int, group: int, page_size: int, storage: str, backend: str) -> None:
+    """Those of 64, 128 and 256 columns and groups of 1, 4 and 16: test_scales.py."""
+    lengths = (0, 1, page_size - 1, page_size, page_size + 1, 3 * page_size + 1, 129)
+    check(Shape(2 * group, 2, head_dim, page_size, lengths, **STORAGES[storage]), backend)
+
+
+@pytest.mark.parametrize("backend", [b for b in BACKENDS if b.id != "sm90"])
+@pytest.mark.parametrize(
+    ("head_dim", "page_size", "storage"),
+    [(1, 2, "e4m3"), (33, 17, "int8 token"), (36, 5, "e4m3"), (80, 8, "e4m3"), (200, 1, "int8 token"), (255, 17, "e4m3")],
+    ids=str,
+)
+def test_padded_heads_of_8_bits(head_dim: int, page_size: int, storage: str, backend: str) -> None:
+    lengths = (0, 1, page_size, 31, 32, 33, 129)
+    check(Shape(head_dim=head_dim, page_size=page_size, lengths=lengths, **STORAGES[storage]), backend)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
