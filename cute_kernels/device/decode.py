@@ -18,7 +18,7 @@ from .kv_scale import Scaling, open_scaling
 from .kv_source import open_row, open_row_or_nothing
 from .mainloop_sm80 import CpAsyncMainloop
 from .mainloop_sm90 import TmaMainloop
-from .pack_gqa import fetch_query, hold_query, refresh_query, sync_consumers
+from .pack_gqa import fetch_query, hold_query, read_query, rescale_query, sync_consumers
 from .partials import open_workspace
 from .problem import Problem
 from .shared import Shared, allocate
@@ -115,10 +115,10 @@ class DecodeKernel:
         batch = Int32(problem.q.shape[0])
         mmas = make_mmas(spec)
         thr_mma, readers = mmas[1].get_slice(lane), make_readers(spec, mmas, lane, shared)
-        held, state = hold_query(spec), make_state(spec, thr_mma)
+        (held, inverses), state = hold_query(spec), make_state(spec, thr_mma)
         kv_head, head, heads = heads_of(spec, share.unit)
         scaling = open_scaling(spec, problem.scales, kv_head, scale_log2)
-        row, first, issued = share.row, share.tile, Int32(0)
+        row, first, issued, rescaled = share.row, share.tile, Int32(0), Int32(-1)  # rescaled: the row whose query is
         if unfinished(share, row, first):
             fetch_query(spec, problem.q, row, head, heads, shared.query[None, None, None, row % 2])
         start, length = open_row_or_nothing(spec, problem.tables, problem.k, row, batch)
@@ -129,7 +129,11 @@ class DecodeKernel:
             next_row, next_first = after(spec, piece)
             cute.arch.cp_async_wait_group(0)
             sync_consumers(spec)
-            query, inverses = refresh_query(spec, shared.query[None, None, None, row % 2], held, scaling.sign)
+            buffer = shared.query[None, None, None, row % 2]
+            if cutlass.const_expr(spec.rescales_query):
+                rescale_query(spec, buffer, inverses, scaling.sign, row != rescaled)
+                rescaled = row
+            query = read_query(spec, buffer, held)
             if next_row > row and unfinished(share, next_row, next_first):
                 fetch_query(spec, problem.q, next_row, head, heads, shared.query[None, None, None, next_row % 2])
             reset_state(state)

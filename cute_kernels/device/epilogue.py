@@ -57,7 +57,8 @@ def merge_row(spec: cutlass.Constexpr, row_max, row_sum, row: Int32, scaling: Sc
     shift = finite_or_zero(peak)
     total = Float32(0.0)
     for w in cutlass.range_constexpr(spec.num_warps):
-        weights[w] = cute.math.exp2((row_max[row, w] - shift) * scaling.log2, fastmath=True)
+        weight = cute.math.exp2((row_max[row, w] - shift) * scaling.log2, fastmath=True)
+        weights[w] = cutlass.select_(row_max[row, w] == -Float32.inf, Float32(0.0), weight)  # whatever the scale
         total += weights[w] * row_sum[row, w]
     lse = cute.math.log2(total) + (shift * scaling.log2 - spec.weight_bits)
     inverse = scaling.value / total

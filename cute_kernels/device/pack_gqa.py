@@ -80,38 +80,44 @@ def in_registers(spec: KernelSpec) -> bool:
     return spec.padded_head_dim <= (192 if spec.packed_rows > 1 else 96)
 
 
-def hold_query(spec: KernelSpec):
-    """Registers for the whole query [element, k16 step]; None where it is read from shared memory step by step."""
-    shape = (FRAGMENT, spec.padded_head_dim // MMA_K)
-    return cute.make_rmem_tensor(shape, ELEMENT_TYPES[spec.k_math]) if in_registers(spec) else None
+def hold_query(spec: KernelSpec) -> tuple:
+    """(registers for the whole query [element, k16 step], for row_factors' inverses [2]), each None where there is no need.
 
-
-def refresh_query(spec: KernelSpec, shared: cute.Tensor, held, sign: Float32) -> tuple:
-    """The query of a new piece as query_step takes it: read into the registers, or in its buffer; and row_factors' inverses.
-
-    The inverses are None where nothing is rescaled. sign: of K's scale.
+    A query that is not held is read from shared memory step by step; one that is not rescaled has no factors.
     """
-    inverses = None
-    if spec.rescales_query:
-        shared, inverses = rescale_query(spec, shared, sign)
+    shape = (FRAGMENT, spec.padded_head_dim // MMA_K)
+    held = cute.make_rmem_tensor(shape, ELEMENT_TYPES[spec.k_math]) if in_registers(spec) else None
+    return held, cute.make_rmem_tensor(2, Float32) if spec.rescales_query else None
+
+
+def read_query(spec: KernelSpec, shared: cute.Tensor, held) -> cute.Tensor:
+    """A query as query_step takes it: from a buffer [element, lane, k16 step] into the registers, or the buffer itself."""
+    source = in_math_type(spec, shared)
     if held is None:
-        return shared, inverses
+        return source
     for step in range(spec.padded_head_dim // MMA_K):
-        cute.autovec_copy(shared[None, cute.arch.lane_idx(), step], held[None, step])
-    return held, inverses
+        cute.autovec_copy(source[None, cute.arch.lane_idx(), step], held[None, step])
+    return held
+
+
+def in_math_type(spec: KernelSpec, shared: cute.Tensor) -> cute.Tensor:
+    """A buffer as it is once it is rescaled."""
+    return shared if spec.k_math == spec.element_type else cute.recast_tensor(shared, ELEMENT_TYPES[spec.k_math])
 
 
 @cute.jit
-def rescale_query(spec: cutlass.Constexpr, shared: cute.Tensor, sign: Float32) -> tuple:
-    """(the query rescaled in shared memory, row_factors' inverses): each step by one warp, once all have read it."""
-    factors, inverses = row_factors(spec, shared)
-    target = cute.recast_tensor(shared, ELEMENT_TYPES[spec.k_math])
-    sync_consumers(spec)
-    for step in cutlass.range(cute.arch.warp_idx(), spec.padded_head_dim // MMA_K, spec.num_warps, unroll=1):
-        fragment = rescaled(load_step(shared, step), factors, sign, target.element_type)
-        cute.autovec_copy(fragment, target[None, cute.arch.lane_idx(), step])
-    sync_consumers(spec)
-    return target, inverses
+def rescale_query(spec: cutlass.Constexpr, shared: cute.Tensor, inverses: cute.Tensor, sign: Float32, wanted: Boolean):
+    """Rescales a query in its buffer where that is `wanted`: each step by one warp, once all have read it.
+
+    inverses: of its row factors, f32 [2], set here. sign: of K's scale. A query that more than one piece needs is rescaled once.
+    """
+    if wanted:
+        factors, target = row_factors(spec, shared, inverses), in_math_type(spec, shared)
+        sync_consumers(spec)
+        for step in cutlass.range(cute.arch.warp_idx(), spec.padded_head_dim // MMA_K, spec.num_warps, unroll=1):
+            fragment = rescaled(load_step(shared, step), factors, sign, target.element_type)
+            cute.autovec_copy(fragment, target[None, cute.arch.lane_idx(), step])
+        sync_consumers(spec)
 
 
 def query_step(spec: KernelSpec, query: cute.Tensor, step: int) -> cute.Tensor:

@@ -25,9 +25,9 @@ def load_step(shared: cute.Tensor, step: int) -> cute.Tensor:
 
 
 @cute.jit
-def row_factors(spec: cutlass.Constexpr, shared: cute.Tensor) -> tuple:
-    """(factors, their inverses), f32 [2], of this lane's rows, lane / 4 and lane / 4 + 8. 1 where K is not converted to f16."""
-    factors, inverses = cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, Float32)
+def row_factors(spec: cutlass.Constexpr, shared: cute.Tensor, inverses: cute.Tensor) -> cute.Tensor:
+    """Factors of this lane's rows, lane / 4 and lane / 4 + 8, f32 [2], and into `inverses` theirs. 1 where K keeps q's type."""
+    factors = cute.make_rmem_tensor(2, Float32)
     if cutlass.const_expr(spec.k_bytes > 1):
         factors.fill(1.0)
         inverses.fill(1.0)
@@ -44,7 +44,7 @@ def row_factors(spec: cutlass.Constexpr, shared: cute.Tensor) -> tuple:
             peak = cute.arch.fmax(peak, cute.arch.shuffle_sync_bfly(peak, offset=2))
             field = cutlass.max(1, cutlass.min(MOST, TOP - (as_bits(peak) >> 23)))
             factors[r], inverses[r] = as_float(field << 23), as_float((INVERSE - field) << 23)
-    return factors, inverses
+    return factors
 
 
 @cute.jit
