@@ -97,9 +97,12 @@ class Record:
 
     @property
     def dtypes(self) -> str:
-        """The dtype of q, or of what is appended, and of the cache where it differs."""
+        """The dtype of q, or of what is appended, that of the cache where it differs, and what carries a scale."""
         incoming = self.case.dtype if self.case.operation == "append" else f"{self.case.dtype} q"
-        return self.case.dtype if self.kv_dtype == self.case.dtype else f"{incoming}, {self.kv_dtype} KV"
+        dtype = self.case.dtype if self.kv_dtype == self.case.dtype else f"{incoming}, {self.kv_dtype} KV"
+        if self.k_scale == self.v_scale:
+            return dtype if self.k_scale == "none" else f"{dtype}, {self.k_scale} scales"
+        return f"{dtype}, scales K {self.k_scale}, V {self.v_scale}"
 
     @property
     def pages(self) -> str:
@@ -109,9 +112,8 @@ class Record:
     def options(self) -> tuple[str, ...]:
         """What sets a case apart besides its rows, heads, dtypes and pages."""
         case = self.case
-        scales = tuple(f"{name} scale: {scale}" for name, scale in (("K", self.k_scale), ("V", self.v_scale)) if scale != "none")
         tables = tuple(option.upper() for option in (case.layout, case.table_format) if option in ("NHD", "csr"))
-        return (*scales, *tables, *((case.lengths.kind,) if isinstance(case.lengths, Spread) else ()))
+        return (*tables, *((case.lengths.kind,) if isinstance(case.lengths, Spread) else ()))
 
     @property
     def traits(self) -> tuple[str, ...]:

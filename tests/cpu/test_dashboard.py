@@ -61,8 +61,8 @@ def test_the_newest_result_beside_its_peers(page: Page) -> None:
 
 def test_an_eight_bit_cache_is_a_column_of_its_own(page: Page) -> None:
     view = page.gpus[1]
-    assert ("bf16 q, e4m3 KV", "pages of 16") in view.heat_map.columns
-    assert view.cases[EIGHT_BIT].options == "K scale: token-f16, V scale: token-f16"
+    assert ("bf16 q, e4m3 KV, token-f16 scales", "pages of 16") in view.heat_map.columns
+    assert view.cases[EIGHT_BIT].options == ""
 
 
 def test_every_case_is_once_in_the_heat_map(page: Page) -> None:

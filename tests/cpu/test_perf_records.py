@@ -111,7 +111,7 @@ def test_words_for_a_case() -> None:
     )
     assert (first.rows, first.traits) == ("64 x 128-32k", ("bf16", "pages of 16", "NHD", "CSR", "loguniform"))
     assert (second.rows, second.heads, second.traits) == ("1 x 128k + 31 x 4k", "32/8/128", ("f16", "contiguous"))
-    assert third.traits == ("bf16 q, int8 KV", "pages of 16", "K scale: token-f16", "V scale: token-f16")
+    assert third.traits == ("bf16 q, int8 KV, token-f16 scales", "pages of 16")
     assert third.case == SCALED
     assert (first.kv_dtype, first.k_scale, first.v_scale) == ("bf16", "none", "none")
 
@@ -143,7 +143,7 @@ def test_an_append_is_read_back_with_its_floor(tmp_path: Path) -> None:
     assert problems == [] and [entry.case for entry in records] == [case, case]
     ours = records[0]
     assert ours.name == "kv_append_kv8_d128_ps16_bf16_kvint8_token-f16_nhd_t8k" and ours.ratio == pytest.approx(20 / 18)
-    assert (ours.rows, ours.heads, ours.dtypes) == ("append 8k", "8/8/128", "bf16, int8 KV")
+    assert (ours.rows, ours.heads, ours.dtypes) == ("append 8k", "8/8/128", "bf16, int8 KV, token-f16 scales")
     assert "NHD" in ours.options
     (gpu,) = page_of(records, []).gpus
     shown = gpu.cases[case.name].results
