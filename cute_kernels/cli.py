@@ -8,7 +8,7 @@ import platform
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
 from typing import Annotated, Literal, cast
@@ -19,10 +19,11 @@ from rich.console import Console
 from rich.table import Table
 
 from . import __version__, tuned
-from .descriptors import DecodeProblem, FlashDecodingDescriptor, KVLayout, PagedDecodeDescriptor
+from .descriptors import DecodeProblem, FlashDecodingDescriptor, KVDtype, KVLayout, PagedDecodeDescriptor
 from .dispatch import PRETEND, DeviceFacts, Explanation, PlanPreference, VariantArch
 from .dispatch import explain as explain_problem
 from .errors import CuteKernelsError, MissingDependency, Unsupported
+from .kv_scale import KVScale
 from .plan import sku_of
 from .workspace import workspace_bytes, workspace_regions
 
@@ -40,6 +41,23 @@ class Dtype(str, Enum):
     f32 = "f32"
 
 
+class Scales(str, Enum):
+    """What carries a scale of K, and one of V."""
+
+    none = "none"
+    tensor = "tensor"
+    head = "head"
+    token = "token"
+    token_f16 = "token-f16"
+
+
+KV_SCALES = {
+    Scales.none: KVScale.NONE,
+    Scales.tensor: KVScale.TENSOR,
+    Scales.head: KVScale.HEAD,
+    Scales.token: KVScale.TOKEN,
+    Scales.token_f16: KVScale.TOKEN_F16,
+}
 TORCH_DTYPES = {Dtype.f16: torch.float16, Dtype.bf16: torch.bfloat16, Dtype.f32: torch.float32}
 
 
@@ -67,7 +85,9 @@ def _shape_command(handler: Callable[[Request], None]) -> Callable[..., None]:
         head_dim: Annotated[int, typer.Option(help="Elements of one head.")] = 128,
         page_size: Annotated[int, typer.Option(help="Tokens of a page; 0 for a contiguous cache.")] = 16,
         seq_len: Annotated[int, typer.Option(help="The longest row: a hint, or a contiguous cache's length.")] = 4096,
-        dtype: Annotated[Dtype, typer.Option(help="dtype of q and the cache.")] = Dtype.bf16,
+        dtype: Annotated[Dtype, typer.Option(help="dtype of q, and of the cache unless --kv-dtype is given.")] = Dtype.bf16,
+        kv_dtype: Annotated[KVDtype | None, typer.Option(help="What the cache stores; q's dtype by default.")] = None,
+        scales: Annotated[Scales, typer.Option(help="What carries a scale of K, and one of V.")] = Scales.none,
         table: Annotated[str, typer.Option(help="Page table: dense or csr.")] = "dense",
         alignment: Annotated[int, typer.Option(help="Bytes that strides and pointers keep.")] = 16,
         gpu: Annotated[str, typer.Option(help=f"Pretend a device: {', '.join(PRETEND)}. Default: this machine's.")] = "",
@@ -77,17 +97,25 @@ def _shape_command(handler: Callable[[Request], None]) -> Callable[..., None]:
         kind, layout = TORCH_DTYPES[dtype], KVLayout("HND", alignment)
         if page_size == 0:
             flash = FlashDecodingDescriptor(batch, heads, kv_heads, seq_len, head_dim, kind, alignment_bytes=alignment)
-            problem = flash.problem
+            problem = stored(flash, kv_dtype, scales)
         else:
             shape = (batch, heads, kv_heads, head_dim, page_size)
             table_format = cast('Literal["dense", "csr"]', table)
             paged = PagedDecodeDescriptor(*shape, kind, layout=layout, table_format=table_format, max_seq_len=seq_len)
-            problem = paged.problem
+            problem = stored(paged, kv_dtype, scales)
         preference = PlanPreference(arch=cast("VariantArch | None", arch or None))
         handler(Request(problem, _facts(gpu), preference, as_json))
 
     command.__doc__ = handler.__doc__
     return app.command(handler.__name__)(command)
+
+
+def stored(
+    descriptor: PagedDecodeDescriptor | FlashDecodingDescriptor, kv_dtype: KVDtype | None, scales: Scales
+) -> DecodeProblem:
+    """The problem of a descriptor whose K and V are stored and scaled alike."""
+    scale = KV_SCALES[scales]
+    return replace(descriptor, kv_dtype=kv_dtype, k_scale=scale, v_scale=scale).problem
 
 
 @_shape_command

@@ -45,6 +45,16 @@ def test_plan_prints_config_and_workspace(capfd, monkeypatch) -> None:
         assert part in out
 
 
+def test_8_bit_caches(capfd, monkeypatch) -> None:
+    code, out, _ = run(capfd, monkeypatch, "explain", *SHAPE, "--gpu", "h200", "--kv-dtype", "int8", "--scales", "token-f16")
+    assert code == 0
+    for part in ("cache int8, k_scale token f16, v_scale token f16", "sm90_tma", "chosen"):
+        assert part in out
+    code, out, _ = run(capfd, monkeypatch, "plan", *SHAPE, "--page-size", "0", "--gpu", "h200", "--kv-dtype", "e4m3", "--json")
+    assert code == 0
+    assert json.loads(out)["kv_dtype"] == "e4m3"
+
+
 def test_plan_as_data(capfd, monkeypatch) -> None:
     code, out, _ = run(capfd, monkeypatch, "plan", *SHAPE, "--page-size", "0", "--gpu", "h200", "--json")
     assert code == 0
@@ -70,6 +80,7 @@ def test_doctor(capfd, monkeypatch) -> None:
         (["explain", "--heads", "31"], ["InvalidProblem", "num_heads = 31", "multiple of num_kv_heads = 8"]),
         (["plan", "--gpu", "a100", "--arch", "sm90"], ["Unsupported", "capability 9.0"]),
         (["plan", "--gpu", "h200", "--head-dim", "300"], ["Unsupported", "head_dim=300"]),
+        (["plan", "--gpu", "h200", "--kv-dtype", "f16"], ["Unsupported", "kv_dtype = f16: must be q's, bf16"]),
         (["plan", "--arch", "sm7"], ["InvalidArgument", "arch", "'sm7'"]),
         (["plan", "--table", "coo"], ["InvalidProblem", "table_format = 'coo'"]),
         (["compile", "--gpu", "cpu"], ["Unsupported", "nothing to compile"]),
