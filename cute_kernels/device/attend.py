@@ -88,7 +88,7 @@ class TileReader:
         self.source = self.thr_copy.partition_S(ring)
         self.thr_mma = tiled_mma.get_slice(lane)
         self.rows, self.element_type = cute.size(ring, mode=[0]), ring.element_type
-        self.stored_type, self.by_instruction = stored_type, spec.target == "sm_90a"
+        self.stored_type, self.by_instruction = stored_type, spec.arch == "sm90"
         self.steps = cute.size(ring, mode=[1]) // 16
         self.load = {(2, False): self.load_units, (2, True): self.load_units, (1, False): self.load_k, (1, True): self.load_v}[
             spec.v_bytes if is_v else spec.k_bytes, is_v

@@ -14,7 +14,7 @@ INT8_BIAS = "0x64806480"  # 1024 + 128, twice: an int8 with its sign flipped, be
 
 
 def decode(stored_type: str, by_instruction: bool, word: Int32, pairs: tuple[str, str]) -> tuple[Int32, Int32]:
-    """Two registers of f16 from one of 8-bit elements. pairs: HALVES or PARITIES; by_instruction: e4m3, which sm_90a can."""
+    """Two registers of f16 from one of 8-bit elements. pairs: HALVES or PARITIES; by_instruction: e4m3, on SM90."""
     if stored_type == "int8":
         text = _int8(pairs)
     elif stored_type == "e5m2":

@@ -67,7 +67,7 @@ def check_tile(spec: KernelSpec, ptx: str) -> None:
         expected = elements // MMA * [spec.k_math, spec.v_math].count(element_type)
         assert len(re.findall(rf"mma\.sync\.aligned\.m16n8k16\.row\.col\.f32\.{element_type}\.", ptx)) == expected
     assert len(re.findall(r"ldmatrix\S*\.x4\.", ptx)) == spec.tile_bytes // LDMATRIX_BYTES
-    converted = elements // CONVERTED * [spec.k_type, spec.v_type].count("e4m3") if spec.target == "sm_90a" else 0
+    converted = elements // CONVERTED * [spec.k_type, spec.v_type].count("e4m3") if spec.arch == "sm90" else 0
     assert ptx.count("cvt.rn.f16x2.e4m3x2") == converted
 
 
