@@ -1,7 +1,7 @@
 """Whether a time changed between two revisions: a ratio with its interval, and a verdict that many cases share.
 
 The read kernel is the control of a comparison: the same code on both sides. The median of its ratios is the drift of the
-machine from one session to the other and is divided out; their spread around it is the A/A noise.
+machine from one run to the other and is divided out; their spread around it is the A/A noise.
 """
 
 from __future__ import annotations
