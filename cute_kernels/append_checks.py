@@ -118,7 +118,7 @@ def normalised(d: KVAppendDescriptor, operands: Operands, views: Views) -> Opera
     if views.caches:
         operands = operands._replace(k_cache=as_bytes(operands.k_cache), v_cache=as_bytes(operands.v_cache))
     if views.scales:
-        k_shape, v_shape = (scale.shapes(d.scale_axes(-1))[0] if scale else () for scale in d.scales)
+        k_shape, v_shape = (scale.kernel_shape(d.scale_axes(-1)) for scale in d.scales)
         k_scale, v_scale = scale_view(operands.k_scale, k_shape), scale_view(operands.v_scale, v_shape)
         operands = operands._replace(k_scale=k_scale, v_scale=v_scale)
     return operands
@@ -132,7 +132,7 @@ def _views(d: KVAppendDescriptor, operands: Operands) -> Views | None:
     odd = odd or (operands.cos_sin_cache is not None and _odd_unit_strides(operands.cos_sin_cache, d.angle_bytes))
     byte_views = any(cache.dtype in FLOAT8 for cache in (operands.k_cache, operands.v_cache))
     given = zip(d.scales, (operands.k_scale, operands.v_scale), strict=True)
-    scale_views = any(scale and t.dim() != len(scale.shapes(d.scale_axes(1))[0]) for scale, t in given)
+    scale_views = any(scale and t.dim() != len(scale.kernel_shape(d.scale_axes(1))) for scale, t in given)
     views = Views(odd, byte_views, scale_views)
     return views if any(views) else None
 

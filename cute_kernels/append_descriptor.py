@@ -19,6 +19,7 @@ from .descriptors import (
     _check_group,
     _check_storage,
     _StorageFields,
+    cache_type,
     vector_bytes,
 )
 from .errors import InvalidProblem, Unsupported
@@ -139,7 +140,7 @@ class KVAppendDescriptor(_StorageFields):
     @property
     def cache_type(self) -> str:
         """The short name of what the caches store: "int8", or "e4m3/f16" where K's and V's differ."""
-        return "/".join(dict.fromkeys(stored.value for stored in self.stored))
+        return cache_type(*self.stored)
 
     @property
     def columns(self) -> int:

@@ -69,8 +69,7 @@ class Rules:
     def scale_shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """The shapes in which a kernel takes k_scale and v_scale; -1 for the number of pages. () where there is none."""
         axes = self.scale_axes(-1)
-        k_scale, v_scale = (scale.shapes(axes)[0] if scale else () for scale in (self.problem.k_scale, self.problem.v_scale))
-        return k_scale, v_scale
+        return self.problem.k_scale.kernel_shape(axes), self.problem.v_scale.kernel_shape(axes)
 
     def scale_axes(self, num_pages: int) -> Axes:
         """The axes of scales per token."""

@@ -23,7 +23,7 @@ from .descriptors import DecodeProblem, FlashDecodingDescriptor, KVDtype, KVLayo
 from .dispatch import PRETEND, DeviceFacts, Explanation, PlanPreference, VariantArch
 from .dispatch import explain as explain_problem
 from .errors import CuteKernelsError, MissingDependency, Unsupported
-from .kv_scale import KVScale
+from .kv_scale import NAMED_SCALES
 from .plan import sku_of
 from .workspace import workspace_bytes, workspace_regions
 
@@ -51,13 +51,6 @@ class Scales(str, Enum):
     token_f16 = "token-f16"
 
 
-KV_SCALES = {
-    Scales.none: KVScale.NONE,
-    Scales.tensor: KVScale.TENSOR,
-    Scales.head: KVScale.HEAD,
-    Scales.token: KVScale.TOKEN,
-    Scales.token_f16: KVScale.TOKEN_F16,
-}
 TORCH_DTYPES = {Dtype.f16: torch.float16, Dtype.bf16: torch.bfloat16, Dtype.f32: torch.float32}
 
 
@@ -114,7 +107,7 @@ def stored(
     descriptor: PagedDecodeDescriptor | FlashDecodingDescriptor, kv_dtype: KVDtype | None, scales: Scales
 ) -> DecodeProblem:
     """The problem of a descriptor whose K and V are stored and scaled alike."""
-    scale = KV_SCALES[scales]
+    scale = NAMED_SCALES[scales.value]
     return replace(descriptor, kv_dtype=kv_dtype, k_scale=scale, v_scale=scale).problem
 
 

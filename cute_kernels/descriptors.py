@@ -191,8 +191,7 @@ class DecodeProblem:
     @property
     def cache_type(self) -> str:
         """The short name of what K and V are stored as: "int8", or "e4m3/f16" where they differ."""
-        names = (self.kv_dtype.value, self.v_dtype.value)
-        return names[0] if self.kv_dtype == self.v_dtype else "/".join(names)
+        return cache_type(self.kv_dtype, self.v_dtype)
 
     def __str__(self) -> str:
         cache = f"page_size {self.page_size}, {self.table_format} table" if self.source == "paged" else "contiguous"
@@ -393,6 +392,11 @@ class FlashDecodingDescriptor(_DecodeFields):
             k_scale=self.k_scale,
             v_scale=self.v_scale,
         )
+
+
+def cache_type(k_stored: KVDtype, v_stored: KVDtype) -> str:
+    """The short name of what K and V are stored as."""
+    return k_stored.value if k_stored == v_stored else f"{k_stored.value}/{v_stored.value}"
 
 
 def vector_bytes(row_bytes: int, alignment_bytes: int | None = None) -> int:

@@ -51,13 +51,17 @@ class KVScale:
         return f"{self.granularity} f16" if self.dtype == torch.float16 else self.granularity
 
     def shapes(self, axes: Axes) -> list[tuple[int, ...]]:
-        """The shapes that a scale tensor may have, given the axes of a token's scales; the first is what a kernel is given."""
+        """The shapes that a scale tensor may have, given the axes of a token's scales; the first is kernel_shape."""
         if self.granularity == "tensor":
             return [(1,), ()]
         if self.granularity == "head":
             return [(dict(axes)["num_kv_heads"],)]
         extents = tuple(extent for _, extent in axes)
         return [extents, (math.prod(extents),)] if axes[0][0] == "num_pages" else [extents]
+
+    def kernel_shape(self, axes: Axes) -> tuple[int, ...]:
+        """The shape in which a kernel takes a scale tensor; () where there is none."""
+        return self.shapes(axes)[0] if self else ()
 
     def meaning(self, axes: Axes) -> str:
         """The shapes, in words."""
@@ -73,6 +77,14 @@ KVScale.TENSOR = KVScale("tensor")
 KVScale.HEAD = KVScale("head")
 KVScale.TOKEN = KVScale("token")
 KVScale.TOKEN_F16 = KVScale("token", torch.float16)
+
+NAMED_SCALES = {  # as records and the command line spell them
+    "none": KVScale.NONE,
+    "tensor": KVScale.TENSOR,
+    "head": KVScale.HEAD,
+    "token": KVScale.TOKEN,
+    "token-f16": KVScale.TOKEN_F16,
+}
 
 
 def scale_of(name: str, scale: Tensor, num_kv_heads: int, rows: int) -> KVScale:

@@ -26,7 +26,7 @@ HOPELESS_TRIAL = 1.05  # times the fastest of a short trial: not timed in full
 HOPELESS_GROUP = 1.10  # times the winner on every problem of a group so far: not tried again
 GROUP_PROBLEMS = 3  # that a group must have shown before anything is given up for all of it
 FINALISTS = 6
-FLOOR = 0.02  # a smaller gain is noise
+FLOOR = 0.02  # a smaller change is noise, here and for perf.compare
 NOISE_FACTOR = 3.0  # and so is one within this many times the difference of two measurements of the same thing
 EDGE = math.sqrt(2)  # how far an entry reaches beyond the first and last measured extent, as a ratio
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import zlib
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -12,7 +11,7 @@ import cute_kernels as ck
 from perf.cases import Case
 from perf.correctness import GateResult
 from perf.inputs import DTYPES, ROTATED_BYTES, num_sets
-from perf.storage import KV_SCALES, static_scale
+from perf.storage import static_scale, storage
 
 SLOTS_PER_TOKEN = 2  # of the pool: tokens are scattered over it
 DECODE_TOKENS = 256  # up to here each token is another request's, at a random slot; above, tokens fill whole pages
@@ -87,10 +86,8 @@ def make_append_inputs(case: Case, device: torch.device, memory_bytes: int, rota
 
 def append_descriptor(case: Case) -> ck.KVAppendDescriptor:
     """The descriptor of an append case."""
-    scale = KV_SCALES[case.kv_scale]
     shape = (case.batch_size, case.num_kv_heads, case.head_dim, case.page_size, DTYPES[case.dtype])
-    storage: dict[str, Any] = {"kv_dtype": case.kv_dtype and ck.KVDtype(case.kv_dtype), "k_scale": scale, "v_scale": scale}
-    return ck.KVAppendDescriptor(*shape, **storage, layout=ck.KVLayout(case.layout))
+    return ck.KVAppendDescriptor(*shape, **storage(case), layout=ck.KVLayout(case.layout))
 
 
 def make_slots(case: Case, pages: int) -> torch.Tensor:

@@ -14,12 +14,11 @@ from typing import Literal
 import numpy as np
 from scipy import stats
 
+from cute_kernels.tuning import FLOOR, NOISE_FACTOR
 from perf.cases import READ
 from perf.history import Key, Revision
 from perf.records import Record
 
-FLOOR = 0.02  # a smaller change is never called
-NOISE_FACTOR = 3.0  # nor one within this many times the A/A noise
 FALSE_DISCOVERIES = 0.05  # their expected share among the calls
 CONFIDENCE = 0.95
 RESAMPLES = 2000

@@ -12,7 +12,7 @@ import torch
 
 from cute_kernels import KVDtype
 from perf.cases import Case
-from perf.storage import KV_SCALES, fill, quantize_normal, raw
+from perf.storage import fill, quantize_normal, raw, scale_of
 
 ROTATED_BYTES = 600 * 2**20  # of K and V over all sets: ten times the 60 MB L2 of an H200
 MIN_SETS = 2
@@ -141,7 +141,7 @@ def make_inputs(case: Case, device: torch.device, memory_bytes: int, rotated_byt
         kv_dtype = KVDtype(case.kv_dtype)
         stored = torch.empty(shape, dtype=kv_dtype.torch_dtype, device=device)
         tokens_first = stored.transpose(1, 2) if heads_first else stored
-        scale = quantize_normal(tokens_first, kv_dtype, KV_SCALES[case.kv_scale], normal)
+        scale = quantize_normal(tokens_first, kv_dtype, scale_of(case), normal)
         if scale is not None and scale.dim() == 3 and pages is None:
             scale = scale.transpose(1, 2).contiguous()
         return stored, scale

@@ -100,9 +100,7 @@ class Record:
         """The dtype of q, or of what is appended, that of the cache where it differs, and what carries a scale."""
         incoming = self.case.dtype if self.case.operation == "append" else f"{self.case.dtype} q"
         dtype = self.case.dtype if self.kv_dtype == self.case.dtype else f"{incoming}, {self.kv_dtype} KV"
-        if self.k_scale == self.v_scale:
-            return dtype if self.k_scale == "none" else f"{dtype}, {self.k_scale} scales"
-        return f"{dtype}, scales K {self.k_scale}, V {self.v_scale}"
+        return dtype if self.case.kv_scale is None else f"{dtype}, {self.case.kv_scale} scales"
 
     @property
     def pages(self) -> str:

@@ -4,24 +4,30 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
 from cute_kernels import KVScale
 from cute_kernels.descriptors import KVDtype
+from cute_kernels.kv_scale import NAMED_SCALES
 from cute_kernels.quantize import EIGHT_BIT, quantize_kv
-from perf.cases import Scale
+from perf.cases import Case
 
-KV_SCALES: dict[Scale | None, KVScale] = {
-    None: KVScale.NONE,
-    "tensor": KVScale.TENSOR,
-    "head": KVScale.HEAD,
-    "token": KVScale.TOKEN,
-    "token-f16": KVScale.TOKEN_F16,
-}
 INT8_RANGE = 4.0  # standard deviations that int8 holds where one scale serves many tokens
 DEAD_INT8 = 127  # int8 has no NaN: a value that shows where it is used
 CHUNK = 2**26  # elements that are quantised at once, in f32
+
+
+def scale_of(case: Case) -> KVScale:
+    """What carries a scale of K, and one of V."""
+    return NAMED_SCALES[case.kv_scale or "none"]
+
+
+def storage(case: Case) -> dict[str, Any]:
+    """The fields of a descriptor that say what the caches store."""
+    scale = scale_of(case)
+    return {"kv_dtype": case.kv_dtype and KVDtype(case.kv_dtype), "k_scale": scale, "v_scale": scale}
 
 
 def quantize_normal(

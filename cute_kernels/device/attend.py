@@ -10,7 +10,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import warp
 
-from ..config import TILE_M, KernelSpec
+from ..config import ELEMENT_BYTES, TILE_M, KernelSpec
 from .kv_codec import HALVES, PARITIES, decode
 from .kv_scale import SMALLEST_UNIT, Scaling, column_scales, scale_columns, settle_scales, widen_unit
 from .mask import mask_holes, mask_scores, zero_rows
@@ -90,9 +90,8 @@ class TileReader:
         self.rows, self.element_type = cute.size(ring, mode=[0]), ring.element_type
         self.stored_type, self.by_instruction = stored_type, spec.arch == "sm90"
         self.steps = cute.size(ring, mode=[1]) // 16
-        self.load = {(2, False): self.load_units, (2, True): self.load_units, (1, False): self.load_k, (1, True): self.load_v}[
-            spec.v_bytes if is_v else spec.k_bytes, is_v
-        ]
+        of_8_bits = self.load_v if is_v else self.load_k
+        self.load = of_8_bits if ELEMENT_BYTES[stored_type] == 1 else self.load_units
 
     def fragment(self, rows: int) -> cute.Tensor:
         """Registers for the B fragment of one k16 step, ((2, 2), rows / 8, 1)."""

@@ -15,6 +15,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64
 
 from ..config import SCALE_BYTES, KernelSpec
+from .cp_async import copy_async
 from .registers import as_bits, as_float
 
 LANES = cute.arch.WARP_SIZE
@@ -97,11 +98,7 @@ def fetch_scales(
             address = (scales.iterator + cute.crd2idx(coord, scales.layout)).toint()
         target = ring.words.iterator + cute.crd2idx((token, stage), ring.words.layout)
         if token < spec.tile_n:
-            word, size = Int64(address) & ~Int64(SCALE_BYTES - 1), Int32(SCALE_BYTES) if inside else Int32(0)
-            cute.arch.inline_ptx(
-                f"cp.async.ca.shared.global [{{$r0}}], [{{$r1}}], {SCALE_BYTES}, {{$r2}};",
-                read_only_args=[Int32(target.toint()), word, size],
-            )
+            copy_async(Int64(address) & ~Int64(SCALE_BYTES - 1), target.toint(), SCALE_BYTES, inside)
         if cutlass.const_expr(scales.element_type.width < 8 * SCALE_BYTES):
             upper = cute.arch.vote_ballot_sync(Int64(address) % SCALE_BYTES != 0)
             if cute.arch.lane_idx() == 0:

@@ -6,11 +6,12 @@ the end and columns past head_dim are filled with zeros by cp.async's source siz
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Int8, Int16, Int32, Int64
+from cutlass import Boolean, Int8, Int16, Int32
 
 from ..config import UNIT_BYTES, KernelSpec, RingShape
 from . import tile
 from .attend import Attention, attend_tile
+from .cp_async import copy_async
 from .kv_scale import fetch_scales
 from .kv_source import find_holes, find_page, inspect_row
 from .problem import Problem
@@ -118,11 +119,7 @@ class CpAsyncMainloop:
         if inside:
             source = (cache.iterator + cute.crd2idx(coord, cache.layout)).toint()
         if cutlass.const_expr(size >= 4):
-            mode = "cg" if cutlass.const_expr(size == 16) else "ca"
-            cute.arch.inline_ptx(
-                f"cp.async.{mode}.shared.global [{{$r0}}], [{{$r1}}], {size}, {{$r2}};",
-                read_only_args=[Int32(target), Int64(source), Int32(size) if inside else Int32(0)],
-            )
+            copy_async(source, target, size, inside)
         else:
             element = Int16
             if cutlass.const_expr(size == 1):

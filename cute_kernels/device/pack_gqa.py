@@ -11,9 +11,11 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64
 
 from ..config import MMA_K, KernelSpec
+from .cp_async import copy_async
 from .query_range import FRAGMENT, load_step, rescaled, row_factors
 from .tracing import ELEMENT_TYPES
 
+PAIR_BYTES = 4  # of two columns of the query
 CONSUMERS = 1  # named barrier of the consumer warps; 0 is the CTA's
 
 
@@ -60,19 +62,10 @@ def fetch_query(spec: cutlass.Constexpr, q: cute.Tensor, row: Int32, head: Int32
                 offset = Int64(cute.crd2idx((query_row, column), source.layout))
             if cutlass.const_expr(pair == 2):
                 target = shared.iterator + cute.crd2idx((e, lane, step), shared.layout)
-                copy_pair((source.iterator + offset).toint(), target.toint(), inside)
+                copy_async((source.iterator + offset).toint(), target.toint(), PAIR_BYTES, inside)
             else:
                 shared[e, lane, step] = source.iterator[offset] if inside else q.element_type(0.0)
     cute.arch.cp_async_commit_group()
-
-
-@cute.jit
-def copy_pair(source: Int64, target: Int32, inside: Boolean):
-    """Four bytes to shared memory by cp.async, zeros where `inside` is false."""
-    cute.arch.inline_ptx(
-        "cp.async.ca.shared.global [{$r0}], [{$r1}], 4, {$r2};",
-        read_only_args=[Int32(target), Int64(source), Int32(4) if inside else Int32(0)],
-    )
 
 
 def in_registers(spec: KernelSpec) -> bool:

@@ -10,6 +10,7 @@ from cutlass import Float32
 
 from ..config import MMA_K
 from .registers import as_bits, as_float
+from .softmax import quad_max
 
 FRAGMENT = 8  # elements of one lane's A fragment of a k16 step: (column pair, row, half of the columns)
 TOP = 127 + 15 + 127  # what the exponent fields of the factor and of the row's largest magnitude add up to
@@ -40,9 +41,7 @@ def row_factors(spec: cutlass.Constexpr, shared: cute.Tensor, inverses: cute.Ten
                 value = fragment[e].to(Float32)
                 peaks[e // 2 % 2] = cute.arch.fmax(peaks[e // 2 % 2], cute.arch.fmax(value, -value))
         for r in cutlass.range_constexpr(2):
-            peak = cute.arch.fmax(peaks[r], cute.arch.shuffle_sync_bfly(peaks[r], offset=1))
-            peak = cute.arch.fmax(peak, cute.arch.shuffle_sync_bfly(peak, offset=2))
-            field = cutlass.max(1, cutlass.min(MOST, TOP - (as_bits(peak) >> 23)))
+            field = cutlass.max(1, cutlass.min(MOST, TOP - (as_bits(quad_max(peaks[r])) >> 23)))
             factors[r], inverses[r] = as_float(field << 23), as_float((INVERSE - field) << 23)
     return factors
 

@@ -16,7 +16,7 @@ from perf.cases import Case, Operation
 from perf.correctness import OURS, Tolerance
 from perf.inputs import DTYPES, Inputs, InputSet, Pages
 from perf.providers.base import Candidate, NotSupported, Result
-from perf.storage import KV_SCALES
+from perf.storage import storage
 
 
 class Ours:
@@ -111,12 +111,6 @@ def contiguous_descriptor(case: Case) -> ck.FlashDecodingDescriptor:
     """The descriptor of a contiguous case."""
     shape = (case.batch_size, case.num_heads, case.num_kv_heads, case.tokens()[0], case.head_dim, DTYPES[case.dtype])
     return ck.FlashDecodingDescriptor(*shape, **storage(case))
-
-
-def storage(case: Case) -> dict[str, Any]:
-    """The fields of a descriptor that say what the caches store."""
-    scale = KV_SCALES[case.kv_scale]
-    return {"kv_dtype": case.kv_dtype and ck.KVDtype(case.kv_dtype), "k_scale": scale, "v_scale": scale}
 
 
 def scales(layer: InputSet) -> dict[str, torch.Tensor]:
