@@ -15,6 +15,7 @@ from cutlass import Boolean, Float32, Int32
 from ..config import KernelSpec
 from .epilogue import lse_factor
 from .partials import pairs_of, receive, send, word_at
+from .registers import quotient, remainder
 from .softmax import finite_or_zero
 from .work_scheduler import Piece
 
@@ -87,7 +88,8 @@ def combine_group(spec: cutlass.Constexpr, words: cute.Tensor, parts: Parts, pie
             index = begin + j * spec.num_warps * 32
             if index < piece.heads * pairs:
                 first, second, row_lse = normalised(states[None, j])
-                send(word_at(words, index % pairs, index // pairs, slot), first, second, row_lse, parts.tag)
+                place = remainder(index, pairs), quotient(index, pairs), slot
+                send(word_at(words, *place), first, second, row_lse, parts.tag)
 
 
 @cute.jit
@@ -116,7 +118,8 @@ def normalised(state: cute.Tensor) -> tuple[Float32, Float32, Float32]:
 @cute.jit
 def store_pair(spec: cutlass.Constexpr, state: cute.Tensor, piece: Piece, index: Int32, out: cute.Tensor, lse: cute.Tensor):
     """Writes a combined pair of columns, and the lse beside a head's first pair."""
-    head, column = piece.head + index // (spec.padded_head_dim // 2), index % (spec.padded_head_dim // 2) * 2
+    pairs = spec.padded_head_dim // 2
+    head, column = piece.head + quotient(index, pairs), remainder(index, pairs) * 2
     first, second, row_lse = normalised(state)
     for c in cutlass.range_constexpr(2):
         if column + c < spec.head_dim:
@@ -183,4 +186,4 @@ def collect(spec: cutlass.Constexpr, words: cute.Tensor, parts: Parts, work: Int
 def part_at(spec: KernelSpec, words: cute.Tensor, parts: Parts, index: Int32, part: Int32) -> cute.Pointer:
     """The word of one part at pair `index` of the row's heads."""
     pairs = spec.padded_head_dim // 2
-    return word_at(words, index % pairs, index // pairs, find_part(spec, parts, part))
+    return word_at(words, remainder(index, pairs), quotient(index, pairs), find_part(spec, parts, part))

@@ -21,6 +21,7 @@ from .mainloop_sm90 import TmaMainloop
 from .pack_gqa import fetch_query, hold_query, read_query, rescale_query, sync_consumers
 from .partials import open_workspace
 from .problem import Problem
+from .registers import quotient, remainder
 from .shared import Shared, allocate
 from .work_scheduler import (
     Piece,
@@ -94,19 +95,25 @@ class DecodeKernel:
         located = locate(spec, k)
         if cutlass.const_expr(self.overlap):
             cute.arch.griddepcontrol_launch_dependents()
-            cute.arch.griddepcontrol_wait()
-        batch = Int32(q.shape[0])
-        share = take_share(spec, tables, k, batch, located)
         if cutlass.const_expr(self.mainloop.producer_warps > 0):
+            # a share in each branch: behind one of all, and a wait, the compiler no longer takes the warps to be converged
             warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+            if warp == self.mainloop.ahead_warp:
+                self.mainloop.look_ahead(problem, shared, located)
             if warp < spec.num_warps:
-                self.consume(problem, shared, workspace, share, scale_log2)
+                self.consume(problem, shared, workspace, self.share_of(problem, located), scale_log2)
             elif warp == spec.num_warps:
-                self.mainloop.produce(problem, shared, share, scales=False)
-            elif cutlass.const_expr(self.mainloop.producer_warps > 1):
-                self.mainloop.produce(problem, shared, share, scales=True)
+                self.mainloop.produce(problem, shared, self.share_of(problem, located), scales=False)
+            elif cutlass.const_expr(spec.token_scales > 0):
+                self.mainloop.produce(problem, shared, self.share_of(problem, located), scales=True)
         else:
-            self.consume(problem, shared, workspace, share, scale_log2)
+            self.consume(problem, shared, workspace, self.share_of(problem, located), scale_log2)
+
+    def share_of(self, problem: Problem, located: tuple) -> Share:
+        """This CTA's share, once the kernels before this one are done."""
+        if self.overlap:
+            cute.arch.griddepcontrol_wait()
+        return take_share(self.spec, problem.tables, problem.k, Int32(problem.q.shape[0]), located)
 
     @cute.jit
     def consume(self, problem: Problem, shared: Shared, workspace, share: Share, scale_log2: Float32):
@@ -189,11 +196,11 @@ class DecodeKernel:
         others = self.continued(share, piece)
         owner = cutlass.select_(others, shared.schedule[3] * share.units + share.unit, cta)
         region = 2 * owner + (others | (piece.end < piece.tiles))
-        return region * MAX_BLOCKS + piece.first // block_of(piece.tiles)
+        return region * MAX_BLOCKS + quotient(piece.first, block_of(piece.tiles))
 
     def blocks(self, last: Int32, piece: Piece, tag: Int32) -> Parts:
         """All blocks of a row whose last one is in slot `last`."""
-        count = (piece.tiles + block_of(piece.tiles) - 1) // block_of(piece.tiles)
+        count = quotient(piece.tiles + block_of(piece.tiles) - 1, block_of(piece.tiles))
         first = last - count + 1
         return make_parts(self.spec, count, Int32(0), Int32(0), (first, first + 1, Int32(1)), tag)
 
@@ -208,7 +215,8 @@ class DecodeKernel:
             if cutlass.const_expr(spec.partition == "invariant"):
                 if piece.end == piece.tiles:
                     slot = self.slot_of(shared, share, piece)
-                    last = slot - piece.first // block_of(piece.tiles) + (piece.tiles - 1) // block_of(piece.tiles)
+                    block = block_of(piece.tiles)
+                    last = slot - quotient(piece.first, block) + quotient(piece.tiles - 1, block)
                     combine_row(spec, words, self.blocks(last, piece, tag), piece, problem.out, problem.lse)
             else:
                 self.finish_pieces(problem, shared, words, share, piece, tag)
@@ -217,11 +225,12 @@ class DecodeKernel:
     def finish_pieces(self, problem: Problem, shared: Shared, words, share: Share, piece: Piece, tag: Int32):
         """Under the balanced partition: combines the row, or a group, whose last piece this share began with."""
         spec, group = self.spec, cutlass.const_expr(group_of(self.spec))
-        opener, index = shared.schedule[3], cute.arch.block_idx()[0] // share.units - shared.schedule[3]
-        low, slot = index // group * group, 2 * (opener * share.units + share.unit)
+        opener = shared.schedule[3]
+        index = quotient(cute.arch.block_idx()[0], share.units) - opener
+        low, slot = index - remainder(index, group), 2 * (opener * share.units + share.unit)
         slots = (slot + 1, slot + 2 * share.units, 2 * share.units)
         if piece.stop == piece.tiles:
-            parts = make_parts(spec, index - low + 1, index // group, low, slots, tag)
+            parts = make_parts(spec, index - low + 1, quotient(index, group), low, slots, tag)
             combine_row(spec, words, parts, piece, problem.out, problem.lse)
         elif index == low + group - 1:
             combine_group(spec, words, make_parts(spec, Int32(group), Int32(0), low, slots, tag), piece)

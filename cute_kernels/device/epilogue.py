@@ -14,6 +14,7 @@ from ..config import TILE_M, KernelSpec
 from .attend import WarpState, value_column
 from .kv_scale import Scaling, unit_of
 from .partials import pairs_of, send, word_at
+from .registers import quotient, remainder
 from .softmax import finite_or_zero, quad_sum, rows_of
 from .work_scheduler import Piece
 
@@ -88,7 +89,7 @@ def store_final(spec: cutlass.Constexpr, merge: tuple, piece: Piece, out, lse, s
     values = cute.make_rmem_tensor(width, out.element_type)
     targets = cute.zipped_divide(target, (1, width))
     for i in cutlass.range(cute.arch.thread_idx()[0], piece.heads * per_row, spec.num_warps * 32, unroll=1):
-        row, column = i // per_row, i % per_row
+        row, column = quotient(i, per_row), remainder(i, per_row)
         weights, row_lse = merge_row(spec, row_max, row_sum, row, scaling)
         for c in cutlass.range_constexpr(width):
             values[c] = merged(spec, acc, weights, row, column * width + c).to(out.element_type)
@@ -107,11 +108,17 @@ def store_partial(spec: cutlass.Constexpr, merge: tuple, piece: Piece, words, sl
         values = cute.make_rmem_tensor((3, together), Float32)
         for j in cutlass.range_constexpr(together):  # all reads before the first store: their latencies overlap
             i = cutlass.min(begin + j * threads, work - 1)
-            row, pair = i // per_row, i % per_row
+            row, pair = quotient(i, per_row), remainder(i, per_row)
             weights, values[2, j] = merge_row(spec, row_max, row_sum, row, scaling)
             for c in cutlass.range_constexpr(2):
                 values[c, j] = merged(spec, acc, weights, row, 2 * pair + c)
         for j in cutlass.range_constexpr(together):
             i = begin + j * threads
             if i < work:
-                send(word_at(words, i % per_row, i // per_row, slot), values[0, j], values[1, j], values[2, j], tag)
+                send(
+                    word_at(words, remainder(i, per_row), quotient(i, per_row), slot),
+                    values[0, j],
+                    values[1, j],
+                    values[2, j],
+                    tag,
+                )

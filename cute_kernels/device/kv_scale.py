@@ -16,7 +16,7 @@ from cutlass import Boolean, Float32, Int32, Int64
 
 from ..config import SCALE_BYTES, KernelSpec
 from .cp_async import copy_async
-from .registers import as_bits, as_float
+from .registers import as_bits, as_float, remainder
 
 LANES = cute.arch.WARP_SIZE
 EXPONENT = 0x7F800000  # bits of an f32
@@ -74,35 +74,43 @@ def head_scale(scales: cute.Tensor, kv_head: Int32) -> Float32:
 
 
 @cute.jit
-def fetch_scales(
-    spec: cutlass.Constexpr,
-    ring,
-    scales,
-    page: Int32,
-    position: Int32,
-    kv_head: Int32,
-    token: Int32,
-    stage: Int32,
-    inside: Boolean,
-):
-    """Each lane starts to copy the word that holds a token's scale, or zeros. Nothing where there is no scale a token.
+def find_scale(spec: cutlass.Constexpr, scales, page: Int32, position: Int32, kv_head: Int32, inside: Boolean):
+    """Where each lane's token has its scale: (address, whether to read it, `upper` of the lanes' tokens).
 
-    ring: a ScaleRing or None. scales: [pages, page_size, num_kv_heads], contiguous [batch, num_kv_heads, tokens]. position: of
-    the token in its row; token: in the tile, group * 32 + lane; nothing is copied for one past the tile.
+    scales: [pages, page_size, num_kv_heads], contiguous [batch, num_kv_heads, tokens]. position: of the token in its row.
     """
-    if cutlass.const_expr(ring is not None):
-        paged = cutlass.const_expr(spec.page_size > 0)
-        coord = (page, position % spec.page_size, kv_head) if paged else (page, kv_head, position)
-        address = scales.iterator.toint()
-        if inside:
-            address = (scales.iterator + cute.crd2idx(coord, scales.layout)).toint()
-        target = ring.words.iterator + cute.crd2idx((token, stage), ring.words.layout)
-        if token < spec.tile_n:
-            copy_async(Int64(address) & ~Int64(SCALE_BYTES - 1), target.toint(), SCALE_BYTES, inside)
-        if cutlass.const_expr(scales.element_type.width < 8 * SCALE_BYTES):
-            upper = cute.arch.vote_ballot_sync(Int64(address) % SCALE_BYTES != 0)
-            if cute.arch.lane_idx() == 0:
-                ring.upper[token // LANES, stage] = upper
+    coord = (page, kv_head, position)
+    if cutlass.const_expr(spec.page_size):
+        coord = (page, remainder(position, spec.page_size), kv_head)
+    address, upper = Int64(scales.iterator.toint()), Int32(0)
+    if inside:
+        address = Int64((scales.iterator + cute.crd2idx(coord, scales.layout)).toint())
+    if cutlass.const_expr(scales.element_type.width < 8 * SCALE_BYTES):
+        upper = cute.arch.vote_ballot_sync(address % SCALE_BYTES != 0)
+    return address, inside, upper
+
+
+@cute.jit
+def fetch_scales(rings: tuple, found: list, stage: Int32):
+    """Each lane starts to copy the words that hold its tokens' scales, or zeros; lane 0 stores which half of them.
+
+    found: for each 32 tokens of the tile [K's, V's] by find_scale, None where rings has None.
+    """
+    for group in cutlass.range_constexpr(len(found)):
+        token = group * LANES + cute.arch.lane_idx()
+        for ring, (address, inside, _) in with_scales(rings, found[group]):
+            if token < cute.size(ring.words, mode=[0]):
+                target = ring.words.iterator + cute.crd2idx((token, stage), ring.words.layout)
+                copy_async(address & ~Int64(SCALE_BYTES - 1), target.toint(), SCALE_BYTES, inside)
+    if cute.arch.lane_idx() == 0:  # once, behind all copies: a branch between them makes two of one
+        for group in cutlass.range_constexpr(len(found)):
+            for ring, (_, _, upper) in with_scales(rings, found[group]):
+                ring.upper[group, stage] = upper
+
+
+def with_scales(rings: tuple, found: list) -> list:
+    """(ring, what find_scale found) of K and of V, where they have a scale a token."""
+    return [both for both in zip(rings, found, strict=True) if both[0] is not None]
 
 
 @cute.jit
@@ -132,6 +140,12 @@ def settle(ring: ScaleRing, stage: Int32, half: cutlass.Constexpr) -> Int32:
                 ring.words[token, stage] = bits
             peak = cutlass.max(peak, bits & 0x7FFFFFFF)
     return peak
+
+
+def find_scales(spec: KernelSpec, scales: tuple, *where) -> list:
+    """find_scale of K's and V's scales, None where there is none a token. where: what else it takes."""
+    forms = spec.k_token_scale, spec.v_token_scale
+    return [find_scale(spec, one, *where) if form else None for one, form in zip(scales, forms, strict=True)]
 
 
 def half_to_float(bits: Int32) -> Float32:

@@ -5,6 +5,8 @@ row's end is `num_pages`, one past the last: TMA fills such a box with zeros, an
 lengths come from the caller's device memory and are not trusted: what is out of range is never read, and is reported.
 """
 
+from dataclasses import dataclass
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64
@@ -13,6 +15,28 @@ from .partials import store_words
 
 LONGEST = 2**31 - 1
 PAGE_FAULT, LENGTH_FAULT, INDPTR_FAULT, SLOT_FAULT, POSITION_FAULT = 1, 2, 3, 4, 5  # kinds in the status words
+
+
+@dataclass(frozen=True)
+class Unsettled:
+    """A tensor of a page table that the kernel before this one may yet write to.
+
+    Reads pass by L1, which would keep the old value. Two of them may disagree, so that what one has bounded is past the end
+    for the next: an index of a 1-D tensor is clamped.
+    """
+
+    tensor: cute.Tensor
+
+    @property
+    def shape(self) -> tuple:
+        """That of the tensor."""
+        return self.tensor.shape
+
+    def __getitem__(self, coord: Int32 | tuple) -> Int32:
+        """The entry as it is now."""
+        if not isinstance(coord, tuple):
+            coord = cutlass.max(0, cutlass.min(coord, Int32(self.shape[0]) - 1))
+        return cute.arch.load(self.tensor.iterator + cute.crd2idx(coord, self.tensor.layout), Int32, cop="cg")
 
 
 def bounded(pages: Int32, page_size: int) -> Int32:

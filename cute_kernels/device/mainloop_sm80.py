@@ -12,7 +12,7 @@ from ..config import UNIT_BYTES, KernelSpec, RingShape
 from . import tile
 from .attend import Attention, attend_tile
 from .cp_async import copy_async
-from .kv_scale import fetch_scales
+from .kv_scale import fetch_scales, find_scales
 from .kv_source import find_holes, find_page, inspect_row
 from .problem import Problem
 from .shared import Shared, read_holes
@@ -84,8 +84,8 @@ class CpAsyncMainloop:
                 if cute.arch.lane_idx() == 0:
                     shared.holes[stage] = holes
             inside = position < piece.length and pages >= 0 and pages < num_pages
-            for scales, ring in zip(problem.scales, shared.scales, strict=True):
-                fetch_scales(spec, ring, scales, pages, position, piece.kv_head, cute.arch.lane_idx(), stage, inside)
+            if cutlass.const_expr(spec.token_scales > 0):
+                fetch_scales(shared.scales, [find_scales(spec, problem.scales, pages, position, piece.kv_head, inside)], stage)
             both = tuple(zip(problem.caches, shared.rings, spec.rings, strict=True))
             for caches in (both,) if spec.k_bytes == spec.v_bytes else ((one,) for one in both):
                 self.fetch_tokens(caches, num_pages, piece, token_tile, stage, pages)

@@ -1,6 +1,7 @@
 """SM90 mainloop: a producer warp issues a TMA box per page into a ring of mbarriers; consumer warps take tiles in turn.
 
-Scales of tokens have a producer warp of their own: beside the boxes they took a warp longer than a tile takes to come.
+Scales of tokens have a producer warp of their own: beside the boxes they took a warp longer than a tile takes to come. Where
+there are none, that warp looks ahead; with two CTAs an SM a warp more would leave too few registers to each.
 
 Tile i lies in stage i % num_stages and belongs to warp i % num_warps. num_stages is a multiple of num_warps, so a stage always
 has the same reader: with several, a fast one passes a parity that an older phase satisfied and reads garbage.
@@ -14,14 +15,16 @@ from cutlass.cute.nvgpu import cpasync
 from ..config import TILE_M, UNIT_BYTES, KernelSpec, RingShape
 from . import tile
 from .attend import Attention, attend_tile
-from .kv_scale import fetch_scales
-from .kv_source import find_holes, find_page, inspect_row, open_row_or_nothing
+from .kv_scale import fetch_scales, find_scales
+from .kv_source import Unsettled, find_holes, find_page, inspect_row, open_row_or_nothing
 from .problem import Problem
+from .registers import quotient, remainder
 from .shared import Shared, read_holes
-from .work_scheduler import Piece, Share, after, make_piece, unfinished
+from .work_scheduler import Piece, Share, after, make_piece, take_share, unfinished
 
 EVICT_FIRST = 0x12F0000000000000  # L2 policy: KV is read once
 EVICT_NORMAL = 0x1000000000000000
+AHEAD = 4  # a quarter of the ring is asked for ahead: what is more delays the loads themselves
 
 
 def in_units(cache: cute.Tensor) -> cute.Tensor:
@@ -41,9 +44,11 @@ class TmaMainloop:
 
     def __init__(self, spec: KernelSpec):
         self.spec = spec
-        self.producer_warps = 2 if spec.token_scales else 1
+        self.producer_warps = 2  # one for K and V, one for the tokens' scales
+        self.ahead_warp = spec.num_warps + (-1 if spec.token_scales else 1)
         self.boxes = spec.tile_n // spec.box_rows
         self.arrivals = 1 + (32 + 1 if spec.token_scales else 0)  # at a full barrier: K and V, a lane's scales, their flags
+        self.releases = 32 if spec.token_scales else 1  # at an empty one: each lane has read scales, one alone the holes
 
     def operands(self, k: cute.Tensor, v: cute.Tensor) -> tuple:
         """(K atom, K coordinates, V atom, V coordinates) of caches [pages, heads, slots, head_dim] in any strides."""
@@ -73,15 +78,41 @@ class TmaMainloop:
 
     @cute.jit
     def prepare(self, operands: tuple, barriers: cute.Pointer):
-        """Fetches the tensor maps ahead. Full barriers (the producer arrives), then empty ones (the stage's reader arrives)."""
+        """Fetches the tensor maps ahead. Full barriers (the producers arrive), then empty ones (the stage's reader does)."""
         if cute.arch.thread_idx()[0] == 0:
             for atom in (operands[0], operands[2]):
                 cpasync.prefetch_descriptor(atom)
             for stage in cutlass.range_constexpr(self.spec.num_stages):
                 cute.arch.mbarrier_init(barriers + stage, self.arrivals)
-                cute.arch.mbarrier_init(barriers + self.spec.num_stages + stage, 1)
+                cute.arch.mbarrier_init(barriers + self.spec.num_stages + stage, self.releases)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
+
+    @cute.jit
+    def look_ahead(self, problem: Problem, shared: Shared, located: tuple):
+        """Asks L2 for the first tiles of this CTA's share while the kernel before still runs, by lengths and tables as they are.
+
+        Whatever that kernel may yet write to them, nothing that is read here goes further than into a prefetch.
+        """
+        spec, k, batch = self.spec, problem.k, Int32(problem.q.shape[0])
+        tables = tuple(Unsettled(table) for table in problem.tables)
+        atom_k, coords_k, atom_v, coords_v = problem.caches
+        gmem_k = self._partition(atom_k, coords_k, shared.rings[0], spec.rings[0])[1]
+        gmem_v = self._partition(atom_v, coords_v, shared.rings[1], spec.rings[1])[1]
+        share = take_share(spec, tables, k, batch, located)
+        start, length = open_row_or_nothing(spec, tables, k, share.row, batch)
+        piece = make_piece(spec, share, share.row, start, length, share.tile, Int32(0))
+        pages = find_page(spec, tables, start, length, self.token_of_lane(piece.first), Int32(k.shape[0]))
+        most = cutlass.const_expr(min(32, max(1, spec.num_stages // AHEAD) * self.boxes))
+        for box in cutlass.range(cutlass.min((piece.stop - piece.first) * self.boxes, most), unroll=1):
+            place = self.box_at(piece, piece.first * self.boxes + box, cute.arch.shuffle_sync(pages, box))
+            cute.prefetch(atom_k, gmem_k[None, place])
+            cute.prefetch(atom_v, gmem_v[None, place])
+
+    def box_at(self, piece: Piece, index: Int32, page: Int32) -> tuple:
+        """The coordinates of box `index` of a row, which lies on `page`."""
+        slot = remainder(index, self.spec.page_size // self.spec.box_rows) if self.spec.page_size else index
+        return (slot, 0, piece.kv_head, page)
 
     @cute.jit
     def produce(self, problem: Problem, shared: Shared, share: Share, scales: cutlass.Constexpr):
@@ -98,7 +129,10 @@ class TmaMainloop:
             next_row, next_tile = after(spec, piece)
             next_start, next_length = open_row_or_nothing(spec, tables, k, next_row, batch)
             next_pages = self.lookup(tables, next_start, next_length, next_tile, Int32(k.shape[0]))
-            self.issue(problem, shared, piece, pages, scales)
+            if cutlass.const_expr(scales):
+                self.issue_scales(problem, shared, piece, pages)
+            else:
+                self.issue(problem, shared, piece, pages)
             if piece.first == 0 and not scales:
                 with cute.arch.elect_one():
                     inspect_row(spec, tables, row, problem.status)
@@ -115,8 +149,8 @@ class TmaMainloop:
         return tile * self.spec.tile_n + cute.arch.lane_idx() * self.spec.box_rows
 
     @cute.jit
-    def issue(self, problem: Problem, shared: Shared, piece: Piece, pages: Int32, scales: cutlass.Constexpr):
-        """The tiles of one piece, each once its stage is free. Lane l of `pages` has the page of box l from the first tile on."""
+    def issue(self, problem: Problem, shared: Shared, piece: Piece, pages: Int32):
+        """K and V of a piece, each tile once its stage is free. Lane l of `pages` has the page of its box l."""
         spec, tables, num_pages = self.spec, problem.tables, Int32(problem.k.shape[0])
         tiles_ahead = cutlass.const_expr(32 // self.boxes)
         upcoming, holes = pages, Int32(0)
@@ -125,14 +159,21 @@ class TmaMainloop:
             if ahead == 0:
                 pages, tile = upcoming, piece.first + i
                 upcoming = self.lookup(tables, piece.start, piece.length, tile + tiles_ahead, num_pages)
-                if cutlass.const_expr(spec.source == "paged" and not scales):
+                if cutlass.const_expr(spec.source == "paged"):
                     holes = find_holes(self.token_of_lane(tile), piece.length, pages, num_pages, piece.row, problem.status)
-            stage, turn = (piece.issued + i) % spec.num_stages, (piece.issued + i) // spec.num_stages
-            cute.arch.mbarrier_wait(shared.barriers + spec.num_stages + stage, (turn + 1) % 2)
-            if cutlass.const_expr(scales):
-                self.issue_scales(problem, shared, piece, i, pages, ahead * self.boxes, stage)
-            else:
-                self.issue_boxes(problem, shared, piece, i, pages, ahead * self.boxes, holes, stage)
+            stage = self.await_stage(shared, piece.issued + i)
+            self.issue_boxes(problem, shared, piece, i, pages, ahead * self.boxes, holes, stage)
+
+    @cute.jit
+    def await_stage(self, shared: Shared, ordinal: Int32) -> Int32:
+        """The stage of the share's tile `ordinal`, once it is free."""
+        stage, parity = self.turn_of(ordinal)
+        cute.arch.mbarrier_wait(shared.barriers + self.spec.num_stages + stage, parity ^ 1)
+        return stage
+
+    def turn_of(self, ordinal: Int32) -> tuple[Int32, Int32]:
+        """(stage, parity of its full barrier) of the share's tile `ordinal`."""
+        return remainder(ordinal, self.spec.num_stages), quotient(ordinal, self.spec.num_stages) & 1
 
     @cute.jit
     def issue_boxes(
@@ -149,40 +190,53 @@ class TmaMainloop:
             cute.arch.mbarrier_arrive_and_expect_tx(full, spec.tile_bytes)
         for box in cutlass.range_constexpr(self.boxes):
             page = cute.arch.shuffle_sync(pages, lane + box)
-            slot = (piece.first + i) * self.boxes + box
-            if cutlass.const_expr(spec.page_size):
-                slot = slot % (spec.page_size // spec.box_rows)
-            box_of = (slot, 0, piece.kv_head, page)
-            cute.copy(atom_k, gmem_k[None, box_of], smem_k[None, box, stage], tma_bar_ptr=full, cache_policy=policy)
-            cute.copy(atom_v, gmem_v[None, box_of], smem_v[None, box, stage], tma_bar_ptr=full, cache_policy=policy)
+            place = self.box_at(piece, (piece.first + i) * self.boxes + box, page)
+            cute.copy(atom_k, gmem_k[None, place], smem_k[None, box, stage], tma_bar_ptr=full, cache_policy=policy)
+            cute.copy(atom_v, gmem_v[None, place], smem_v[None, box, stage], tma_bar_ptr=full, cache_policy=policy)
 
     @cute.jit
-    def issue_scales(self, problem: Problem, shared: Shared, piece: Piece, i: Int32, pages: Int32, lane: Int32, stage: Int32):
-        """The scales of the piece's tile i, a token a lane."""
-        spec, num_pages, full = self.spec, Int32(problem.k.shape[0]), shared.barriers + stage
-        for group in cutlass.range_constexpr(-(-spec.tile_n // 32)):
-            token = group * 32 + cute.arch.lane_idx()
+    def issue_scales(self, problem: Problem, shared: Shared, piece: Piece, pages: Int32):
+        """The scales of a piece, a token a lane, found before their stage is free. `pages` as `issue` has them."""
+        tiles_ahead = cutlass.const_expr(32 // self.boxes)
+        upcoming = pages
+        for i in cutlass.range(piece.stop - piece.first, unroll=1):
+            ahead = i % tiles_ahead
+            if ahead == 0:
+                pages, later = upcoming, piece.first + i + tiles_ahead
+                upcoming = self.lookup(problem.tables, piece.start, piece.length, later, Int32(problem.k.shape[0]))
+            found = self.find_scales(problem, piece, i, pages, ahead * self.boxes)
+            stage = self.await_stage(shared, piece.issued + i)
+            fetch_scales(shared.scales, found, stage)
+            arrive_after_copies(shared.barriers + stage)
+            if cute.arch.lane_idx() == 0:  # for what this lane stored itself
+                cute.arch.mbarrier_arrive(shared.barriers + stage)
+
+    def find_scales(self, problem: Problem, piece: Piece, i: Int32, pages: Int32, lane: Int32) -> list:
+        """Where the scales of the piece's tile i are: [K's, V's] of each 32 tokens. Its pages are in the lanes from `lane` on."""
+        spec, num_pages, found = self.spec, Int32(problem.k.shape[0]), []
+        for token in range(0, spec.tile_n, 32):
+            token += cute.arch.lane_idx()
             page = cute.arch.shuffle_sync(pages, lane + cutlass.min(token // spec.box_rows, self.boxes - 1))
             position = (piece.first + i) * spec.tile_n + token
-            inside = position < piece.length and page >= 0 and page < num_pages
-            for scales, ring in zip(problem.scales, shared.scales, strict=True):
-                fetch_scales(spec, ring, scales, page, position, piece.kv_head, token, stage, inside)
-        arrive_after_copies(full)
-        if cute.arch.lane_idx() == 0:  # for what this lane stored in fetch_scales
-            cute.arch.mbarrier_arrive(full)
+            inside = (position < piece.length) & (page >= 0) & (page < num_pages)
+            found.append(find_scales(spec, problem.scales, page, position, piece.kv_head, inside))
+        return found
 
     @cute.jit
     def consume(self, piece: Piece, attention: Attention, problem: Problem, shared: Shared):
         """This warp's tiles of one piece: those whose place in the CTA's stream is its own modulo num_warps."""
         spec, barriers = self.spec, shared.barriers
         for i in cutlass.range(self.order(piece), piece.stop - piece.first, spec.num_warps, unroll=1):
-            stage, wrap = (piece.issued + i) % spec.num_stages, (piece.issued + i) // spec.num_stages
-            cute.arch.mbarrier_wait(barriers + stage, wrap % 2)
+            stage, parity = self.turn_of(piece.issued + i)
+            cute.arch.mbarrier_wait(barriers + stage, parity)
             valid = piece.length - (piece.first + i) * spec.tile_n
             holes = read_holes(spec, shared, stage)
             attend_tile(spec, attention, shared, stage, valid, holes)
             if valid < spec.tile_n:
                 cute.arch.fence_proxy("async.shared", space="cta")  # zeroed V rows, before TMA writes the stage again
             cute.arch.sync_warp()
-            with cute.arch.elect_one():
+            if cutlass.const_expr(self.releases > 1):
                 cute.arch.mbarrier_arrive(barriers + spec.num_stages + stage)
+            else:
+                with cute.arch.elect_one():
+                    cute.arch.mbarrier_arrive(barriers + spec.num_stages + stage)

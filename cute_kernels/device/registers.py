@@ -1,7 +1,7 @@
-"""The bits of a 32-bit register as another type."""
+"""The bits of a 32-bit register as another type, and division of what is not negative."""
 
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Float32, Int32, Uint32
 
 
 def as_float(bits: Int32) -> Float32:
@@ -12,3 +12,13 @@ def as_float(bits: Int32) -> Float32:
 def as_bits(value: Float32) -> Int32:
     """The bits of an f32."""
     return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[value])
+
+
+def quotient(number: Int32, divisor: Int32 | int) -> Int32:
+    """number // divisor, neither of them negative: with signs it is a chain of ten steps even where the divisor is known."""
+    return Int32(Uint32(number) // Uint32(divisor))
+
+
+def remainder(number: Int32, divisor: Int32 | int) -> Int32:
+    """number % divisor, as quotient."""
+    return Int32(Uint32(number) % Uint32(divisor))

@@ -18,6 +18,7 @@ from cutlass import Boolean, Int32
 
 from ..config import MAX_BLOCKS, MIN_BLOCK, MIN_TILES, TILE_M, KernelSpec
 from .kv_source import row_length
+from .registers import quotient, remainder
 
 LANES = cute.arch.WARP_SIZE
 MOST_COST = 2**30 - 1
@@ -65,12 +66,12 @@ class Piece:
 
 def tiles_of(spec: KernelSpec, length: Int32) -> Int32:
     """KV tiles of a row."""
-    return (length + spec.tile_n - 1) // spec.tile_n
+    return quotient(length + spec.tile_n - 1, spec.tile_n)
 
 
 def block_of(tiles: Int32) -> Int32:
     """Tiles of a block of a row under the invariant partition: at most MAX_BLOCKS blocks."""
-    return cutlass.max((tiles + MAX_BLOCKS - 1) // MAX_BLOCKS, MIN_BLOCK)
+    return cutlass.max(quotient(tiles + MAX_BLOCKS - 1, MAX_BLOCKS), MIN_BLOCK)
 
 
 def heads_of(spec: KernelSpec, unit: Int32) -> tuple[Int32, Int32, Int32]:
@@ -124,12 +125,11 @@ def lane_costs(spec: cutlass.Constexpr, tables: tuple, k: cute.Tensor, begin: In
     """
     first, total, costs = begin + cute.arch.lane_idx() * span, Int32(0), cute.make_rmem_tensor(FAN, Int32)
     costs.fill(0)
-    stop = cutlass.min(first + span, stop)
-    for group in cutlass.range(first, stop, FAN, unroll=1):
+    for group in cutlass.range(0, span, FAN, unroll=1):
         for j in cutlass.range_constexpr(FAN):
-            row = cutlass.min(group + j, stop - 1)  # no branch: the loads of a group are in flight together
-            tiles = tiles_of(spec, row_length(spec, tables, k, row))
-            costs[j] = cutlass.select_(group + j < stop, tiles + spec.piece_cost, 0)
+            row = first + group + j
+            tiles = tiles_of(spec, row_length(spec, tables, k, cutlass.min(row, stop - 1)))  # no branch: loads go out together
+            costs[j] = cutlass.select_((group + j < span) & (row < stop), tiles + spec.piece_cost, 0)
             total = capped(total + costs[j])
     return warp_prefix(total), costs
 
@@ -168,7 +168,7 @@ def place(spec: cutlass.Constexpr, cut: Int32, row: Int32, prefix: Int32, cost: 
     """Where a cut inside (or at the start of) a row of `cost` falls: (row, tile, cost of the rows before)."""
     tiles, tile = cost - spec.piece_cost, cutlass.max(cut - prefix - spec.piece_cost, 0)
     if cutlass.const_expr(spec.partition == "invariant"):
-        tile = tile // block_of(tiles) * block_of(tiles)
+        tile -= remainder(tile, block_of(tiles))
     elif cutlass.const_expr(spec.partition == "whole"):
         tile = Int32(0)
     else:
@@ -188,7 +188,7 @@ def find_cuts(spec: cutlass.Constexpr, tables: tuple, k: cute.Tensor, batch: Int
     begin_0, stop_0, before_0, costs_0 = narrow(lower, Int32(0), batch, Int32(0), span, own)
     begin_1, stop_1, before_1, costs_1 = narrow(upper, Int32(0), batch, Int32(0), span, own)
     while span > FAN:
-        span = (span + LANES - 1) // LANES
+        span = quotient(span + LANES - 1, LANES)
         own_0 = lane_costs(spec, tables, k, begin_0, stop_0, span)
         own_1 = lane_costs(spec, tables, k, begin_1, stop_1, span)
         begin_0, stop_0, before_0, found_0 = narrow(lower, begin_0, stop_0, before_0, span, own_0)
@@ -202,17 +202,17 @@ def find_cuts(spec: cutlass.Constexpr, tables: tuple, k: cute.Tensor, batch: Int
 def locate(spec: KernelSpec, k: cute.Tensor) -> tuple[Int32, Int32, Int32, Int32]:
     """(unit, slice, units, slices that the grid has room for) of this CTA: what does not depend on lengths."""
     units, cta = Int32(k.shape[1]) * spec.m_tiles, cute.arch.block_idx()[0]
-    return cta % units, cta // units, units, cute.arch.grid_dim()[0] // units
+    return remainder(cta, units), quotient(cta, units), units, quotient(cute.arch.grid_dim()[0], units)
 
 
 @cute.jit
 def take_share(spec: cutlass.Constexpr, tables: tuple, k: cute.Tensor, batch: Int32, located: tuple) -> Share:
     """This CTA's share, computed by each warp for itself. A CTA beyond the last slice gets an empty one."""
     unit, index, units, most = located
-    span = (batch + LANES - 1) // LANES
+    span = quotient(batch + LANES - 1, LANES)
     own = lane_costs(spec, tables, k, Int32(0), batch, span)
     cost = cute.arch.shuffle_sync(own[0], LANES - 1)
-    slices = cutlass.max(cutlass.min(cost // spec.min_share, most), 1)
+    slices = cutlass.max(cutlass.min(quotient(cost, spec.min_share), most), 1)
     row, tile, prefix, end_row, end_tile = batch, Int32(0), cost, batch, Int32(0)
     if index < slices:
         lower, upper = cut_of(cost, slices, index), cut_of(cost, slices, index + 1)
@@ -226,16 +226,16 @@ def take_share(spec: cutlass.Constexpr, tables: tuple, k: cute.Tensor, batch: In
 
 def cut_of(cost: Int32, slices: Int32, index: Int32) -> Int32:
     """Where slice `index` begins: the first cost % slices slices are one longer."""
-    return index * (cost // slices) + cutlass.min(index, cost % slices)
+    return index * quotient(cost, slices) + cutlass.min(index, remainder(cost, slices))
 
 
 @cute.jit
 def first_cut_from(cost: Int32, slices: Int32, position: Int32) -> Int32:
     """The least index whose cut_of is at least `position`."""
-    step, longer = cost // slices, cost % slices
-    index = (position + step) // (step + 1)
+    step, longer = quotient(cost, slices), remainder(cost, slices)
+    index = quotient(position + step, step + 1)
     if position > longer * (step + 1):
-        index = longer + (position - longer * (step + 1) + step - 1) // step
+        index = longer + quotient(position - longer * (step + 1) + step - 1, step)
     return index
 
 
