@@ -6,7 +6,7 @@ lengths differ. The terms and how their constants were measured: docs/design.md,
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from .config import Arch, DecodeConfig, KernelSpec, Target, grid_ctas
 from .descriptors import DecodeProblem
@@ -45,17 +45,17 @@ class ArchCosts:
 
 COSTS: dict[Arch, ArchCosts] = {
     "sm90": ArchCosts(  # least squares over the measured cases and configurations, rounded; beside each, where it shows
-        start_us=3.5,  # 1 x 1k, 1 x 8k
+        start_us=3.0,  # 1 x 1k, 1 x 8k
         second_cta_us=0.5,  # 32 x 2k with 32/32: grids of 128 and 256 CTAs are as even; two CTAs an SM end 0.5 us later
         bandwidth=4.69e6,  # from 268 MB to 2.1 GB; a plain read's slope is 4.71e6
-        tile_bytes=192.0,  # tiles of 8 KB against 16 KB: 0.3 us sooner at 4 MB, even at 34 MB, 0.1 to 2 us later at 268 MB
-        idle_weight=0.45,  # 64 x 8k: 128 CTAs leave 4 SMs idle and end 3.3 to 4.6 us after 264, which pay 3 us for cut rows
+        tile_bytes=192.0,  # tiles of 8 KB against 16 KB: 0.2 us sooner at 4 MB, even at 34 MB, 0.1 to 0.5 us later at 268 MB
+        idle_weight=0.45,  # 64 x 8k: 128 CTAs leave 4 SMs idle and end 4.4 us after 264, which pay for cut rows
         lone_weight=0.0,  # 32 x 2k with 32/32: one CTA an SM streams as fast as two
         drain_us=0.0188,  # as tile_bytes
-        warp_us=0.035,  # 8 x 8k, 64 x 1k, 32 x 4k at head_dim 64 and 256: 8 warps end 0.2 to 0.5 us after 4
-        part_us=0.12,  # 64 x 1k: two CTAs an SM cut rows that one leaves whole, and end 2.3 us later; 64 x 4k with 64/4: 3.7 us
-        level_us=0.75,  # 1 x 8k and 1 x 32k: for 16 parts 4 warps take two levels, and end 1.0 to 1.7 us after 8, which take one
-        word_us=0.03,  # 64 x 8k with 8/1: 4 warps end 0.5 us after 8
+        warp_us=0.035,  # 8 x 8k, 64 x 1k, 32 x 4k at head_dim 64 and 256: 8 warps end 0.1 to 0.8 us after 4
+        part_us=0.1,  # 64 x 1k: two CTAs an SM cut rows that one leaves whole, and end 1.2 us later
+        level_us=0.75,  # 1 x 1k and 64 x 512 with 8/1: 4 warps take two levels, and end 0.8 to 1.0 us after 8, which take one
+        word_us=0.03,  # 64 x 8k with 8/1: 4 warps end 0.7 us after 8
     ),
     "sm80": ArchCosts(  # not measured since the first version: two CTAs an SM from 400 MB on, as found then
         start_us=3.5,
@@ -71,8 +71,20 @@ COSTS: dict[Arch, ArchCosts] = {
         word_us=0.0,
     ),
 }
-COSTS_OF_8_BITS: dict[Arch, ArchCosts] = {  # a KB holds twice the tokens, to be converted first: 64 x 1k, 1 x 8k; 8 x 8k
-    "sm90": replace(COSTS["sm90"], second_cta_us=0.0, lone_weight=0.01, drain_us=0.06, warp_us=0.09),
+COSTS_OF_8_BITS: dict[Arch, ArchCosts] = {
+    "sm90": ArchCosts(
+        start_us=3.6,
+        second_cta_us=0.0,
+        bandwidth=4.63e6,
+        tile_bytes=130.0,
+        idle_weight=0.0,
+        lone_weight=0.01,  # 64 x 8k: one CTA an SM ends 2.9 us after two
+        drain_us=0.08,  # a KB holds twice the tokens, to be converted first: at 1 x 8k tiles of 8 KB end 0.4 to 1.0 us before 16
+        warp_us=0.0,
+        part_us=0.13,
+        level_us=0.0,
+        word_us=0.038,
+    ),
     "sm80": COSTS["sm80"],
 }
 
