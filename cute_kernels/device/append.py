@@ -13,10 +13,10 @@ from cutlass import Boolean, Float32, Int32, Int64
 from ..append_spec import CTA_THREADS, AppendSpec
 from ..quantize import LEAST_AMAX
 from .append_slots import INT32_MAX, find_slot, given_slot
-from .kv_encode import LARGEST, MAGNITUDE, bits_of, divide, encode
+from .kv_encode import LARGEST, divide, encode, quantize
 from .kv_scale import head_scale
 from .kv_source import POSITION_FAULT, report
-from .registers import as_bits, as_float
+from .registers import as_bits, as_float, quotient, remainder
 from .rotary import find_angles, rotate_row
 
 
@@ -90,7 +90,7 @@ class AppendKernel:
 def row_of(spec: AppendSpec, cta: Int32, u: int) -> tuple[Int32, Int32]:
     """(row, lane) of a thread: its u-th row of the CTA's."""
     thread = cute.arch.thread_idx()[0]
-    return cta * spec.rows_per_cta + u * spec.row_groups + thread // spec.lanes, thread % spec.lanes
+    return cta * spec.rows_per_cta + u * spec.row_groups + quotient(thread, spec.lanes), remainder(thread, spec.lanes)
 
 
 @cute.jit
@@ -112,7 +112,7 @@ def append_rows(
     slots = cute.make_rmem_tensor(spec.unroll, Int64)
     for u in cutlass.range_constexpr(spec.unroll):
         row, lane = row_of(spec, cta, u)
-        token, head = row // heads, row % heads
+        token, head = quotient(row, heads), remainder(row, heads)
         slots[u] = Int64(-1)
         if token < tokens:
             slots[u] = given_slot(spec, tables, token)
@@ -120,7 +120,7 @@ def append_rows(
             load_row(spec, v[token, head, None], lane, v_rows[u])
     for u in cutlass.range_constexpr(spec.unroll):
         row, lane = row_of(spec, cta, u)
-        token, head = row // heads, row % heads
+        token, head = quotient(row, heads), remainder(row, heads)
         place = Int32(-1)
         if token < tokens:
             speaks = head == 0 and lane == 0
@@ -160,7 +160,7 @@ def rotate_queries(spec: cutlass.Constexpr, q: cute.Tensor, q_out: cute.Tensor, 
     heads, tokens = Int32(q.shape[1]), Int32(q.shape[0])
     for u in cutlass.range_constexpr(spec.unroll):
         row, lane = row_of(spec, cta, u)
-        token, head = row // heads, row % heads
+        token, head = quotient(row, heads), remainder(row, heads)
         values = empty_row(spec, q.element_type)
         if token < tokens:
             load_row(spec, q[token, head, None], lane, values)
@@ -211,16 +211,17 @@ def append_row(
     if cutlass.const_expr(cache.element_type != row.element_type):
         values = cute.make_rmem_tensor((spec.columns, spec.rounds), Float32)
         values.store(row.load().to(Float32))
+        by_instruction = cutlass.const_expr(spec.arch == "sm90")
         if cutlass.const_expr(computed):
             divisor = computed_scale(spec, stored_type, values)
-        elif cutlass.const_expr(form == "head"):
-            divisor = head_scale(scale, head)
-        if cutlass.const_expr(form != "none"):
-            divide(values, divisor, computed)
-        codes = encode(stored_type, spec.arch == "sm90", values)
+            codes = quantize(stored_type, by_instruction, values, divisor)
+        else:
+            if cutlass.const_expr(form == "head"):
+                divide(values, head_scale(scale, head), bounded=False)
+            codes = encode(stored_type, by_instruction, values)
         stored = cute.make_tensor(codes.iterator, row.layout)
     if place >= 0:
-        page, slot = place // spec.page_size, place % spec.page_size
+        page, slot = quotient(place, spec.page_size), remainder(place, spec.page_size)
         store_row(spec, stored, cache[page, slot, head, None] if spec.nhd else cache[page, head, slot, None], lane)
         if cutlass.const_expr(computed):
             scales = scale[page, slot, None]
@@ -242,11 +243,18 @@ def store_row(spec: cutlass.Constexpr, stored: cute.Tensor, target: cute.Tensor,
 def computed_scale(spec: cutlass.Constexpr, stored_type: cutlass.Constexpr, values: cute.Tensor) -> Float32:
     """The largest magnitude of a row, at least LEAST_AMAX, over the largest stored value; NaN where the row holds one.
 
-    Magnitudes compare as integers, in which a NaN is larger than infinity.
+    Maxima of magnitudes are compared between lanes as integers, in which a NaN is larger than infinity.
     """
-    largest = Int32(cutlass.const_expr(bits_of(LEAST_AMAX)))
+    largest = Float32(LEAST_AMAX)
     for i in cutlass.range_constexpr(cute.size(values)):
-        largest = cutlass.max(largest, as_bits(values[i]) & MAGNITUDE)
+        largest = larger(largest, values[i])
+    bits = as_bits(largest)
     for step in cutlass.range_constexpr(spec.lanes.bit_length() - 1):
-        largest = cutlass.max(largest, cute.arch.shuffle_sync_bfly(largest, offset=1 << step))
-    return as_float(largest) / Float32(cutlass.const_expr(LARGEST[stored_type]))
+        bits = cutlass.max(bits, cute.arch.shuffle_sync_bfly(bits, offset=1 << step))
+    return as_float(bits) / Float32(cutlass.const_expr(LARGEST[stored_type]))
+
+
+def larger(magnitude: Float32, value: Float32) -> Float32:
+    """The larger of a magnitude and a value's; NaN where either is."""
+    text = "{ .reg .f32 m; abs.f32 m, {$r1}; max.NaN.f32 {$w0}, {$r0}, m; }"
+    return cute.arch.inline_ptx(text, write_only_types=[Float32], read_only_args=[magnitude, value])

@@ -21,6 +21,8 @@ NAN_CODE = 0x7F
 INF_BITS, MAGNITUDE, SIGN = 0x7F800000, 0x7FFFFFFF, -(2**31)
 LEAST_DIVISOR, LARGEST_DIVISOR = 2.0**-60, 2.0**122  # of `quotient`
 BEYOND = 2.0**20  # a quotient that saturates every type
+ROUNDER = 1.5 * 2.0**23  # added to an f32, rounds it to a whole number, whose low bits the sum then ends in
+SURE = 0.5 - 2.0**-14  # a product by an inverse no further than this from a whole number rounds as the quotient does, up to 127
 
 
 def bits_of(value: float) -> int:
@@ -33,6 +35,33 @@ def fma(first: Float32, second: Float32, third: Float32) -> Float32:
     return cute.arch.inline_ptx(
         "fma.rn.f32 {$w0}, {$r0}, {$r1}, {$r2};", write_only_types=[Float32], read_only_args=[first, second, third]
     )
+
+
+@cute.jit
+def quantize(
+    stored_type: cutlass.Constexpr, by_instruction: cutlass.Constexpr, values: cute.Tensor, divisor: Float32
+) -> cute.Tensor:
+    """encode(values / divisor) where no quotient is beyond a stored value, nor a NaN unless the divisor is.
+
+    int8 by one multiplication a value; where one comes out near the middle of two whole numbers, all by their quotients.
+    """
+    if cutlass.const_expr(stored_type != "int8"):
+        divide(values, divisor, bounded=True)
+        return encode(stored_type, by_instruction, values)
+    count = cutlass.const_expr(cute.size(values))
+    codes = cute.make_rmem_tensor(count, Int8)
+    inverse, furthest = cute.arch.rcp_approx(divisor), Float32(0.0)
+    for i in cutlass.range_constexpr(count):
+        rounded = fma(values[i], inverse, Float32(ROUNDER))
+        apart = fma(values[i], inverse, Float32(ROUNDER) - rounded)
+        furthest = cute.arch.fmax(furthest, cute.arch.fmax(apart, -apart))
+        codes[i] = Int8(as_bits(rounded))
+    if furthest > SURE or not (divisor >= LEAST_DIVISOR and divisor <= LARGEST_DIVISOR):
+        divide(values, divisor, bounded=True)
+        exact = encode(stored_type, by_instruction, values)
+        for i in cutlass.range_constexpr(count):
+            codes[i] = exact[i]
+    return codes
 
 
 @cute.jit

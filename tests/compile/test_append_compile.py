@@ -15,7 +15,7 @@ from cute_kernels import compile as compiler
 from cute_kernels.append import kernel_spec
 from cute_kernels.append_spec import AppendSpec, append_supports
 from cute_kernels.device.build_append import build_append
-from cute_kernels.device.kv_encode import BEYOND, LARGEST_DIVISOR, LEAST_DIVISOR
+from cute_kernels.device.kv_encode import BEYOND, LARGEST_DIVISOR, LEAST_DIVISOR, ROUNDER, SURE
 
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
 K, S, HND, NHD = ck.KVDtype, ck.KVScale, ck.KVLayout.HND, ck.KVLayout.NHD
@@ -151,3 +151,25 @@ def test_quotients_are_those_of_ieee_division() -> None:
                 zero[np.abs(zero) > 1e5] *= np.inf
             same = (got.view(np.int32) == wanted.view(np.int32)) | (np.isnan(got) & np.isnan(wanted))
             assert same.all(), (divisor, values[~same][:4])
+
+
+@pytest.mark.parametrize("off", [-1, 0, 1])
+def test_products_by_an_inverse_round_as_quotients_do_where_that_is_sure(off: int) -> None:
+    """The int8 codes of `quantize` in numpy, for every 16-bit value up to a row's largest; the inverse is up to one unit off."""
+    f32, largest = np.float32, np.float32(127)
+    patterns = torch.arange(-(2**15), 2**15).to(torch.int16)
+    values = np.concatenate([patterns.view(dtype).float().numpy() for dtype in (F16, BF16)])
+    values = values[np.isfinite(values)]
+    unsure = total = 0
+    for divisor in divisors(200):
+        row = values[np.abs(values) / largest <= divisor]
+        inverse = (f32(1) / divisor).view(np.int32) + np.int32(off)
+        product = row.astype(np.longdouble) * inverse.view(f32)
+        rounded = (product + f32(ROUNDER)).astype(f32)
+        apart = (product + (f32(ROUNDER) - rounded)).astype(f32)
+        sure = np.abs(apart) <= f32(SURE)
+        codes = rounded.view(np.int32).astype(np.int8)
+        assert np.array_equal(codes[sure], np.rint(row / divisor).astype(np.int8)[sure]), divisor
+        near = np.abs(row) > divisor / 4  # the others are zeros
+        unsure, total = unsure + int((~sure & near).sum()), total + int(near.sum())
+    assert unsure < 1e-2 * total  # most are ties: 16-bit values over a power of two
