@@ -11,7 +11,7 @@ from torch import Tensor
 from . import dispatch
 from .append_checks import AppendRules, Operands, Views, check, normalised, slot_operands
 from .append_descriptor import INDEX_TYPES, KVAppendDescriptor
-from .append_spec import AppendSpec, RotarySpec, append_supports, lanes_of, unroll_of
+from .append_spec import AppendSpec, RotarySpec, append_supports, unroll_of
 from .config import Arch, StoredType, Target
 from .dispatch import Candidate, DeviceFacts, Explanation, Launch, PlanPreference, Variant, choice
 from .errors import InvalidArgument
@@ -51,9 +51,8 @@ def kernel_spec(descriptor: KVAppendDescriptor, arch: Arch, target: Target) -> A
     """The compile key of `descriptor`: what changes generated code, and no more."""
     d = descriptor
     k_stored, v_stored = d.stored
-    columns, rotary = d.columns, rotary_spec(d.rotary)
-    threads = d.num_tokens * d.num_kv_heads * lanes_of(d.head_dim // columns)
-    return AppendSpec(
+    rotary = rotary_spec(d.rotary)
+    spec = AppendSpec(
         arch=arch,
         target=target,
         element_type=d.element_type,
@@ -65,11 +64,13 @@ def kernel_spec(descriptor: KVAppendDescriptor, arch: Arch, target: Target) -> A
         page_size=d.page_size,
         table_format=d.table_format,
         slot_type=INDEX_TYPES[d.slot_dtype] if d.table_format == "none" else "i32",
-        columns=columns,
-        unroll=unroll_of(threads, d.cache_type != d.element_type, rotary is not None),
+        columns=d.columns,
+        unroll=1,
         nhd=d.nhd,
         rotary=rotary,
     )
+    threads = d.num_tokens * d.num_kv_heads * spec.lanes
+    return replace(spec, unroll=unroll_of(threads, d.cache_type != d.element_type, rotary is not None or spec.computes))
 
 
 def rotary_spec(rotary: Rotary | None) -> RotarySpec | None:

@@ -54,6 +54,11 @@ class AppendSpec:
     rotary: RotarySpec | None
 
     @property
+    def computes(self) -> bool:
+        """Whether a scale is computed from each row."""
+        return self.k_scale.startswith("token") or self.v_scale.startswith("token")
+
+    @property
     def pieces(self) -> int:
         """Loads that one (token, head) row takes."""
         return self.head_dim // self.columns
@@ -61,7 +66,7 @@ class AppendSpec:
     @property
     def lanes(self) -> int:
         """Threads of a warp that share a row."""
-        return lanes_of(self.pieces)
+        return lanes_of(self.pieces, self.computes)
 
     @property
     def rounds(self) -> int:
@@ -79,9 +84,12 @@ class AppendSpec:
         return self.row_groups * self.unroll
 
 
-def lanes_of(pieces: int) -> int:
-    """Threads of a warp that share a row of `pieces` loads: a power of two."""
-    return min(WARP, 1 << (pieces - 1).bit_length())
+def lanes_of(pieces: int, computes: bool) -> int:
+    """Threads of a warp that share a row of `pieces` loads: a power of two.
+
+    Half as many where a scale is computed, since each thread of a row repeats what follows from its maximum.
+    """
+    return max(1, min(WARP, 1 << (pieces - 1).bit_length()) >> computes)
 
 
 def angle_columns(columns: int, half: bool) -> int:
@@ -89,13 +97,13 @@ def angle_columns(columns: int, half: bool) -> int:
     return columns if half else max(1, columns // 2)
 
 
-def unroll_of(threads: int, converts: bool, rotates: bool) -> int:
+def unroll_of(threads: int, converts: bool, alone: bool) -> int:
     """Rows that each thread has in flight, where one row each would take `threads`: as many as leave no SM idle.
 
-    At most 2 where values are converted: with 4, the code of an int8 append with computed scales is 53 KB. 1 where they are
-    rotated: the cosines and sines are in flight too.
+    At most 2 where values are converted, for the size of the code. alone: 1, where more is in flight of each than its values,
+    cosines and sines, or twice as many values as usual, where a scale is computed.
     """
-    most = 1 if rotates else 2 if converts else UNROLLS[0]
+    most = 1 if alone else 2 if converts else UNROLLS[0]
     return next(unroll for unroll in UNROLLS if unroll == 1 or (unroll <= most and threads // unroll >= FULL_GRID))
 
 

@@ -71,7 +71,9 @@ def test_append(changes: dict, conversion: str | None, arch: str, target: str, t
     if spec.columns == 8:
         loads = [found.start() for found in re.finditer(r"ld\.global\.v4\.b32 ", ptx)]
         waits = [ptx.find(store) for store in ("st.global.", "st.relaxed.gpu.global.b128")]
-        assert len(loads) == 2 * spec.unroll and max(loads) < min(at for at in waits if at >= 0), "16 bytes each, then stores"
+        assert len(loads) == 2 * spec.unroll * spec.rounds and max(loads) < min(at for at in waits if at >= 0), (
+            "16 bytes each, then stores"
+        )
     assert not re.search(r"\b(LDL|STL)\b", sass), "registers spilled to local memory"
 
 
@@ -99,6 +101,7 @@ def test_rotary(pairing: str, arch: str, target: str, tmp_path: Path) -> None:
         (8192, {"kv_dtype": K.E4M3}, 2),
         (8192, {"v_dtype": K.E4M3}, 2),
         (8192, {"rotary": ck.Rotary()}, 1),
+        (8192, {"kv_dtype": K.INT8, "k_scale": ck.KVScale.TOKEN, "v_scale": ck.KVScale.TOKEN}, 1),
     ],
 )
 def test_threads_take_several_rows_where_the_sms_stay_full(tokens: int, changes: dict, unroll: int) -> None:
