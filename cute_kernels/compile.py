@@ -1,16 +1,22 @@
 """Compiles kernels and keeps them in memory, one per kernel spec.
 
-`cute.compile` is not thread-safe: one lock serves the process. A compile takes two to four seconds; one that takes over a
-second is announced on stderr when that is a terminal, and always in the log.
+`cute.compile` is not thread-safe: one lock serves the process, and many kernels are compiled in processes of their own. A
+compile takes two to four seconds; one that takes over a second is announced on stderr when that is a terminal, and always in
+the log.
 """
 
 from __future__ import annotations
 
 import logging
+import multiprocessing
+import os
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from .append_spec import AppendSpec, append_supports
@@ -25,6 +31,7 @@ NOTICE_AFTER = 1.0  # seconds
 logger = logging.getLogger("cute_kernels")
 _lock = threading.Lock()
 _kernels: dict[Spec, Callable[..., None]] = {}
+_loaded: list[object] = []  # modules of kernels that another process compiled, kept as long as these
 
 
 def compiled_specs() -> list[Spec]:
@@ -38,6 +45,42 @@ def compile_decode(spec: KernelSpec) -> Callable[..., None]:
     Compiled once, without a GPU. Raises Unsupported when `supports` rejects the spec, CompileFailed when the compiler fails.
     """
     return _kernels.get(spec) or _compile_once(spec, supports(spec), f"{spec.arch} decode", _build_decode)
+
+
+def compile_ahead(specs: Iterable[KernelSpec], processes: int | None = None) -> int:
+    """Compiles decode kernels several at a time, for compile_decode to find, and returns how many.
+
+    processes: at most, by default as many as there are CPUs. Left out are specs that are compiled already, that `supports`
+    rejects, or that fail here: compile_decode says why. Runs the caller's main module again, as `multiprocessing` does.
+    """
+    wanted = [spec for spec in dict.fromkeys(specs) if spec not in _kernels and not supports(spec)]
+    workers = min(processes or os.cpu_count() or 1, len(wanted))
+    if workers < 2:
+        for spec in wanted:
+            compile_decode(spec)
+        return len(wanted)
+    with TemporaryDirectory() as folder, ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
+        paths = [Path(folder) / f"{i}.o" for i in range(len(wanted))]
+        jobs = [pool.submit(_export, spec, path) for spec, path in zip(wanted, paths, strict=True)]
+        done = [(spec, path) for spec, path, job in zip(wanted, paths, jobs, strict=True) if job.exception() is None]
+        with _lock:
+            for spec, path in done:
+                _kernels[spec] = _load(path)
+    return len(done)
+
+
+def _export(spec: KernelSpec, path: Path) -> None:
+    from .device.objects import export
+
+    export(spec, path)
+
+
+def _load(path: Path) -> Any:
+    from .device.objects import load
+
+    kernel, module = load(path)
+    _loaded.append(module)
+    return kernel
 
 
 def compile_merge(spec: MergeSpec) -> Callable[..., None]:

@@ -10,7 +10,8 @@ import torch
 from rich.console import Console
 
 from cute_kernels import InvalidArgument, Unsupported, tuned
-from cute_kernels.config import Arch, DecodeConfig, Target
+from cute_kernels.compile import compile_ahead
+from cute_kernels.config import Arch, DecodeConfig, KernelSpec, Target
 from cute_kernels.descriptors import DecodeProblem
 from cute_kernels.dispatch import DeviceFacts, explain
 from cute_kernels.tuning import Cell, Finding, Group, cells, finalists, group_of, sweep, updated
@@ -19,7 +20,7 @@ from perf.cases import Case, Rows
 from perf.inputs import make_inputs
 from perf.measure import Contender, DeviceFailed, Limits, Outcome, enter
 from perf.providers.base import Provider
-from perf.providers.ours import Configured, descriptor
+from perf.providers.ours import Configured, descriptor, spec_of
 from perf.record import commit
 from perf.report import progress
 from perf.resume import Deadline
@@ -73,6 +74,15 @@ def task_of(case: Case, facts: DeviceFacts) -> Task:
     if chosen.spec is None or chosen.config is None:
         raise Unsupported([f"{chosen.variant}: has no configurations to choose from"])
     return Task(case, problem, chosen.spec.arch, chosen.spec.target, chosen.config, facts.sm_count)
+
+
+def specs_of(task: Task, device: torch.device, configs: Sequence[DecodeConfig]) -> list[KernelSpec]:
+    """What the plans of a task's configurations compile, and the plan of the heuristic's."""
+    specs = []
+    for config in (task.heuristic, *configs):
+        with tuned.forced(config):
+            specs.append(spec_of(task.problem, DeviceFacts.of(device)))
+    return [spec for spec in specs if spec is not None]
 
 
 def task_or_reason(case: Case, facts: DeviceFacts) -> Task | str:
@@ -147,8 +157,12 @@ def tune(
     deadline: Deadline,
     console: Console,
     provider: Callable[[DecodeConfig], Provider] = Configured,
+    compile_all: Callable[[list[KernelSpec]], object] = compile_ahead,
 ) -> list[Tuned]:
-    """Tune the tasks one after the other, each known to `save` as soon as it is done; the deadline ends it early."""
+    """Tune the tasks one after the other, each known to `save` as soon as it is done; the deadline ends it early.
+
+    compile_all: compiles what a task is about to try.
+    """
     spans = cells([(task.problem, task.arch) for task in tasks])
     groups: dict[object, Group] = {}
     done: list[Tuned] = []
@@ -161,6 +175,7 @@ def tune(
             shown.update(bar, description=task.case.name)
             group = groups.setdefault(group_of(task.problem, task.arch), Group())
             configs = group.worth_trying(sweep(task.problem, task.arch, task.target, task.sm_count))
+            compile_all(specs_of(task, device, configs))
             try:
                 result, trial_us = tune_task(task, configs, limits, clock, device, provider)
             except DeviceFailed as failure:

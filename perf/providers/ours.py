@@ -10,8 +10,10 @@ import torch
 
 import cute_kernels as ck
 from cute_kernels import tuned
-from cute_kernels.config import DecodeConfig
-from cute_kernels.dispatch import VariantArch
+from cute_kernels.compile import compile_ahead
+from cute_kernels.config import DecodeConfig, KernelSpec
+from cute_kernels.descriptors import DecodeProblem
+from cute_kernels.dispatch import DeviceFacts, VariantArch, explain
 from perf.cases import Case, Operation
 from perf.correctness import OURS, Tolerance
 from perf.inputs import DTYPES, Inputs, InputSet, Pages
@@ -47,6 +49,12 @@ class Ours:
         select = partial(again, plan.descriptor, device, ck.PlanPreference(arch=self.arch))  # of a known descriptor
         host: dict[str, Callable[[], object]] = {"run": calls[0], "select": select}
         return [Candidate(calls, {"sku": plan.sku, "workspace_bytes": size}, host)]
+
+    def compile_ahead(self, cases: Sequence[Case]) -> None:
+        """As CompilesAhead."""
+        facts = DeviceFacts.of(torch.device("cuda", torch.cuda.current_device()))
+        chosen = (spec_of(descriptor(case).problem, facts, self.arch) for case in cases)
+        compile_ahead(spec for spec in chosen if spec is not None)
 
     def select(self, inputs: Inputs) -> ck.PagedDecodePlan | ck.FlashDecodingPlan:
         """The plan for the case of `inputs`. Raises NotSupported with the plan's own reasons."""
@@ -84,6 +92,12 @@ class Configured(Ours):
         with tuned.forced(self.config):  # made anew: `select` would remember it
             chosen: ck.PagedDecodePlan | ck.FlashDecodingPlan = plan(described, device, preference)
         return chosen
+
+
+def spec_of(problem: DecodeProblem, facts: DeviceFacts, arch: VariantArch | None = None) -> KernelSpec | None:
+    """What the plan of a problem compiles on such a device; None where nothing is compiled or no variant serves it."""
+    answers = explain(problem, facts, ck.PlanPreference(arch=arch)).candidates
+    return next((answer.spec for answer in answers if answer.verdict == "chosen"), None)
 
 
 def descriptor(case: Case) -> ck.PagedDecodeDescriptor | ck.FlashDecodingDescriptor:

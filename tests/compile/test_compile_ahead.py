@@ -1,0 +1,64 @@
+"""Kernels that other processes compile: found by compile_decode, and on a GPU as right as those compiled here."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from decode.harness import Shape, assert_close, make_inputs, run, select
+
+import cute_kernels as ck
+import cute_kernels.compile as compiler
+from cute_kernels.config import KernelSpec
+from cute_kernels.dispatch import PRETEND
+from cute_kernels.plan_base import forget_plans
+from perf.providers.ours import spec_of
+
+DESCRIBED = ck.PagedDecodeDescriptor(4, 8, 2, 128, 16, torch.bfloat16, max_seq_len=512)
+H200 = PRETEND["h200"]
+
+
+def no_build(spec: KernelSpec) -> None:
+    raise AssertionError(f"compiled here: {spec}")
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiler, "_kernels", {})
+
+
+def test_kernels_of_other_processes_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = spec_of(DESCRIBED.problem, H200)
+    assert one is not None
+    two, unfit = replace(one, lse_base="2"), replace(one, tile_n=17)
+    monkeypatch.setattr(compiler, "_build_decode", no_build)
+    assert compiler.compile_ahead([one, two, one, unfit], processes=2) == 2
+    assert compiler.compiled_specs() == [one, two]
+    assert compiler.compile_decode(one) is not compiler.compile_decode(two)
+    assert compiler.compile_ahead([two, one], processes=2) == 0
+    with pytest.raises(ck.Unsupported, match="tile_n=17"):
+        compiler.compile_decode(unfit)
+
+
+def test_one_kernel_is_compiled_here() -> None:
+    one = spec_of(DESCRIBED.problem, H200)
+    assert one is not None
+    assert compiler.compile_ahead([one]) == 1
+    assert compiler.compiled_specs() == [one]
+
+
+@pytest.mark.gpu
+def test_a_kernel_of_another_process_decodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = Shape(8, 2, 128, 16, (0, 1, 700, 129))
+    forget_plans()
+    select(shape, "sm90")
+    (spec,) = compiler.compiled_specs()
+    forget_plans()
+    monkeypatch.setattr(compiler, "_kernels", {})
+    assert isinstance(spec, KernelSpec)
+    assert compiler.compile_ahead([spec, replace(spec, lse_base="2")], processes=2) == 2
+    monkeypatch.setattr(compiler, "_build_decode", no_build)
+    inputs = make_inputs(shape, "cuda")
+    assert_close(inputs, *run(select(shape, "sm90"), inputs))
+    forget_plans()
