@@ -11,7 +11,7 @@ from torch import Tensor
 from . import dispatch
 from .append_checks import AppendRules, Operands, Views, check, normalised, slot_operands
 from .append_descriptor import INDEX_TYPES, KVAppendDescriptor
-from .append_spec import AppendSpec, RotarySpec, append_supports, unroll_of
+from .append_spec import AppendSpec, RotarySpec, append_supports, lanes_of, share_rows
 from .config import Arch, StoredType, Target
 from .dispatch import Candidate, DeviceFacts, Explanation, Launch, PlanPreference, Variant, choice
 from .errors import InvalidArgument
@@ -65,12 +65,12 @@ def kernel_spec(descriptor: KVAppendDescriptor, arch: Arch, target: Target) -> A
         table_format=d.table_format,
         slot_type=INDEX_TYPES[d.slot_dtype] if d.table_format == "none" else "i32",
         columns=d.columns,
+        lanes=lanes_of(d.head_dim // d.columns),
         unroll=1,
         nhd=d.nhd,
         rotary=rotary,
     )
-    threads = d.num_tokens * d.num_kv_heads * spec.lanes
-    return replace(spec, unroll=unroll_of(threads, d.cache_type != d.element_type, rotary is not None or spec.computes))
+    return share_rows(spec, d.num_tokens * d.num_kv_heads)
 
 
 def rotary_spec(rotary: Rotary | None) -> RotarySpec | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from .config import Arch, ElementType, ScaleForm, StoredType, TableFormat, Target
@@ -33,8 +33,9 @@ class AppendSpec:
 
     arch: "sm90" converts to fp8 by instruction, "sm80" in integers, with the same bits. table_format: "none" takes a slot a
     token, of slot_type; the others take a row's last slot. element_type: of the incoming K and V. columns: neighbouring ones
-    that one load brings, 1, 2, 4 or 8. unroll: rows of K, and of V, that a thread has in flight. nhd: the axis order of the
-    caches. The tokens, the heads, the pages and every stride but the last are dynamic.
+    that one load brings, 1, 2, 4 or 8. lanes: threads of a warp that share a row, a power of two. unroll: rows of K, and of V,
+    that a thread has in flight. nhd: the axis order of the caches. The tokens, the heads, the pages and every stride but the
+    last are dynamic.
     """
 
     arch: Arch
@@ -49,6 +50,7 @@ class AppendSpec:
     table_format: TableFormat
     slot_type: IndexType
     columns: int
+    lanes: int
     unroll: int
     nhd: bool
     rotary: RotarySpec | None
@@ -62,11 +64,6 @@ class AppendSpec:
     def pieces(self) -> int:
         """Loads that one (token, head) row takes."""
         return self.head_dim // self.columns
-
-    @property
-    def lanes(self) -> int:
-        """Threads of a warp that share a row."""
-        return lanes_of(self.pieces, self.computes)
 
     @property
     def rounds(self) -> int:
@@ -84,12 +81,22 @@ class AppendSpec:
         return self.row_groups * self.unroll
 
 
-def lanes_of(pieces: int, computes: bool) -> int:
-    """Threads of a warp that share a row of `pieces` loads: a power of two.
+def lanes_of(pieces: int) -> int:
+    """Threads of a warp that share a row of `pieces` loads, a load each where they can."""
+    return min(WARP, 1 << (pieces - 1).bit_length())
 
-    Half as many where a scale is computed, since each thread of a row repeats what follows from its maximum.
+
+def share_rows(spec: AppendSpec, rows: int) -> AppendSpec:
+    """`spec`, made for a load a lane and a row a thread, as it takes this many (token, head) rows.
+
+    A thread takes several rows where no SM is left idle. Where a scale is computed, it takes two loads of one row: each
+    thread of a row repeats what follows from its maximum.
     """
-    return max(1, min(WARP, 1 << (pieces - 1).bit_length()) >> computes)
+    threads = rows * spec.lanes
+    if spec.computes and spec.lanes > 1:
+        return replace(spec, lanes=spec.lanes // 2) if threads // 2 >= FULL_GRID else spec
+    converts = (spec.k_type, spec.v_type) != (spec.element_type, spec.element_type)
+    return replace(spec, unroll=unroll_of(threads, converts, spec.rotary is not None))
 
 
 def angle_columns(columns: int, half: bool) -> int:
@@ -97,13 +104,13 @@ def angle_columns(columns: int, half: bool) -> int:
     return columns if half else max(1, columns // 2)
 
 
-def unroll_of(threads: int, converts: bool, alone: bool) -> int:
+def unroll_of(threads: int, converts: bool, rotates: bool) -> int:
     """Rows that each thread has in flight, where one row each would take `threads`: as many as leave no SM idle.
 
-    At most 2 where values are converted, for the size of the code. alone: 1, where more is in flight of each than its values,
-    cosines and sines, or twice as many values as usual, where a scale is computed.
+    At most 2 where values are converted, for the size of the code. 1 where they are rotated: the cosines and sines are in
+    flight too.
     """
-    most = 1 if alone else 2 if converts else UNROLLS[0]
+    most = 1 if rotates else 2 if converts else UNROLLS[0]
     return next(unroll for unroll in UNROLLS if unroll == 1 or (unroll <= most and threads // unroll >= FULL_GRID))
 
 

@@ -104,15 +104,15 @@ def test_descriptors_are_frozen_keys() -> None:
 @pytest.mark.parametrize(
     ("changes", "columns", "lanes", "rounds"),
     [
-        ({}, 8, 4, 2),  # half of the lanes where a scale is computed
-        ({"head_dim": 128}, 8, 8, 2),
-        ({"head_dim": 256}, 8, 16, 2),
-        ({"head_dim": 80}, 8, 8, 2),
-        ({"head_dim": 252}, 4, 16, 4),
-        ({"head_dim": 255}, 1, 16, 16),
+        ({}, 8, 8, 1),
+        ({"head_dim": 128}, 8, 16, 1),
+        ({"head_dim": 256}, 8, 32, 1),
+        ({"head_dim": 80}, 8, 16, 1),
+        ({"head_dim": 252}, 4, 32, 2),
+        ({"head_dim": 255}, 1, 32, 8),
         ({"head_dim": 1}, 1, 1, 1),
-        ({"alignment_bytes": 4}, 2, 16, 2),
-        ({"layout": ck.KVLayout("HND", 2)}, 2, 16, 2),
+        ({"alignment_bytes": 4}, 2, 32, 1),
+        ({"layout": ck.KVLayout("HND", 2)}, 2, 32, 1),
         ({"layout": ck.KVLayout("HND", 2), "kv_dtype": K.BF16, **PLAIN}, 1, 32, 2),
     ],
     ids=str,
