@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
-from textwrap import shorten
+from textwrap import shorten, wrap
 from typing import Annotated
 from xml.etree import ElementTree
 
@@ -34,6 +34,7 @@ BARS_LEFT, BARS_RIGHT = 172, 716
 PERCENT_RIGHT, US_RIGHT = 800, WIDTH - MARGIN
 STEP, BAR, GROUP_GAP = 14, 10, 16
 TOP, FOOTER, LABEL_STEP, NOTE_STEP = 146, 56, 15, 17
+LABEL_CHARACTERS = 21  # of a line that stays left of the bars
 TICKS = (0, 25, 50, 75, 100)
 
 STYLE = """
@@ -162,7 +163,7 @@ def draw(cases: Sequence[Sequence[Bar]]) -> str:
 def label(record: Record, common: Sequence[str]) -> list[str]:
     """The lines that name a case: its rows, its heads, and the traits that not all cases share."""
     own = [trait for trait in record.traits if trait not in common]
-    return [record.rows, record.heads, *([", ".join(own)] if own else [])]
+    return [record.rows, record.heads, *wrap(", ".join(own), LABEL_CHARACTERS)]
 
 
 def legend(svg: ElementTree.Element, providers: Sequence[str], y: float) -> None:

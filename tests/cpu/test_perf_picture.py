@@ -141,6 +141,14 @@ def test_chosen_cases_say_what_they_do_not_share(tmp_path: Path) -> None:
         matching_cases(newest_of(read_records([path])[0]), ["*nothing*"])
 
 
+def test_labels_stay_left_of_the_bars(tmp_path: Path) -> None:
+    """Traits that do not fit one line take several."""
+    ragged = Case(32, 8, 128, 16, Spread("loguniform", 64, 128, 32768), kv_dtype="e4m3")
+    path = write(tmp_path / "r.jsonl", *(record(case, "ours", 500.0, 400.0) for case in (CASE, ragged)))
+    svg = draw(path, "*")
+    assert {"bf16 q, e4m3 KV,", "loguniform"} < set(texts(svg))
+
+
 @pytest.mark.parametrize("records", [[], [record(CASE, "ours", 500.0)], [record(CASE, "read", 400.0, 400.0)]])
 def test_nothing_to_draw(tmp_path: Path, capsys, records: list[dict[str, object]]) -> None:
     path = tmp_path / "r.jsonl"
