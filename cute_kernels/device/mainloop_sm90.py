@@ -173,6 +173,8 @@ class TmaMainloop:
 
     def turn_of(self, ordinal: Int32) -> tuple[Int32, Int32]:
         """(stage, parity of its full barrier) of the share's tile `ordinal`."""
+        if self.spec.m_tiles > 1:  # signed: 8 warps with 16 rows of several m-tiles then spill no register (read from SASS)
+            return ordinal % self.spec.num_stages, ordinal // self.spec.num_stages % 2
         return remainder(ordinal, self.spec.num_stages), quotient(ordinal, self.spec.num_stages) & 1
 
     @cute.jit

@@ -76,7 +76,7 @@ def block_of(tiles: Int32) -> Int32:
 
 def heads_of(spec: KernelSpec, unit: Int32) -> tuple[Int32, Int32, Int32]:
     """(KV head, first query head, query heads) of a unit."""
-    kv_head, m_tile = unit // spec.m_tiles, unit % spec.m_tiles
+    kv_head, m_tile = quotient(unit, spec.m_tiles), remainder(unit, spec.m_tiles)
     return kv_head, kv_head * spec.group_size + m_tile * TILE_M, cutlass.min(spec.group_size - m_tile * TILE_M, TILE_M)
 
 
