@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -57,8 +58,9 @@ def compile_ahead(specs: Iterable[KernelSpec], processes: int | None = None) -> 
     workers = min(processes or os.cpu_count() or 1, len(wanted))
     if workers < 2:
         for spec in wanted:
-            compile_decode(spec)
-        return len(wanted)
+            with suppress(CompileFailed):
+                compile_decode(spec)
+        return sum(spec in _kernels for spec in wanted)
     with TemporaryDirectory() as folder, ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
         paths = [Path(folder) / f"{i}.o" for i in range(len(wanted))]
         jobs = [pool.submit(_export, spec, path) for spec, path in zip(wanted, paths, strict=True)]

@@ -78,10 +78,10 @@ def task_of(case: Case, facts: DeviceFacts) -> Task:
 
 def specs_of(task: Task, device: torch.device, configs: Sequence[DecodeConfig]) -> list[KernelSpec]:
     """What the plans of a task's configurations compile, and the plan of the heuristic's."""
-    specs = []
+    facts, specs = DeviceFacts.of(device), []
     for config in (task.heuristic, *configs):
         with tuned.forced(config):
-            specs.append(spec_of(task.problem, DeviceFacts.of(device)))
+            specs.append(spec_of(task.problem, facts))
     return [spec for spec in specs if spec is not None]
 
 
@@ -157,12 +157,8 @@ def tune(
     deadline: Deadline,
     console: Console,
     provider: Callable[[DecodeConfig], Provider] = Configured,
-    compile_all: Callable[[list[KernelSpec]], object] = compile_ahead,
 ) -> list[Tuned]:
-    """Tune the tasks one after the other, each known to `save` as soon as it is done; the deadline ends it early.
-
-    compile_all: compiles what a task is about to try.
-    """
+    """Tune the tasks one after the other, each known to `save` as soon as it is done; the deadline ends it early."""
     spans = cells([(task.problem, task.arch) for task in tasks])
     groups: dict[object, Group] = {}
     done: list[Tuned] = []
@@ -175,7 +171,7 @@ def tune(
             shown.update(bar, description=task.case.name)
             group = groups.setdefault(group_of(task.problem, task.arch), Group())
             configs = group.worth_trying(sweep(task.problem, task.arch, task.target, task.sm_count))
-            compile_all(specs_of(task, device, configs))
+            compile_ahead(specs_of(task, device, configs))
             try:
                 result, trial_us = tune_task(task, configs, limits, clock, device, provider)
             except DeviceFailed as failure:

@@ -19,7 +19,7 @@ LEAST_EXPONENT = {"e4m3": -6, "e5m2": -14}  # of a normal value
 LARGEST_CODE = {"e4m3": 0x7E, "e5m2": 0x7B}
 NAN_CODE = 0x7F
 INF_BITS, MAGNITUDE, SIGN = 0x7F800000, 0x7FFFFFFF, -(2**31)
-LEAST_DIVISOR, LARGEST_DIVISOR = 2.0**-60, 2.0**122  # of `quotient`
+LEAST_DIVISOR, LARGEST_DIVISOR = 2.0**-60, 2.0**122  # of `ieee_quotient`
 BEYOND = 2.0**20  # a quotient that saturates every type
 ROUNDER = 1.5 * 2.0**23  # added to an f32, rounds it to a whole number, whose low bits the sum then ends in
 SURE = 0.5 - 2.0**-14  # a product by an inverse no further than this from a whole number rounds as the quotient does, up to 127
@@ -73,14 +73,14 @@ def divide(values: cute.Tensor, divisor: Float32, bounded: cutlass.Constexpr):
     if divisor >= LEAST_DIVISOR and divisor <= LARGEST_DIVISOR:
         inverse = 1.0 / divisor
         for i in cutlass.range_constexpr(cute.size(values)):
-            values[i] = quotient(values[i], divisor, inverse, bounded)
+            values[i] = ieee_quotient(values[i], divisor, inverse, bounded)
     else:
         for i in cutlass.range_constexpr(cute.size(values)):
             values[i] = values[i] / divisor
 
 
 @cute.jit
-def quotient(value: Float32, divisor: Float32, inverse: Float32, bounded: cutlass.Constexpr) -> Float32:
+def ieee_quotient(value: Float32, divisor: Float32, inverse: Float32, bounded: cutlass.Constexpr) -> Float32:
     """value / divisor by Markstein's theorem: an inverse and a quotient that are right to one unit, and an exact remainder.
 
     Its sign is the value's, of a zero too. Below 2**-18, where everything stored is a zero, a remainder may be inexact.

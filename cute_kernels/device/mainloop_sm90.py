@@ -102,7 +102,7 @@ class TmaMainloop:
         share = take_share(spec, tables, k, batch, located)
         start, length = open_row_or_nothing(spec, tables, k, share.row, batch)
         piece = make_piece(spec, share, share.row, start, length, share.tile, Int32(0))
-        pages = find_page(spec, tables, start, length, self.token_of_lane(piece.first), Int32(k.shape[0]))
+        pages = self.lookup(tables, start, length, piece.first, Int32(k.shape[0]))
         most = cutlass.const_expr(min(32, max(1, spec.num_stages // AHEAD) * self.boxes))
         for box in cutlass.range(cutlass.min((piece.stop - piece.first) * self.boxes, most), unroll=1):
             place = self.box_at(piece, piece.first * self.boxes + box, cute.arch.shuffle_sync(pages, box))

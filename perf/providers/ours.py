@@ -96,8 +96,10 @@ class Configured(Ours):
 
 def spec_of(problem: DecodeProblem, facts: DeviceFacts, arch: VariantArch | None = None) -> KernelSpec | None:
     """What the plan of a problem compiles on such a device; None where nothing is compiled or no variant serves it."""
-    answers = explain(problem, facts, ck.PlanPreference(arch=arch)).candidates
-    return next((answer.spec for answer in answers if answer.verdict == "chosen"), None)
+    try:
+        return explain(problem, facts, ck.PlanPreference(arch=arch)).chosen.spec
+    except ck.Unsupported:
+        return None
 
 
 def descriptor(case: Case) -> ck.PagedDecodeDescriptor | ck.FlashDecodingDescriptor:

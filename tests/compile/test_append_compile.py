@@ -131,7 +131,7 @@ def divisors(count: int) -> np.ndarray:
 
 
 def test_quotients_are_those_of_ieee_division() -> None:
-    """`quotient` in numpy, for every 16-bit value: its bits, but for what every 8-bit type stores as a zero or as its largest.
+    """`ieee_quotient` in numpy, every 16-bit value: its bits, but for what every 8-bit type stores as a zero or as its largest.
 
     A fused multiply-add is one in 64 bits of mantissa, rounded again: it could only be wrong where this test then fails.
     """

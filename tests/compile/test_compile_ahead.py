@@ -48,6 +48,17 @@ def test_one_kernel_is_compiled_here() -> None:
     assert compiler.compiled_specs() == [one]
 
 
+@pytest.mark.parametrize("count", [1, 2])
+def test_what_fails_ahead_is_left_to_compile_decode(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = spec_of(DESCRIBED.problem, H200)
+    assert one is not None
+    unknown = [replace(one, target="sm_90a", lse_base=base, element_type="f64") for base in ("e", "2")[:count]]  # no such type
+    assert compiler.compile_ahead(unknown, processes=2) == 0
+    assert compiler.compiled_specs() == []
+    with pytest.raises(ck.CompileFailed):
+        compiler.compile_decode(unknown[0])
+
+
 @pytest.mark.gpu
 def test_a_kernel_of_another_process_decodes(monkeypatch: pytest.MonkeyPatch) -> None:
     shape = Shape(8, 2, 128, 16, (0, 1, 700, 129))
