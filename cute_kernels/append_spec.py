@@ -15,6 +15,7 @@ CTA_THREADS = 128
 WARP = 32
 FULL_GRID = 2**18  # threads that fill every SM of an H200 (132 x 2,048, nearly)
 UNROLLS = (4, 2, 1)
+COMPUTED_LOADS = 2  # of one row that a thread has in flight where a scale is computed and no SM is left idle
 
 
 @dataclass(frozen=True)
@@ -89,12 +90,13 @@ def lanes_of(pieces: int) -> int:
 def share_rows(spec: AppendSpec, rows: int) -> AppendSpec:
     """`spec`, made for a load a lane and a row a thread, as it takes this many (token, head) rows.
 
-    A thread takes several rows where no SM is left idle. Where a scale is computed, it takes two loads of one row: each
-    thread of a row repeats what follows from its maximum.
+    A thread takes several rows where no SM is left idle. Where a scale is computed, it takes COMPUTED_LOADS loads
+    of one row: each thread of a row repeats what follows from its maximum.
     """
     threads = rows * spec.lanes
     if spec.computes and spec.lanes > 1:
-        return replace(spec, lanes=spec.lanes // 2) if threads // 2 >= FULL_GRID else spec
+        fewer = threads // COMPUTED_LOADS >= FULL_GRID and spec.lanes >= COMPUTED_LOADS
+        return replace(spec, lanes=spec.lanes // COMPUTED_LOADS) if fewer else spec
     converts = (spec.k_type, spec.v_type) != (spec.element_type, spec.element_type)
     return replace(spec, unroll=unroll_of(threads, converts, spec.rotary is not None))
 

@@ -6,6 +6,9 @@ Quotients are those of IEEE division, so that every backend stores the same bits
 between, and CTAs behind those of K and V do the same to q.
 """
 
+from collections.abc import Callable
+from functools import partial
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64
@@ -13,10 +16,11 @@ from cutlass import Boolean, Float32, Int32, Int64
 from ..append_spec import CTA_THREADS, AppendSpec
 from ..quantize import LEAST_AMAX
 from .append_slots import INT32_MAX, find_slot, given_slot
-from .kv_encode import LARGEST, divide, encode, quantize
+from .kv_encode import divide, divide_largest, encode, quantize
 from .kv_scale import head_scale
 from .kv_source import POSITION_FAULT, report
-from .registers import as_bits, as_float, quotient, remainder
+from .packed import as_words, larger_pair, select_bytes, widen, widen_pair
+from .registers import quotient, remainder
 from .rotary import find_angles, rotate_row
 
 
@@ -58,7 +62,8 @@ class AppendKernel:
         num_ctas = self.ctas_of(k)
         if cutlass.const_expr(q is not None):
             num_ctas = num_ctas + self.ctas_of(q)
-        self.append(k, v, caches, tables, scales, (q, q_out), (cos_sin_cache, positions), faults).launch(
+        divisors = tuple(None if x is None else cute.fast_divmod_create_divisor_v2(Int32(x.shape[1])) for x in (k, q))
+        self.append(k, v, caches, tables, scales, (q, q_out), (cos_sin_cache, positions), faults, divisors).launch(
             grid=(num_ctas, 1, 1),
             block=(CTA_THREADS, 1, 1),
             stream=stream,
@@ -70,27 +75,50 @@ class AppendKernel:
         return cute.ceil_div(Int32(rows.shape[0]) * Int32(rows.shape[1]), self.spec.rows_per_cta)
 
     @cute.kernel
-    def append(self, k, v, caches: tuple, tables: tuple, scales: tuple, queries: tuple, rotary: tuple, status: tuple):
-        """CTAs of K's and V's rows first, then those of q's: rows_per_cta (token, head) rows each, heads innermost."""
+    def append(
+        self,
+        k,
+        v,
+        caches: tuple,
+        tables: tuple,
+        scales: tuple,
+        queries: tuple,
+        rotary: tuple,
+        status: tuple,
+        divisors: tuple,
+    ):
+        """CTAs of K's and V's rows first, then those of q's: rows_per_cta (token, head) rows each, heads innermost.
+
+        divisors: what divides by num_kv_heads and num_heads; the latter is None without q.
+        """
         spec = self.spec
         if cutlass.const_expr(self.overlap):
             cute.arch.griddepcontrol_launch_dependents()
             cute.arch.griddepcontrol_wait()
         cta = cute.arch.block_idx()[0]
         if cutlass.const_expr(queries[0] is None):
-            append_rows(spec, k, v, caches, tables, scales, rotary, status, cta)
+            append_rows(spec, k, v, caches, tables, scales, rotary, status, divisors[0], cta)
         else:
             first = self.ctas_of(k)
             if cta < first:
-                append_rows(spec, k, v, caches, tables, scales, rotary, status, cta)
+                append_rows(spec, k, v, caches, tables, scales, rotary, status, divisors[0], cta)
             else:
-                rotate_queries(spec, *queries, rotary, cta - first)
+                rotate_queries(spec, *queries, rotary, divisors[1], cta - first)
 
 
 def row_of(spec: AppendSpec, cta: Int32, u: int) -> tuple[Int32, Int32]:
     """(row, lane) of a thread: its u-th row of the CTA's."""
     thread = cute.arch.thread_idx()[0]
     return cta * spec.rows_per_cta + u * spec.row_groups + quotient(thread, spec.lanes), remainder(thread, spec.lanes)
+
+
+def token_of(row: Int32, heads) -> tuple[Int32, Int32]:
+    """(token, head) of a row. heads: what divides by their number.
+
+    The mask changes nothing: products with 64-bit strides are shorter where the compiler knows that a factor is not negative.
+    """
+    token, head = divmod(row, heads)
+    return Int32(token) & INT32_MAX, Int32(head) & INT32_MAX
 
 
 @cute.jit
@@ -103,32 +131,35 @@ def append_rows(
     scales: tuple,
     rotary: tuple,
     status: tuple,
+    heads,
     cta: Int32,
 ):
-    """A CTA's rows of K and V: all loads go out before the first is waited for."""
-    heads, tokens = Int32(k.shape[1]), Int32(k.shape[0])
+    """A CTA's rows of K and V: all loads go out before the first is waited for.
+
+    A thread past the last token loads rows of that one, and stores nothing: no branch is then before the loads. heads: what
+    divides by their number.
+    """
+    tokens = Int32(k.shape[0])
     k_rows = [empty_row(spec, k.element_type) for _ in range(spec.unroll)]
     v_rows = [empty_row(spec, v.element_type) for _ in range(spec.unroll)]
-    slots = cute.make_rmem_tensor(spec.unroll, Int64)
+    found, slots = [], []
     for u in cutlass.range_constexpr(spec.unroll):
         row, lane = row_of(spec, cta, u)
-        token, head = quotient(row, heads), remainder(row, heads)
-        slots[u] = Int64(-1)
-        if token < tokens:
-            slots[u] = given_slot(spec, tables, token)
-            load_row(spec, k[token, head, None], lane, k_rows[u])
-            load_row(spec, v[token, head, None], lane, v_rows[u])
+        token, head = token_of(row, heads)
+        inside = token < tokens
+        token = cutlass.min(token, tokens - 1) & INT32_MAX
+        slots.append(given_slot(spec, tables, token))
+        load_row(spec, k[token, head, None], lane, k_rows[u])
+        load_row(spec, v[token, head, None], lane, v_rows[u])
+        found.append((token, head, lane, inside))
     for u in cutlass.range_constexpr(spec.unroll):
-        row, lane = row_of(spec, cta, u)
-        token, head = quotient(row, heads), remainder(row, heads)
-        place = Int32(-1)
-        if token < tokens:
-            speaks = head == 0 and lane == 0
-            place = find_slot(spec, tables, slots[u], token, Int32(caches[0].shape[0]), speaks, status)
-            if cutlass.const_expr(spec.rotary is not None):
-                place = rotate_key(spec, k[token, head, None], rotary, token, place, lane, k_rows[u], speaks, status)
-        append_row(spec, spec.k_type, spec.k_scale, k_rows[u], caches[0], scales[0], place, head, lane)
-        append_row(spec, spec.v_type, spec.v_scale, v_rows[u], caches[1], scales[1], place, head, lane)
+        token, head, lane, inside = found[u]
+        speaks = inside and head == 0 and lane == 0
+        place = find_slot(spec, tables, slots[u], token, Int32(caches[0].shape[0]), speaks, status)
+        if cutlass.const_expr(spec.rotary is not None):
+            place = rotate_key(spec, k[token, head, None], rotary, token, place, lane, k_rows[u], speaks, status)
+        place = cutlass.select_(inside, place, Int32(-1))
+        append_pair(spec, (k_rows[u], v_rows[u]), caches, scales, place, head, lane)
 
 
 @cute.jit
@@ -155,12 +186,12 @@ def rotate_key(
 
 
 @cute.jit
-def rotate_queries(spec: cutlass.Constexpr, q: cute.Tensor, q_out: cute.Tensor, rotary: tuple, cta: Int32):
+def rotate_queries(spec: cutlass.Constexpr, q: cute.Tensor, q_out: cute.Tensor, rotary: tuple, heads, cta: Int32):
     """A CTA's rows of q. A row's lanes all have loaded before one stores: q_out may be q."""
-    heads, tokens = Int32(q.shape[1]), Int32(q.shape[0])
+    tokens = Int32(q.shape[0])
     for u in cutlass.range_constexpr(spec.unroll):
         row, lane = row_of(spec, cta, u)
-        token, head = quotient(row, heads), remainder(row, heads)
+        token, head = token_of(row, heads)
         values = empty_row(spec, q.element_type)
         if token < tokens:
             load_row(spec, q[token, head, None], lane, values)
@@ -176,8 +207,8 @@ def clamped(value) -> Int32:
 
 
 def empty_row(spec: AppendSpec, dtype: type) -> cute.Tensor:
-    """Zeros [columns, rounds]: a thread's part of a row."""
-    row = cute.make_rmem_tensor((spec.columns, spec.rounds), dtype)
+    """Zeros [columns, rounds]: a thread's part of a row. A round more where the values would not come in pairs."""
+    row = cute.make_rmem_tensor((spec.columns, spec.rounds + spec.columns * spec.rounds % 2), dtype)
     row.fill(0.0)
     return row
 
@@ -193,40 +224,53 @@ def load_row(spec: cutlass.Constexpr, source: cute.Tensor, lane: Int32, row: cut
 
 
 @cute.jit
-def append_row(
+def append_pair(spec: cutlass.Constexpr, rows: tuple, caches: tuple, scales: tuple, place: Int32, head: Int32, lane: Int32):
+    """Converts a row of K and one of V and stores them at slot `place`, nowhere where that is negative.
+
+    All lanes of the warp take part.
+    """
+    largest = largest_magnitudes(spec, *rows) if cutlass.const_expr(spec.computes) else (None, None)
+    k_row, k_divisor = convert_row(spec, spec.k_type, spec.k_scale, rows[0], scales[0], head, largest[0])
+    v_row, v_divisor = convert_row(spec, spec.v_type, spec.v_scale, rows[1], scales[1], head, largest[1])
+    if place >= 0:
+        page, slot = quotient(place, spec.page_size), remainder(place, spec.page_size)
+        for cache, stored in zip(caches, (k_row, v_row), strict=True):
+            store_row(spec, stored, cache[page, slot, head, None] if spec.nhd else cache[page, head, slot, None], lane)
+        if lane == 0:
+            store_scale(spec.k_scale, scales[0], page, slot, head, k_divisor)
+            store_scale(spec.v_scale, scales[1], page, slot, head, v_divisor)
+
+
+def store_scale(form: str, scales, page: Int32, slot: Int32, head: Int32, scale: Float32) -> None:
+    """Stores the scale of a row where it is computed."""
+    if form.startswith("token"):
+        row = scales[page, slot, None]
+        row[head] = scale.to(scales.element_type)
+
+
+@cute.jit
+def convert_row(
     spec: cutlass.Constexpr,
     stored_type: cutlass.Constexpr,
     form: cutlass.Constexpr,
     row: cute.Tensor,
-    cache: cute.Tensor,
     scale,
-    place: Int32,
     head: Int32,
-    lane: Int32,
-):
-    """Converts one row and stores it at slot `place`, nowhere where that is negative. All lanes of the warp take part."""
-    stored = row
-    divisor = Float32(1.0)
-    computed = cutlass.const_expr(form.startswith("token"))
-    if cutlass.const_expr(cache.element_type != row.element_type):
-        values = cute.make_rmem_tensor((spec.columns, spec.rounds), Float32)
-        values.store(row.load().to(Float32))
+    largest,
+) -> tuple:
+    """(what is stored of a row [columns, rounds], what its values are divided by). largest: magnitude of the row."""
+    divisor, codes = Float32(1.0), row
+    if cutlass.const_expr(stored_type != spec.element_type):
         by_instruction = cutlass.const_expr(spec.arch == "sm90")
-        if cutlass.const_expr(computed):
-            divisor = computed_scale(spec, stored_type, values)
-            codes = quantize(stored_type, by_instruction, values, divisor)
+        values = widen(row)
+        if cutlass.const_expr(form.startswith("token")):
+            divisor = divide_largest(stored_type, largest)
+            codes = quantize(stored_type, by_instruction, values, divisor, largest)
         else:
             if cutlass.const_expr(form == "head"):
                 divide(values, head_scale(scale, head), bounded=False)
             codes = encode(stored_type, by_instruction, values)
-        stored = cute.make_tensor(codes.iterator, row.layout)
-    if place >= 0:
-        page, slot = quotient(place, spec.page_size), remainder(place, spec.page_size)
-        store_row(spec, stored, cache[page, slot, head, None] if spec.nhd else cache[page, head, slot, None], lane)
-        if cutlass.const_expr(computed):
-            scales = scale[page, slot, None]
-            if lane == 0:
-                scales[head] = divisor.to(scale.element_type)
+    return cute.make_tensor(codes.iterator, row.layout), divisor
 
 
 @cute.jit
@@ -239,22 +283,33 @@ def store_row(spec: cutlass.Constexpr, stored: cute.Tensor, target: cute.Tensor,
             cute.autovec_copy(stored[None, r], pieces[(None,), piece])
 
 
-@cute.jit
-def computed_scale(spec: cutlass.Constexpr, stored_type: cutlass.Constexpr, values: cute.Tensor) -> Float32:
-    """The largest magnitude of a row, at least LEAST_AMAX, over the largest stored value; NaN where the row holds one.
+def largest_magnitudes(spec: AppendSpec, k_row: cute.Tensor, v_row: cute.Tensor) -> tuple[Float32, Float32]:
+    """The largest magnitudes of a row of K and of one of V, at least LEAST_AMAX; NaN where the row holds one.
 
-    Maxima of magnitudes are compared between lanes as integers, in which a NaN is larger than infinity.
+    The lanes of the rows exchange both in one word.
     """
-    largest = Float32(LEAST_AMAX)
-    for i in cutlass.range_constexpr(cute.size(values)):
-        largest = larger(largest, values[i])
-    bits = as_bits(largest)
-    for step in cutlass.range_constexpr(spec.lanes.bit_length() - 1):
-        bits = cutlass.max(bits, cute.arch.shuffle_sync_bfly(bits, offset=1 << step))
-    return as_float(bits) / Float32(cutlass.const_expr(LARGEST[stored_type]))
+    larger = partial(larger_pair, k_row.element_type, spec.target)
+    k_pair, v_pair = (largest_pair(larger, row) for row in (k_row, v_row))
+    pair = larger(select_bytes(k_pair, v_pair, 0x5410), select_bytes(k_pair, v_pair, 0x7632))
+    for step in range(spec.lanes.bit_length() - 1):
+        pair = larger(pair, cute.arch.shuffle_sync_bfly(pair, offset=1 << step))
+    low, high = widen_pair(k_row.element_type, pair)
+    return at_least(low), at_least(high)
 
 
-def larger(magnitude: Float32, value: Float32) -> Float32:
-    """The larger of a magnitude and a value's; NaN where either is."""
-    text = "{ .reg .f32 m; abs.f32 m, {$r1}; max.NaN.f32 {$w0}, {$r0}, m; }"
-    return cute.arch.inline_ptx(text, write_only_types=[Float32], read_only_args=[magnitude, value])
+def largest_pair(larger: Callable[[Int32, Int32], Int32], row: cute.Tensor) -> Int32:
+    """The largest magnitude of the even values in a thread's part of a row, in the low half, and of the odd ones.
+
+    A tree, for a short chain. Each is of either sign.
+    """
+    words = as_words(row)
+    pairs = [words[i] for i in range(cute.size(words))]
+    while len(pairs) > 1:
+        pairs = [larger(*pairs[i : i + 2]) if pairs[i + 1 :] else pairs[i] for i in range(0, len(pairs), 2)]
+    return pairs[0]
+
+
+def at_least(value: Float32) -> Float32:
+    """The larger of a magnitude and LEAST_AMAX, NaN where that is NaN."""
+    text = "{ .reg .f32 m; abs.f32 m, {$r0}; max.NaN.f32 {$w0}, m, {$r1}; }"
+    return cute.arch.inline_ptx(text, write_only_types=[Float32], read_only_args=[value, Float32(LEAST_AMAX)])

@@ -10,14 +10,14 @@ from .kv_source import PAGE_FAULT, SLOT_FAULT, find_page, inspect_row, open_row,
 INT32_MAX = 2**31 - 1
 
 
-def given_slot(spec: AppendSpec, tables: tuple, token: Int32) -> Int64:
+def given_slot(spec: AppendSpec, tables: tuple, token: Int32) -> Int32 | Int64:
     """The slot of a token as it is given; nothing of use where it comes from a page table."""
-    return Int64(tables[0][token]) if spec.table_format == "none" else Int64(0)
+    return tables[0][token] if spec.table_format == "none" else Int32(0)
 
 
 @cute.jit
 def find_slot(
-    spec: cutlass.Constexpr, tables: tuple, slot: Int64, token: Int32, num_pages: Int32, speaks: Boolean, status: tuple
+    spec: cutlass.Constexpr, tables: tuple, slot: Int32 | Int64, token: Int32, num_pages: Int32, speaks: Boolean, status: tuple
 ) -> Int32:
     """page * page_size + slot of a token, negative where it is skipped or what says so is out of range.
 
@@ -26,11 +26,10 @@ def find_slot(
     """
     place = Int32(-1)
     if cutlass.const_expr(spec.table_format == "none"):
-        num_slots = Int64(num_pages) * spec.page_size
-        if slot < num_slots:
-            place = Int32(cutlass.max(slot, Int64(-1)))
+        if slot < num_pages * spec.page_size:
+            place = Int32(cutlass.max(slot, -1))
         elif speaks:
-            report(status, token, SLOT_FAULT, Int32(cutlass.min(slot, Int64(INT32_MAX))))
+            report(status, token, SLOT_FAULT, Int32(cutlass.min(slot, INT32_MAX)))
     else:
         start, length = open_row(spec, tables, None, token)
         if cutlass.const_expr(spec.table_format == "dense"):

@@ -22,12 +22,20 @@ INF_BITS, MAGNITUDE, SIGN = 0x7F800000, 0x7FFFFFFF, -(2**31)
 LEAST_DIVISOR, LARGEST_DIVISOR = 2.0**-60, 2.0**122  # of `ieee_quotient`
 BEYOND = 2.0**20  # a quotient that saturates every type
 ROUNDER = 1.5 * 2.0**23  # added to an f32, rounds it to a whole number, whose low bits the sum then ends in
-SURE = 0.5 - 2.0**-14  # a product by an inverse no further than this from a whole number rounds as the quotient does, up to 127
+NUDGE = 2.0**-21  # above what an inverse is off by, 2**-22; below how near a product is to the middle of two whole numbers
+HALF_UNIT = 2.0**-18  # of the last place of an f32 in 64..128
 
 
 def bits_of(value: float) -> int:
     """The bits of an f32."""
     return struct.unpack("<i", struct.pack("<f", value))[0]
+
+
+def rounded_down(value: float) -> float:
+    """The largest f32 that is not above a positive value."""
+    (bits,) = struct.unpack("<i", struct.pack("<f", value))
+    nearest, before = struct.unpack("<2f", struct.pack("<2i", bits, bits - 1))
+    return nearest if nearest <= value else before
 
 
 def fma(first: Float32, second: Float32, third: Float32) -> Float32:
@@ -37,31 +45,46 @@ def fma(first: Float32, second: Float32, third: Float32) -> Float32:
     )
 
 
+def divide_largest(stored_type: str, largest: Float32) -> Float32:
+    """largest / LARGEST[stored_type]: the bits of IEEE division for 16-bit values and LEAST_AMAX, infinity and NaN too.
+
+    The inverse is a sum of two f32, neither of them negative.
+    """
+    inverse = 1.0 / LARGEST[stored_type]
+    upper = rounded_down(inverse)
+    return fma(largest, Float32(upper), largest * Float32(inverse - upper))
+
+
 @cute.jit
 def quantize(
-    stored_type: cutlass.Constexpr, by_instruction: cutlass.Constexpr, values: cute.Tensor, divisor: Float32
+    stored_type: cutlass.Constexpr, by_instruction: cutlass.Constexpr, values: cute.Tensor, divisor: Float32, largest: Float32
 ) -> cute.Tensor:
-    """encode(values / divisor) where no quotient is beyond a stored value, nor a NaN unless the divisor is.
+    """encode(values / divisor) where divisor = divide_largest(largest), and `values` have 16 bits and are up to `largest`.
 
-    int8 by one multiplication a value; where one comes out near the middle of two whole numbers, all by their quotients.
+    int8 by one multiplication a value. 127 x / largest, for 16-bit x, is the middle of two whole numbers for x = +-largest / 2,
+    63.5, and for no other x, nor very near it, but where the divisor is exact. So an inverse that is off to that side on which
+    the quotient of largest / 2 rounds gives all codes. Where the divisor is exact, infinity or NaN, by quotients.
     """
     if cutlass.const_expr(stored_type != "int8"):
         divide(values, divisor, bounded=True)
         return encode(stored_type, by_instruction, values)
     count = cutlass.const_expr(cute.size(values))
     codes = cute.make_rmem_tensor(count, Int8)
-    inverse, furthest = cute.arch.rcp_approx(divisor), Float32(0.0)
+    excess = fma(divisor, Float32(-LARGEST["int8"]), largest)  # exact
+    inverse = cute.arch.rcp_approx(divisor)
+    nudged = nudge(inverse, fma(divisor, Float32(HALF_UNIT), excess))
     for i in cutlass.range_constexpr(count):
-        rounded = fma(values[i], inverse, Float32(ROUNDER))
-        apart = fma(values[i], inverse, Float32(ROUNDER) - rounded)
-        furthest = cute.arch.fmax(furthest, cute.arch.fmax(apart, -apart))
-        codes[i] = Int8(as_bits(rounded))
-    if furthest > SURE or not (divisor >= LEAST_DIVISOR and divisor <= LARGEST_DIVISOR):
-        divide(values, divisor, bounded=True)
-        exact = encode(stored_type, by_instruction, values)
+        codes[i] = Int8(as_bits(fma(values[i], nudged, Float32(ROUNDER))))
+    if not cute.arch.fmax(excess, -excess) > 0.0:
         for i in cutlass.range_constexpr(count):
-            codes[i] = exact[i]
+            codes[i] = to_int8(ieee_quotient(values[i], divisor, inverse, bounded=True))
     return codes
+
+
+def nudge(inverse: Float32, direction: Float32) -> Float32:
+    """`inverse`, larger by NUDGE of itself, or smaller where `direction` is negative."""
+    amount = as_float((as_bits(direction) & SIGN) | bits_of(NUDGE))
+    return fma(inverse, amount, inverse)
 
 
 @cute.jit

@@ -15,7 +15,16 @@ from cute_kernels import compile as compiler
 from cute_kernels.append import kernel_spec
 from cute_kernels.append_spec import AppendSpec, append_supports
 from cute_kernels.device.build_append import build_append
-from cute_kernels.device.kv_encode import BEYOND, LARGEST_DIVISOR, LEAST_DIVISOR, ROUNDER, SURE
+from cute_kernels.device.kv_encode import (
+    BEYOND,
+    HALF_UNIT,
+    LARGEST,
+    LARGEST_DIVISOR,
+    LEAST_DIVISOR,
+    NUDGE,
+    rounded_down,
+)
+from cute_kernels.quantize import LEAST_AMAX
 
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
 K, S, HND, NHD = ck.KVDtype, ck.KVScale, ck.KVLayout.HND, ck.KVLayout.NHD
@@ -67,7 +76,8 @@ def test_append(changes: dict, conversion: str | None, arch: str, target: str, t
         pairs = 2 if "x2" in conversion and spec.columns > 1 else 1
         count = 2 * spec.unroll * spec.rounds * spec.columns // pairs if by_instruction else 0
         assert len(re.findall(rf"{re.escape(conversion)} ", ptx)) == count
-        assert ("div.rn.f32" in ptx) == (spec.k_scale != "none")
+        by_products = spec.k_type == "int8" and spec.computes
+        assert ("div.rn.f32" in ptx) == (spec.k_scale != "none" and not by_products)
     if spec.columns == 8:
         loads = [found.start() for found in re.finditer(r"ld\.global\.v4\.b32 ", ptx)]
         waits = [ptx.find(store) for store in ("st.global.", "st.relaxed.gpu.global.b128")]
@@ -130,6 +140,11 @@ def divisors(count: int) -> np.ndarray:
     return np.concatenate([found, np.array([LEAST_DIVISOR, LARGEST_DIVISOR, 1e-8 / 127], dtype=np.float32)])
 
 
+def fma(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
+    """f32 of a * b + c, in 64 bits of mantissa in between."""
+    return (np.longdouble(1) * a * b + c).astype(np.float32)
+
+
 def test_quotients_are_those_of_ieee_division() -> None:
     """`ieee_quotient` in numpy, every 16-bit value: its bits, but for what every 8-bit type stores as a zero or as its largest.
 
@@ -138,9 +153,6 @@ def test_quotients_are_those_of_ieee_division() -> None:
     f32 = np.float32
     patterns = torch.arange(-(2**15), 2**15).to(torch.int16)
     values = np.concatenate([patterns.view(dtype).float().numpy() for dtype in (F16, BF16)])
-
-    def fma(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
-        return (np.longdouble(1) * a * b + c).astype(f32)
 
     with np.errstate(all="ignore"):
         for divisor in divisors(60):
@@ -157,23 +169,88 @@ def test_quotients_are_those_of_ieee_division() -> None:
             assert same.all(), (divisor, values[~same][:4])
 
 
+def magnitudes(dtype: torch.dtype) -> np.ndarray:
+    """f32 of every 16-bit value that is not negative: zero, subnormals, infinity and NaN too."""
+    return torch.arange(2**15).to(torch.int16).view(dtype).float().numpy()
+
+
+@pytest.mark.parametrize("stored_type", LARGEST)
+def test_scales_are_those_of_ieee_division(stored_type: str) -> None:
+    """`divide_largest` in numpy, for every largest magnitude that a row may have."""
+    largest = np.concatenate([magnitudes(F16), magnitudes(BF16), [np.float32(LEAST_AMAX)]])
+    largest = largest[~(largest < np.float32(LEAST_AMAX))]
+    inverse = 1.0 / LARGEST[stored_type]
+    upper = rounded_down(inverse)
+    assert np.float32(upper) == upper <= inverse
+    with np.errstate(invalid="ignore"):
+        got = fma(largest, np.float32(upper), largest * np.float32(inverse - upper))
+        assert np.array_equal(got, largest / np.float32(LARGEST[stored_type]), equal_nan=True)
+
+
+def nudged_codes(x: np.ndarray, largest: np.ndarray, off: int) -> tuple[np.ndarray, np.ndarray]:
+    """(codes [x, largest] of `quantize`, which are by quotients); the inverse is `off` units off.
+
+    A product of 11 and 24 bits is exact in 64, so rint rounds it once, as a multiply-add with a large summand does.
+    """
+    f32 = np.float32
+    scale = largest / f32(127)
+    inverse = ((f32(1) / scale).view(np.int32) + np.int32(off)).view(f32)
+    excess = fma(scale, f32(-127), largest)
+    direction = fma(scale, f32(HALF_UNIT), excess)
+    products = np.rint(x[:, None].astype(np.float64) * fma(inverse, np.copysign(f32(NUDGE), direction), inverse))
+    exact = ~(np.abs(excess) > 0)
+    over, by = scale[exact], inverse[exact]
+    rough = x[:, None] * by
+    near = fma(fma(-rough, over, x[:, None]), by, rough)
+    products[:, exact] = np.nan_to_num(np.rint(fma(fma(-near, over, x[:, None]), by, near)), nan=0.0)
+    return products, exact
+
+
 @pytest.mark.parametrize("off", [-1, 0, 1])
-def test_products_by_an_inverse_round_as_quotients_do_where_that_is_sure(off: int) -> None:
-    """The int8 codes of `quantize` in numpy, for every 16-bit value up to a row's largest; the inverse is up to one unit off."""
-    f32, largest = np.float32, np.float32(127)
-    patterns = torch.arange(-(2**15), 2**15).to(torch.int16)
-    values = np.concatenate([patterns.view(dtype).float().numpy() for dtype in (F16, BF16)])
-    values = values[np.isfinite(values)]
-    unsure = total = 0
-    for divisor in divisors(200):
-        row = values[np.abs(values) / largest <= divisor]
-        inverse = (f32(1) / divisor).view(np.int32) + np.int32(off)
-        product = row.astype(np.longdouble) * inverse.view(f32)
-        rounded = (product + f32(ROUNDER)).astype(f32)
-        apart = (product + (f32(ROUNDER) - rounded)).astype(f32)
-        sure = np.abs(apart) <= f32(SURE)
-        codes = rounded.view(np.int32).astype(np.int8)
-        assert np.array_equal(codes[sure], np.rint(row / divisor).astype(np.int8)[sure]), divisor
-        near = np.abs(row) > divisor / 4  # the others are zeros
-        unsure, total = unsure + int((~sure & near).sum()), total + int(near.sum())
-    assert unsure < 1e-2 * total  # most are ties: 16-bit values over a power of two
+@pytest.mark.parametrize(("dtype", "bits"), [(F16, 11), (BF16, 8)], ids=str)
+def test_products_by_a_nudged_inverse_round_as_quotients_do(dtype: torch.dtype, bits: int, off: int) -> None:
+    """The int8 codes of `quantize` in numpy, for every pair of mantissas and all powers of two between that give no zero.
+
+    Powers of two that both have change nothing: the divisor is within 2**-34 .. 2**122.
+    """
+    x = np.arange(2 ** (bits - 1), 2**bits).astype(np.float32)
+    ties = exacts = 0
+    for exponent in range(10):
+        largest = np.ldexp(x, exponent)
+        codes, exact = nudged_codes(x, largest, off)
+        wanted = np.rint(x[:, None] / (largest / np.float32(127)))
+        same = (codes == wanted) | (x[:, None] > largest)
+        assert same.all(), (exponent, np.argwhere(~same)[:4])
+        ties += int((2 * x[:, None] == largest).sum())
+        exacts += int(exact.sum())
+    assert ties == x.size, "halves of the largest, whose quotients are 63.5 or next to it"
+    assert exacts == 10 * sum(m % 127 == 0 for m in range(2 ** (bits - 1), 2**bits)), "all other ties"
+
+
+@pytest.mark.parametrize("off", [-1, 0, 1])
+def test_codes_of_the_least_largest_magnitude(off: int) -> None:
+    """Rows below LEAST_AMAX, which has more bits than the values, and of it."""
+    x, least = magnitudes(BF16), np.array([LEAST_AMAX], dtype=np.float32)
+    x = x[x <= least]
+    codes, exact = nudged_codes(x, least, off)
+    assert not exact.any() and codes.max() >= 126
+    assert np.array_equal(codes, np.rint(x[:, None] / (least / np.float32(127))))
+
+
+@pytest.mark.parametrize(("dtype", "offset"), [(F16, 0), (BF16, 2**14), (BF16, 2**15 - 200)], ids=str)
+def test_codes_at_the_ends_of_the_range(dtype: torch.dtype, offset: int) -> None:
+    """Largest magnitudes and values as they are, no powers of two left out: subnormals of f16, the largest bf16."""
+    every = magnitudes(dtype)
+    largest = every[offset:][np.isfinite(every[offset:]) & (every[offset:] >= np.float32(LEAST_AMAX))][:72]
+    x = every[every <= largest[-1]]
+    for off in (-1, 0, 1):
+        codes, _ = nudged_codes(x, largest, off)
+        wanted = np.rint(x[:, None] / (largest / np.float32(127)))
+        assert ((codes == wanted) | (x[:, None] > largest)).all()
+
+
+def test_codes_of_rows_with_infinity_or_nan_are_zeros() -> None:
+    x, largest = magnitudes(BF16), np.array([np.inf, np.nan], dtype=np.float32)
+    with np.errstate(all="ignore"):
+        codes, by_quotients = nudged_codes(x, largest, 0)
+    assert by_quotients.all() and not codes.any()
