@@ -34,7 +34,7 @@ WEIGHT_BITS = 14  # softmax weights reach 2 ** 14 where P is f16, so that those 
 TWO_CTAS_HEAD_DIM = 128  # above, two CTAs need more registers than an SM has
 MERGE_PADDING = 8  # f32 between rows of the merge buffer: a warp's stores then hit every bank
 PIECE_ELEMENTS = {1: 49_152, 2: 16_384}  # of K and V that stream while a piece is opened, merged and stored, by CTAs an SM
-SHARE_BYTES = 65_536  # KV bytes of the smallest share of a CTA
+SHARE_BYTES = 32_768  # KV bytes of the smallest share of a CTA
 MIN_TILES = 2  # no cut leaves less of a row on either side
 MAX_BLOCKS = 32  # parts of a row under the invariant partition
 MIN_BLOCK = 16  # tiles of the smallest of them
@@ -43,6 +43,9 @@ SLOTS: dict[Partition, int] = {  # partial states that a CTA may leave in the wo
     "balanced": 2,  # of the row it continues and of the row it opens
     "invariant": 2 * MAX_BLOCKS,  # every block of the row it works on alone and of the row it opens for others
 }
+LINE_WORDS = 8  # words of a state in a cache line: fewer columns are not worth a CTA (device/combine.py)
+PARTS_IN_FLIGHT = 4  # parts that a thread of the combine waits for together: few rows have more, and each costs instructions
+MOST_PIECES = 512  # of a row whose combine is divided; beyond, the CTA of its last piece does it alone
 MAX_CP_ASYNC_TILE_N = 32  # each lane of a warp looks up the page of one token of the tile
 
 
@@ -203,16 +206,16 @@ class KernelSpec:
 
     @property
     def min_share(self) -> int:
-        """Tiles of a CTA's smallest share: a state grows with its rows, and reading states must not outweigh reading KV.
-
-        More than twice MIN_TILES, so that two cuts never meet.
-        """
-        return max(2 * MIN_TILES, SHARE_BYTES // self.tile_bytes, self.packed_rows)
+        """Tiles of a CTA's smallest share: at least twice MIN_TILES, so that two cuts never meet."""
+        return max(2 * MIN_TILES, SHARE_BYTES // self.tile_bytes)
 
     @property
     def merge_floats(self) -> int:
-        """f32 of the buffer in which the warps' states merge: of each warp and packed row its padded output, maximum and sum."""
-        return self.num_warps * self.packed_rows * (self.padded_head_dim + MERGE_PADDING + 2)
+        """f32 of the buffer in which the warps' states merge: of each warp and packed row its padded output, maximum and sum.
+
+        At least what the combine needs (device/combine.py): four of each thread.
+        """
+        return self.num_warps * max(self.packed_rows * (self.padded_head_dim + MERGE_PADDING + 2), 4 * 32)
 
     @property
     def min_ctas_per_sm(self) -> int:
@@ -226,7 +229,7 @@ class KernelSpec:
         stage = self.tile_bytes + self.token_scales * self.tile_n * SCALE_BYTES
         barriers = 2 * 8 + 4 + 8 * self.token_scales  # full, empty, the tile's holes, where in its words the scales are
         query = 2 * TILE_M * self.padded_head_dim * QUERY_BYTES
-        return self.num_stages * (stage + barriers) + query + 4 * self.merge_floats + 1024  # alignment and a few words
+        return self.num_stages * (stage + barriers) + query + 4 * self.merge_floats + MOST_PIECES + 1024  # alignment, words
 
 
 def packed_rows(group_size: int) -> int:

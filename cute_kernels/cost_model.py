@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .config import Arch, DecodeConfig, KernelSpec, Target, grid_ctas
+from .config import LINE_WORDS, PARTS_IN_FLIGHT, Arch, DecodeConfig, KernelSpec, Target, grid_ctas
 from .descriptors import DecodeProblem
 from .spec import kernel_spec
 
 ASSUMED_SEQ_LEN = 4096  # tokens a row where the descriptor gives no max_seq_len: believing a stream long costs most if wrong
-WORDS_IN_FLIGHT = 16  # words of states that a thread of the combine waits for together (device/combine.py)
 MOST_CUT = 2  # pieces of a share that are parts of cut rows: of the row it continues and of the row it opens
 
 
@@ -28,6 +27,7 @@ class ArchCosts:
     drain_us: a KB of the last tile, attended after the last byte has come. warp_us: a warp's state merged into a piece's.
     part_us: a packed row of a piece of a cut row: its merge and its store to the workspace.
     level_us: a state through the workspace, from its store to its sum. word_us: a word of states that a thread adds up.
+    merge_us: a warp's sums merged with the others', where a thread has not all parts of its columns.
     """
 
     start_us: float
@@ -41,21 +41,23 @@ class ArchCosts:
     part_us: float
     level_us: float
     word_us: float
+    merge_us: float
 
 
 COSTS: dict[Arch, ArchCosts] = {
     "sm90": ArchCosts(  # least squares over the measured cases and configurations, rounded; beside each, where it shows
-        start_us=3.0,  # 1 x 1k, 1 x 8k
-        second_cta_us=0.5,  # 32 x 2k with 32/32: grids of 128 and 256 CTAs are as even; two CTAs an SM end 0.5 us later
-        bandwidth=4.69e6,  # from 268 MB to 2.1 GB; a plain read's slope is 4.71e6
-        tile_bytes=192.0,  # tiles of 8 KB against 16 KB: 0.2 us sooner at 4 MB, even at 34 MB, 0.1 to 0.5 us later at 268 MB
-        idle_weight=0.45,  # 64 x 8k: 128 CTAs leave 4 SMs idle and end 4.4 us after 264, which pay for cut rows
+        start_us=2.33,  # 1 x 1k, 1 x 8k; level_us is set beside it, since nearly every launch cuts rows
+        second_cta_us=0.6,  # 64 x 512 and 64 x 1k: two CTAs an SM end 1.1 to 1.6 us later
+        bandwidth=4.7e6,  # from 268 MB to 2.1 GB; a plain read's slope is 4.71e6
+        tile_bytes=370.0,  # tiles of 8 KB against 16 KB: 0.2 us sooner at 4 MB, 0.3 to 0.9 us later at 268 MB
+        idle_weight=0.425,  # 64 x 8k: 128 CTAs leave 4 SMs idle and end 5.6 us after 264, which pay for cut rows
         lone_weight=0.0,  # 32 x 2k with 32/32: one CTA an SM streams as fast as two
-        drain_us=0.0188,  # as tile_bytes
-        warp_us=0.035,  # 8 x 8k, 64 x 1k, 32 x 4k at head_dim 64 and 256: 8 warps end 0.1 to 0.8 us after 4
-        part_us=0.1,  # 64 x 1k: two CTAs an SM cut rows that one leaves whole, and end 1.2 us later
-        level_us=0.75,  # 1 x 1k and 64 x 512 with 8/1: 4 warps take two levels, and end 0.8 to 1.0 us after 8, which take one
-        word_us=0.03,  # 64 x 8k with 8/1: 4 warps end 0.7 us after 8
+        drain_us=0.036,  # as tile_bytes
+        warp_us=0.0,  # 8 warps end 0.5 us before 4 (64 x 512 with 8/1) to 0.7 us after them (32 x 4k at head_dim 256)
+        part_us=0.137,  # 64 x 1k: two CTAs an SM cut rows that one leaves whole
+        level_us=0.7,
+        word_us=0.09,  # 64 x 512 with 8/1: 4 warps end 0.5 us after 8
+        merge_us=0.04,  # 1 x 8k, 1 x 32k: 16 parts a row
     ),
     "sm80": ArchCosts(  # not measured since the first version: two CTAs an SM from 400 MB on, as found then
         start_us=3.5,
@@ -69,21 +71,23 @@ COSTS: dict[Arch, ArchCosts] = {
         part_us=0.0,
         level_us=0.0,
         word_us=0.0,
+        merge_us=0.0,
     ),
 }
 COSTS_OF_8_BITS: dict[Arch, ArchCosts] = {
     "sm90": ArchCosts(
-        start_us=3.6,
-        second_cta_us=0.0,
-        bandwidth=4.63e6,
-        tile_bytes=130.0,
+        start_us=3.63,
+        second_cta_us=0.54,
+        bandwidth=4.62e6,
+        tile_bytes=263.0,
         idle_weight=0.0,
-        lone_weight=0.01,  # 64 x 8k: one CTA an SM ends 2.9 us after two
-        drain_us=0.08,  # a KB holds twice the tokens, to be converted first: at 1 x 8k tiles of 8 KB end 0.4 to 1.0 us before 16
+        lone_weight=0.022,  # 64 x 8k: one CTA an SM ends 1.2 to 3.2 us after two
+        drain_us=0.032,  # a KB holds twice the tokens, to be converted first: at 1 x 8k tiles of 8 KB end 0.3 to 0.7 us before 16
         warp_us=0.0,
-        part_us=0.13,
-        level_us=0.0,
-        word_us=0.038,
+        part_us=0.068,
+        level_us=0.7,
+        word_us=0.154,
+        merge_us=0.0,
     ),
     "sm80": COSTS["sm80"],
 }
@@ -173,19 +177,10 @@ def pieces_us(spec: KernelSpec, costs: ArchCosts, pieces: float, shares: int) ->
 
 
 def combine_us(spec: KernelSpec, costs: ArchCosts, parts: int) -> float:
-    """The parts of a cut row into one state, by one CTA: beyond a group of parts, groups first and then their states."""
+    """The parts of a cut row into one state: the CTAs of all but the first divide its columns (device/combine.py)."""
     if parts == 1:
         return 0.0
-    group = combine_group(spec)
-    levels, most = (1, parts) if parts <= group else (2, group + (parts - 1) // group)
-    return costs.level_us * levels + costs.word_us * most * state_words(spec) / (32 * spec.num_warps)
-
-
-def state_words(spec: KernelSpec) -> int:
-    """Words of a state: a pair of columns of a packed row each."""
-    return spec.packed_rows * spec.padded_head_dim // 2
-
-
-def combine_group(spec: KernelSpec) -> int:
-    """Parts that a thread of the combine takes together: half as many where it has two words of each."""
-    return WORDS_IN_FLIGHT if state_words(spec) <= 32 * spec.num_warps else WORDS_IN_FLIGHT // 2
+    line = LINE_WORDS * (parts - 1)
+    columns = -(-(spec.packed_rows * spec.padded_head_dim // 2) // line) * LINE_WORDS  # of one CTA, in pairs
+    words = parts * columns / (32 * spec.num_warps)
+    return costs.level_us + costs.word_us * words + costs.merge_us * spec.num_warps * (parts > PARTS_IN_FLIGHT)

@@ -9,6 +9,7 @@ from .descriptors import DecodeProblem
 
 REGION_ALIGNMENT = 128  # bytes: a region starts and ends on a cache line
 WORKSPACE_ALIGNMENT = 16  # bytes: what the workspace's own pointer must keep
+ANNOUNCEMENT_BYTES = 4
 WORD_BYTES = 16  # two neighbouring columns, the lse and a tag
 
 
@@ -25,13 +26,17 @@ def workspace_regions(problem: DecodeProblem, num_ctas: int, partition: Partitio
     """The regions of a grid of `num_ctas` CTAs; none where rows stay whole or the batch is empty. Lengths do not matter.
 
     partial_states: words [SLOTS num_ctas, min(group_size, 16), padded head_dim / 2] of out, lse and a tag, as
-    device/partials.py lays them out. What they hold before a launch is ignored.
+    device/partials.py lays them out. announcements: i32 [num_ctas], of CTAs that have started, where the combine of a row is
+    divided between them. What they hold before a launch is ignored.
     """
     slots = SLOTS[partition] * num_ctas
     if slots == 0 or problem.batch_size == 0:
         return ()
     words = slots * packed_rows(problem.group_size) * problem.padded_head_dim // 2
-    return (WorkspaceRegion("partial_states", 0, words * WORD_BYTES),)
+    states = WorkspaceRegion("partial_states", 0, words * WORD_BYTES)
+    if partition == "invariant":
+        return (states,)
+    return states, WorkspaceRegion("announcements", states.nbytes, num_ctas * ANNOUNCEMENT_BYTES)
 
 
 def workspace_bytes(problem: DecodeProblem, num_ctas: int, partition: Partition) -> int:

@@ -1,138 +1,191 @@
 """Combines the partial states of a cut row: out = sum_p w_p out_p with w_p = 2^(lse_p - lse), in piece order.
 
-Every CTA stores its pieces and goes on; those that combine do so at the end of their share. A row in few pieces is combined
-by the CTA that holds its last one. In a row of many, the last piece of each group combines the group into one state, in
-parallel, and the row's last combines those states and its own group. The order is fixed, so the result is deterministic, and
-there is no second launch. A CTA waits only for CTAs of a lower index, which the hardware starts no later than itself.
+Every CTA stores its pieces and goes on, and combines at the end of its share. The columns of a row are divided between the CTAs
+of all its pieces but the first (a reduce-scatter): each gathers its own columns of every piece. Which CTA combines a column
+changes no bit of it, so the result is deterministic, and there is no second launch.
+Who they are, and how they know that they may wait for each other: crew.py.
 """
 
 from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32
+from cutlass import Boolean, Float32, Int8, Int32
 
-from ..config import KernelSpec
+from ..config import LINE_WORDS, MOST_PIECES, PARTS_IN_FLIGHT, KernelSpec
 from .epilogue import lse_factor
-from .partials import pairs_of, receive, send, word_at
+from .pack_gqa import sync_consumers
+from .partials import is_tagged, pairs_of, receive, send, state_words, word_at
 from .registers import quotient, remainder
 from .softmax import finite_or_zero
 from .work_scheduler import Piece
 
-IN_FLIGHT = 16  # words a thread waits for together
+IN_FLIGHT = 16  # words a thread waits for together where one CTA combines a row
+LANES = cute.arch.WARP_SIZE
 
 
 @dataclass(frozen=True)
 class Parts:
-    """The states to combine: pieces `low` to `low` + `pieces` - 1, then those of the first `groups` groups.
-
-    count: places of both; the groups come later, so they have a round of their own where one has no room for all. opened:
-    slot of the row's piece 0; continued: slot of its piece 1; stride: slots from there to the next. tag: what words carry.
-    """
+    """The states to combine. opened: slot of piece 0; continued: of 1; stride: to the next. tag: of their words."""
 
     count: Int32
-    pieces: Int32
-    groups: Int32
-    low: Int32
     opened: Int32
     continued: Int32
     stride: Int32
     tag: Int32
 
 
-def make_parts(spec: KernelSpec, pieces: Int32, groups: Int32, low: Int32, slots: tuple, tag: Int32) -> Parts:
-    """Parts with room for the groups behind the pieces. slots: (opened, continued, stride)."""
-    apart = (groups > 0) & (pieces + groups > group_of(spec))
-    return Parts(cutlass.select_(apart, group_of(spec), pieces) + groups, pieces, groups, low, *slots, tag)
+@dataclass(frozen=True)
+class Columns:
+    """Pairs of columns [low, high) of a row, whose heads, from `head` on, are laid end to end.
+
+    bits: 2^bits threads lie beside each other on them (width_bits).
+    """
+
+    row: Int32
+    head: Int32
+    low: Int32
+    high: Int32
+    bits: Int32
 
 
 def group_of(spec: KernelSpec) -> int:
-    """Pieces of a group: as many as a thread waits for together."""
-    return IN_FLIGHT // pairs_of(spec)
+    """Parts that a thread waits for together."""
+    return PARTS_IN_FLIGHT if spec.partition == "balanced" else IN_FLIGHT // pairs_of(spec)
 
 
-def is_part(parts: Parts, index: Int32) -> Boolean:
-    """Whether a place holds one of the parts."""
-    return (index < parts.pieces) | ((index >= parts.count - parts.groups) & (index < parts.count))
+def all_columns(spec: KernelSpec, piece: Piece, parts: Parts) -> Columns:
+    """Those of a whole row."""
+    work = state_words(spec, piece.heads)
+    return Columns(piece.row, piece.head, Int32(0), work, width_bits(spec, work, parts.count))
 
 
-def find_part(spec: KernelSpec, parts: Parts, index: Int32) -> Int32:
-    """The slot of the part at a place."""
-    group, ordinal = group_of(spec), index - (parts.count - parts.groups)
-    piece = cutlass.select_(ordinal >= 0, ordinal * group + group - 1, parts.low + index)
-    slot = cutlass.select_(piece == 0, parts.opened, parts.continued + (piece - 1) * parts.stride)
-    return slot + (ordinal >= 0)
+def columns_of(spec: KernelSpec, row: Int32, head: Int32, heads: Int32, index: Int32, step: Int32, bits: Int32) -> Columns:
+    """Those of one CTA of a crew, `step` of each: the last ones may have none."""
+    work = state_words(spec, heads)
+    return Columns(row, head, cutlass.min(index * step, work), cutlass.min(index * step + step, work), bits)
 
 
-@cute.jit
-def combine_row(spec: cutlass.Constexpr, words: cute.Tensor, parts: Parts, piece: Piece, out, lse):
-    """Combines the parts of a whole row into out [batch, num_heads, head_dim] and lse [batch, num_heads]."""
-    threads = cutlass.const_expr(spec.num_warps * 32 * pairs_of(spec))
-    for begin in cutlass.range(cute.arch.thread_idx()[0], piece.heads * (spec.padded_head_dim // 2), threads, unroll=1):
-        states = gather(spec, words, parts, piece.heads, begin)
-        for j in cutlass.range_constexpr(pairs_of(spec)):
-            index = begin + j * spec.num_warps * 32
-            if index < piece.heads * (spec.padded_head_dim // 2):
-                store_pair(spec, states[None, j], piece, index, out, lse)
+def step_of(spec: KernelSpec, heads: Int32, crew: Int32) -> Int32:
+    """Pairs of columns of each of `crew` CTAs: whole cache lines."""
+    return quotient(state_words(spec, heads) + crew * LINE_WORDS - 1, crew * LINE_WORDS) * LINE_WORDS
 
 
-@cute.jit
-def combine_group(spec: cutlass.Constexpr, words: cute.Tensor, parts: Parts, piece: Piece):
-    """Combines a group's parts into one, in the slot beside its last piece: that CTA opens no row, or it would hold the last."""
-    pairs = cutlass.const_expr(spec.padded_head_dim // 2)
-    threads = cutlass.const_expr(spec.num_warps * 32 * pairs_of(spec))
-    slot = find_part(spec, parts, parts.pieces - 1) + 1
-    for begin in cutlass.range(cute.arch.thread_idx()[0], piece.heads * pairs, threads, unroll=1):
-        states = gather(spec, words, parts, piece.heads, begin)
-        for j in cutlass.range_constexpr(pairs_of(spec)):
-            index = begin + j * spec.num_warps * 32
-            if index < piece.heads * pairs:
-                first, second, row_lse = normalised(states[None, j])
-                place = remainder(index, pairs), quotient(index, pairs), slot
-                send(word_at(words, *place), first, second, row_lse, parts.tag)
+def width_bits(spec: KernelSpec, columns: Int32, count: Int32) -> Int32:
+    """The logarithm of how many threads lie beside each other on pairs of columns: the others have the same of other parts.
+
+    No fewer than the columns need, nor than lets a thread wait for all of its `count` parts together: merging costs.
+    """
+    most = (spec.num_warps * LANES).bit_length() - 1
+    found = Int32(most)
+    for bits in range(most - 1, LINE_WORDS.bit_length() - 2, -1):
+        narrower = (columns <= pairs_of(spec) << bits) & (count > group_of(spec) << (most - bits - 1))
+        found = cutlass.select_(narrower, bits, found)
+    return found
 
 
 @cute.jit
-def gather(spec: cutlass.Constexpr, words: cute.Tensor, parts: Parts, heads: Int32, begin: Int32) -> cute.Tensor:
-    """This thread's pairs from `begin` on, over all parts: (first, second, peak, total) x pairs."""
+def combine_columns(spec: cutlass.Constexpr, words: cute.Tensor, parts: Parts, columns: Columns, scratch: tuple, out, lse):
+    """Combines columns of a row into out [batch, num_heads, head_dim] and lse [batch, num_heads]. By all consumer warps.
+
+    scratch: (f32 of the merge buffer, bytes of the pieces that decline).
+    """
+    thread, bits = cute.arch.thread_idx()[0], cute.arch.make_warp_uniform(columns.bits)
+    width = 1 << bits
+    for base in cutlass.range(columns.low, columns.high, width * pairs_of(spec), unroll=1):
+        begin = base + (thread & (width - 1)) * pairs_of(spec)
+        states = gather(spec, words, parts, columns.high, begin, bits, scratch[1])
+        if width < spec.num_warps * LANES:
+            merge_threads(spec, states, width, scratch[0])
+        if begin < columns.high and thread < width:
+            for j in cutlass.range_constexpr(pairs_of(spec)):
+                store_pair(spec, states[None, j], columns, begin + j, out, lse)
+
+
+@cute.jit
+def gather(spec: cutlass.Constexpr, words: cute.Tensor, parts: Parts, high: Int32, begin: Int32, bits: Int32, declined):
+    """This thread's pairs from `begin` on, over its parts: (first, second, peak, total) x pairs."""
     pairs, chunk = cutlass.const_expr(pairs_of(spec)), cutlass.const_expr(group_of(spec))
     states = cute.make_rmem_tensor((4, pairs), Float32)
-    states.fill(0.0)
     for j in cutlass.range_constexpr(pairs):
-        states[2, j] = -Float32.inf
-    for p in cutlass.range(0, parts.count, chunk, unroll=1):
+        clear_state(states[None, j])
+    others = (spec.num_warps * LANES) >> bits
+    for p in cutlass.range(cute.arch.thread_idx()[0] >> bits, parts.count, others * chunk, unroll=1):
         found = cute.make_rmem_tensor((3, chunk, pairs), Float32)
-        collect(spec, words, parts, heads * (spec.padded_head_dim // 2), begin, p, found)
+        collect(spec, words, parts, high, begin, others, p, found, declined)
         for j in cutlass.range_constexpr(pairs):
             merge_parts(states[None, j], found[None, None, j], Int32(chunk))
     return states
 
 
 @cute.jit
-def normalised(state: cute.Tensor) -> tuple[Float32, Float32, Float32]:
-    """(first, second, lse in base 2) of a running (first, second, peak, total); (0, 0, -inf) when it is empty."""
-    inverse = Float32(0.0) if state[3] == 0.0 else 1.0 / state[3]
-    return state[0] * inverse, state[1] * inverse, cute.math.log2(state[3]) + state[2]
+def clear_state(state: cute.Tensor):
+    """An empty running state."""
+    state.fill(0.0)
+    state[2] = -Float32.inf
 
 
 @cute.jit
-def store_pair(spec: cutlass.Constexpr, state: cute.Tensor, piece: Piece, index: Int32, out: cute.Tensor, lse: cute.Tensor):
+def merge_threads(spec: cutlass.Constexpr, states: cute.Tensor, width: Int32, buffer: cute.Tensor):
+    """Merges the states of threads that have the same columns, into those of the first `width` threads.
+
+    Lanes of a warp by shuffles, warps through `buffer` [4, pair, thread].
+    """
+    thread, pairs = cute.arch.thread_idx()[0], cutlass.const_expr(pairs_of(spec))
+    for step in cutlass.range_constexpr(LINE_WORDS.bit_length() - 1, LANES.bit_length() - 1):
+        if width <= cutlass.const_expr(1 << step):
+            for j in cutlass.range_constexpr(pairs):
+                other = cute.make_rmem_tensor((4, 1), Float32)
+                for c in cutlass.range_constexpr(4):
+                    other[c, 0] = cute.arch.shuffle_sync_bfly(states[c, j], offset=1 << step)
+                merge_parts(states[None, j], other, Int32(1))
+    sync_consumers(spec)
+    cute.autovec_copy(states, buffer[None, None, thread])
+    sync_consumers(spec)
+    if thread < width:
+        found = cute.make_rmem_tensor((4, pairs, spec.num_warps), Float32)
+        for w in cutlass.range_constexpr(spec.num_warps):
+            other = thread + w * cutlass.max(width, LANES)
+            inside = other < spec.num_warps * LANES
+            cute.autovec_copy(buffer[None, None, cutlass.select_(inside, other, thread)], found[None, None, w])
+            for j in cutlass.range_constexpr(pairs):
+                found[2, j, w] = cutlass.select_(inside, found[2, j, w], -Float32.inf)
+        for j in cutlass.range_constexpr(pairs):
+            clear_state(states[None, j])
+            merge_parts(states[None, j], found[None, j, None], Int32(spec.num_warps))
+
+
+def merge_buffer(spec: KernelSpec, base: cute.Pointer) -> cute.Tensor:
+    """f32 [4, pair, thread] for merge_threads."""
+    pairs, threads = pairs_of(spec), spec.num_warps * LANES
+    return cute.make_tensor(base, cute.make_layout((4, pairs, threads)))
+
+
+@cute.jit
+def normalised(state: cute.Tensor) -> tuple[Float32, Float32, Float32]:
+    """(first, second, lse in base 2) of a running (first, second, peak, total); (0, 0, -inf) when it is empty."""
+    inverse = Float32(0.0) if state[3] == 0.0 else cute.arch.rcp_approx(state[3])
+    return state[0] * inverse, state[1] * inverse, cute.math.log2(state[3], fastmath=True) + state[2]
+
+
+@cute.jit
+def store_pair(spec: cutlass.Constexpr, state: cute.Tensor, columns: Columns, index: Int32, out: cute.Tensor, lse: cute.Tensor):
     """Writes a combined pair of columns, and the lse beside a head's first pair."""
     pairs = spec.padded_head_dim // 2
-    head, column = piece.head + quotient(index, pairs), remainder(index, pairs) * 2
+    head, column = columns.head + quotient(index, pairs), remainder(index, pairs) * 2
     first, second, row_lse = normalised(state)
     for c in cutlass.range_constexpr(2):
         if column + c < spec.head_dim:
-            out[piece.row, head, column + c] = (second if cutlass.const_expr(c) else first).to(out.element_type)
+            out[columns.row, head, column + c] = (second if cutlass.const_expr(c) else first).to(out.element_type)
     if column == 0:
-        lse[piece.row, head] = row_lse * lse_factor(spec)
+        lse[columns.row, head] = row_lse * lse_factor(spec)
 
 
 @cute.jit
 def merge_parts(state: cute.Tensor, parts: cute.Tensor, count: Int32):
     """Merges the first `count` of a chunk's parts (first, second, lse) into the running (first, second, peak, total).
 
-    One maximum for the chunk, so that the weights do not wait for each other.
+    Parts may be running states too, of four values. One maximum for the chunk, so that the weights do not wait for each other.
     """
     peak = state[2]
     for i in cutlass.range_constexpr(cute.size(parts, mode=[1])):
@@ -147,22 +200,31 @@ def merge_parts(state: cute.Tensor, parts: cute.Tensor, count: Int32):
         if weight != 0.0:  # an empty part weighs nothing, whatever its value
             state[0] += parts[0, i] * weight
             state[1] += parts[1, i] * weight
-            state[3] += weight
+            state[3] += weight * (parts[3, i] if cutlass.const_expr(cute.size(parts, mode=[0]) > 3) else 1.0)
 
 
 @cute.jit
-def collect(spec: cutlass.Constexpr, words: cute.Tensor, parts: Parts, work: Int32, begin: Int32, p: Int32, found: cute.Tensor):
-    """Waits for parts [p, p + chunk) of a thread's pairs and clears their words. found: (first, second, lse) of each.
+def collect(
+    spec: cutlass.Constexpr,
+    words: cute.Tensor,
+    parts: Parts,
+    high: Int32,
+    begin: Int32,
+    others: Int32,
+    p: Int32,
+    found: cute.Tensor,
+    declined: cute.Tensor,
+):
+    """Waits for a chunk of this thread's parts, p and on, one of `others`, and clears their words. found: (first, second, lse).
 
     All loads of a round are in flight together, and a round asks only for what is missing.
     """
-    threads = cutlass.const_expr(spec.num_warps * 32)
     chunk, pairs = group_of(spec), pairs_of(spec)
     seen = cute.make_rmem_tensor((chunk, pairs), Int32)
     found.fill(0.0)
     for j in cutlass.range_constexpr(pairs):
         for i in cutlass.range_constexpr(chunk):
-            asked = is_part(parts, p + i) & (begin + j * threads < work)
+            asked = (p + i * others < parts.count) & (begin < high)
             seen[i, j] = cutlass.select_(asked, 0, parts.tag)
             found[2, i, j] = cutlass.select_(asked, found[2, i, j], -Float32.inf)
     waiting = Boolean(True)
@@ -170,20 +232,26 @@ def collect(spec: cutlass.Constexpr, words: cute.Tensor, parts: Parts, work: Int
         waiting = Boolean(False)
         for j in cutlass.range_constexpr(pairs):
             for i in cutlass.range_constexpr(chunk):
-                word = part_at(spec, words, parts, begin + j * threads, p + i)
+                word = part_at(spec, words, parts, begin + j, p + i * others)
                 known = (found[0, i, j], found[1, i, j], found[2, i, j], seen[i, j])
                 found[0, i, j], found[1, i, j], found[2, i, j], seen[i, j] = receive(word, parts.tag, known)
         for j in cutlass.range_constexpr(pairs):
             for i in cutlass.range_constexpr(chunk):
-                waiting = waiting | (seen[i, j] != parts.tag)
-    clear = Float32(0.0)
+                waiting = waiting | (not is_tagged(seen[i, j], parts.tag))
+    clear, signs = Float32(0.0), Int32(0)
     for j in cutlass.range_constexpr(pairs):
         for i in cutlass.range_constexpr(chunk):
-            if is_part(parts, p + i) & (begin + j * threads < work):
-                send(part_at(spec, words, parts, begin + j * threads, p + i), clear, clear, clear, Int32(0))
+            signs = signs | seen[i, j]
+            if (p + i * others < parts.count) & (begin < high):
+                send(part_at(spec, words, parts, begin + j, p + i * others), clear, clear, clear, Int32(0))
+    if signs < 0:
+        for j in cutlass.range_constexpr(pairs):
+            for i in cutlass.range_constexpr(chunk):
+                if seen[i, j] < 0 and p + i * others < MOST_PIECES:
+                    declined[0], declined[p + i * others] = Int8(1), Int8(1)
 
 
 def part_at(spec: KernelSpec, words: cute.Tensor, parts: Parts, index: Int32, part: Int32) -> cute.Pointer:
     """The word of one part at pair `index` of the row's heads."""
-    pairs = spec.padded_head_dim // 2
-    return word_at(words, remainder(index, pairs), quotient(index, pairs), find_part(spec, parts, part))
+    slot = cutlass.select_(part == 0, parts.opened, parts.continued + (part - 1) * parts.stride)
+    return word_at(words, index, slot)

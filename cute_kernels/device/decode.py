@@ -12,16 +12,17 @@ from cutlass import Boolean, Float32, Int32, Int64
 
 from ..config import MAX_BLOCKS, KernelSpec
 from .attend import Attention, make_mmas, make_readers, make_state, reset_state
-from .combine import Parts, combine_group, combine_row, group_of, make_parts
+from .combine import Columns, Parts, all_columns, combine_columns, merge_buffer
+from .crew import CREW, PLACE, announce, crew_columns, crew_parts, declines, find_crew, next_place, settle
 from .epilogue import share_state, store_final, store_partial
 from .kv_scale import Scaling, open_scaling
 from .kv_source import open_row, open_row_or_nothing
 from .mainloop_sm80 import CpAsyncMainloop
 from .mainloop_sm90 import TmaMainloop
 from .pack_gqa import fetch_query, hold_query, read_query, rescale_query, sync_consumers
-from .partials import open_workspace
+from .partials import declining, open_workspace
 from .problem import Problem
-from .registers import quotient, remainder
+from .registers import quotient
 from .shared import Shared, allocate
 from .work_scheduler import (
     Piece,
@@ -48,6 +49,7 @@ class DecodeKernel:
         self.mainloop = TmaMainloop(spec) if spec.arch == "sm90" else CpAsyncMainloop(spec)
         self.threads = (spec.num_warps + self.mainloop.producer_warps) * 32
         self.overlap = spec.target == "sm_90a"  # programmatic dependent launch: start while the kernel before drains
+        self.divides = spec.partition == "balanced"  # the combine of a row between its CTAs
 
     @cute.jit
     def __call__(
@@ -90,7 +92,7 @@ class DecodeKernel:
     def decode(self, q, k, caches, scales: tuple, tables: tuple, out, lse, workspace, scale_log2: Float32, status: tuple):
         """One CTA's share: a producer warp runs ahead, consumer warps attend, merge and store piece by piece."""
         spec = self.spec
-        problem, shared = Problem(q, k, caches, scales, tables, out, lse, status), allocate(spec)
+        problem, shared = Problem(q, k, caches, scales, tables, out, lse, workspace, status), allocate(spec)
         self.mainloop.prepare(caches, shared.barriers)
         located = locate(spec, k)
         if cutlass.const_expr(self.overlap):
@@ -101,22 +103,24 @@ class DecodeKernel:
             if warp == self.mainloop.ahead_warp:
                 self.mainloop.look_ahead(problem, shared, located)
             if warp < spec.num_warps:
-                self.consume(problem, shared, workspace, self.share_of(problem, located), scale_log2)
+                self.consume(problem, shared, self.share_of(problem, located, announced=True), scale_log2)
             elif warp == spec.num_warps:
                 self.mainloop.produce(problem, shared, self.share_of(problem, located), scales=False)
             elif cutlass.const_expr(spec.token_scales > 0):
                 self.mainloop.produce(problem, shared, self.share_of(problem, located), scales=True)
         else:
-            self.consume(problem, shared, workspace, self.share_of(problem, located), scale_log2)
+            self.consume(problem, shared, self.share_of(problem, located, announced=True), scale_log2)
 
-    def share_of(self, problem: Problem, located: tuple) -> Share:
-        """This CTA's share, once the kernels before this one are done."""
+    def share_of(self, problem: Problem, located: tuple, announced: bool = False) -> Share:
+        """This CTA's share, once the kernels before this one are done. announced: says first that the CTA runs."""
         if self.overlap:
             cute.arch.griddepcontrol_wait()
+        if self.divides and announced:
+            announce(self.spec, problem, problem.status[1])
         return take_share(self.spec, problem.tables, problem.k, Int32(problem.q.shape[0]), located)
 
     @cute.jit
-    def consume(self, problem: Problem, shared: Shared, workspace, share: Share, scale_log2: Float32):
+    def consume(self, problem: Problem, shared: Shared, share: Share, scale_log2: Float32):
         """The consumer warps: every piece of the share, in order, then what the share combines for others."""
         spec, lane = self.spec, cute.arch.lane_idx()
         batch = Int32(problem.q.shape[0])
@@ -129,8 +133,10 @@ class DecodeKernel:
         if unfinished(share, row, first):
             fetch_query(spec, problem.q, row, head, heads, shared.query[None, None, None, row % 2])
         start, length = open_row_or_nothing(spec, problem.tables, problem.k, row, batch)
-        if cutlass.const_expr(spec.split):
-            self.remember(shared, share, length)
+        if cutlass.const_expr(self.divides):
+            find_crew(spec, shared, share, length)
+        elif cutlass.const_expr(spec.split):
+            self.find_opener(shared, share, length)
         while unfinished(share, row, first):
             piece = make_piece(spec, share, row, start, length, first, issued)
             next_row, next_first = after(spec, piece)
@@ -146,43 +152,55 @@ class DecodeKernel:
             reset_state(state)
             attention = Attention(mmas, readers, query, inverses, state, scaling)
             self.mainloop.consume(piece, attention, problem, shared)
-            start, length = open_row_or_nothing(spec, problem.tables, problem.k, next_row, batch)
+            limit = cutlass.select_(unfinished(share, next_row, next_first), batch, 0)
+            start, length = open_row_or_nothing(spec, problem.tables, problem.k, next_row, limit)
+            if cutlass.const_expr(self.divides):
+                settle(spec, problem, shared, share)
             share_state(spec, shared.merge, thr_mma, state, inverses, heads, self.mainloop.order(piece))
             sync_consumers(spec)
-            self.store(problem, shared, workspace, share, piece, scaling)
+            self.store(problem, shared, share, piece, scaling)
             issued += piece.stop - piece.first
             row, first = next_row, next_first
         if cutlass.const_expr(spec.split):
-            self.finish(problem, shared, workspace, share)
+            self.finish(problem, shared, share)
+        if cutlass.const_expr(self.divides):
+            announce(spec, problem, Int32(0))
 
     @cute.jit
-    def remember(self, shared: Shared, share: Share, length: Int32):
-        """Leaves in shared memory what the end of the share needs of the schedule. length: of the share's first row."""
-        if cute.arch.thread_idx()[0] == 0:
-            shared.schedule[0], shared.schedule[1], shared.schedule[2] = share.prefix, share.cost, share.slices
-            if share.tile > 0:
-                shared.schedule[3] = first_slice(self.spec, shared.schedule, tiles_of(self.spec, length))
+    def find_opener(self, shared: Shared, share: Share, length: Int32):
+        """Leaves in shared memory the slice that opened the share's first row, of `length` tokens."""
+        if cute.arch.thread_idx()[0] == 0 and share.tile > 0:
+            shared.schedule[0] = first_slice(self.spec, share, tiles_of(self.spec, length))
 
     @cute.jit
-    def store(self, problem: Problem, shared: Shared, workspace, share: Share, piece: Piece, scaling: Scaling):
+    def store(self, problem: Problem, shared: Shared, share: Share, piece: Piece, scaling: Scaling):
         """A whole row is a result; a part of one goes to the workspace."""
         spec = self.spec
         if piece.first > 0 or piece.stop < piece.tiles:
             if cutlass.const_expr(spec.split):
-                words, tag = open_workspace(spec, workspace), problem.status[1]
+                words, tag = open_workspace(spec, problem.workspace), problem.status[1]
                 slot = self.slot_of(shared, share, piece)
+                if cutlass.const_expr(self.divides):
+                    tag = cutlass.select_(declines(shared, share), declining(tag), tag)
                 store_partial(spec, shared.merge, piece, words, slot, tag, scaling)
                 if cutlass.const_expr(spec.partition == "invariant"):
-                    self.combine_alone(problem, words, share, piece, slot)
+                    self.combine_alone(problem, shared, share, piece, slot)
         else:
             store_final(spec, shared.merge, piece, problem.out, problem.lse, scaling)
 
     @cute.jit
-    def combine_alone(self, problem: Problem, words, share: Share, piece: Piece, slot: Int32):
+    def combine_alone(self, problem: Problem, shared: Shared, share: Share, piece: Piece, slot: Int32):
         """Combines the blocks of a row that this CTA works on alone, after its last one."""
         if piece.stop == piece.tiles and not self.continued(share, piece):
             parts = self.blocks(slot, piece, problem.status[1])
-            combine_row(self.spec, words, parts, piece, problem.out, problem.lse)
+            self.combine(problem, shared, parts, all_columns(self.spec, piece, parts))
+
+    @cute.jit
+    def combine(self, problem: Problem, shared: Shared, parts: Parts, columns: Columns):
+        """Combines columns of a row."""
+        words = open_workspace(self.spec, problem.workspace)
+        scratch = merge_buffer(self.spec, shared.merge[0].iterator), shared.declined
+        combine_columns(self.spec, words, parts, columns, scratch, problem.out, problem.lse)
 
     def continued(self, share: Share, piece: Piece) -> Boolean:
         """Whether the piece is of a row that an earlier CTA opened."""
@@ -194,7 +212,7 @@ class DecodeKernel:
         if self.spec.partition == "balanced":
             return 2 * cta + (piece.first == 0)
         others = self.continued(share, piece)
-        owner = cutlass.select_(others, shared.schedule[3] * share.units + share.unit, cta)
+        owner = cutlass.select_(others, shared.schedule[0] * share.units + share.unit, cta)
         region = 2 * owner + (others | (piece.end < piece.tiles))
         return region * MAX_BLOCKS + quotient(piece.first, block_of(piece.tiles))
 
@@ -202,35 +220,25 @@ class DecodeKernel:
         """All blocks of a row whose last one is in slot `last`."""
         count = quotient(piece.tiles + block_of(piece.tiles) - 1, block_of(piece.tiles))
         first = last - count + 1
-        return make_parts(self.spec, count, Int32(0), Int32(0), (first, first + 1, Int32(1)), tag)
+        return Parts(count, first, first + 1, Int32(1), tag)
 
     @cute.jit
-    def finish(self, problem: Problem, shared: Shared, workspace, share: Share):
-        """Combines the row that this share began inside, if it ended it; or the group of pieces that it ended."""
+    def finish(self, problem: Problem, shared: Shared, share: Share):
+        """Combines the row that this share began inside: all of it, if it ended it, or this CTA's part of its columns."""
         spec, tag = self.spec, problem.status[1]
         if share.tile > 0 and unfinished(share, share.row, share.tile):
-            start, length = open_row(spec, problem.tables, problem.k, share.row)
-            piece = make_piece(spec, share, share.row, start, length, share.tile, Int32(0))
-            words = open_workspace(spec, workspace)
-            if cutlass.const_expr(spec.partition == "invariant"):
-                if piece.end == piece.tiles:
-                    slot = self.slot_of(shared, share, piece)
-                    block = block_of(piece.tiles)
-                    last = slot - quotient(piece.first, block) + quotient(piece.tiles - 1, block)
-                    combine_row(spec, words, self.blocks(last, piece, tag), piece, problem.out, problem.lse)
+            if cutlass.const_expr(self.divides):
+                parts, place = crew_parts(shared, share, tag), shared.schedule[PLACE]
+                if declines(shared, share):
+                    place = shared.schedule[CREW]
+                while place < shared.schedule[CREW]:
+                    self.combine(problem, shared, parts, crew_columns(spec, shared, share, place))
+                    place = next_place(spec, shared, share, place)
             else:
-                self.finish_pieces(problem, shared, words, share, piece, tag)
-
-    @cute.jit
-    def finish_pieces(self, problem: Problem, shared: Shared, words, share: Share, piece: Piece, tag: Int32):
-        """Under the balanced partition: combines the row, or a group, whose last piece this share began with."""
-        spec, group = self.spec, cutlass.const_expr(group_of(self.spec))
-        opener = shared.schedule[3]
-        index = quotient(cute.arch.block_idx()[0], share.units) - opener
-        low, slot = index - remainder(index, group), 2 * (opener * share.units + share.unit)
-        slots = (slot + 1, slot + 2 * share.units, 2 * share.units)
-        if piece.stop == piece.tiles:
-            parts = make_parts(spec, index - low + 1, quotient(index, group), low, slots, tag)
-            combine_row(spec, words, parts, piece, problem.out, problem.lse)
-        elif index == low + group - 1:
-            combine_group(spec, words, make_parts(spec, Int32(group), Int32(0), low, slots, tag), piece)
+                start, length = open_row(spec, problem.tables, problem.k, share.row)
+                piece = make_piece(spec, share, share.row, start, length, share.tile, Int32(0))
+                if piece.end == piece.tiles:
+                    slot, block = self.slot_of(shared, share, piece), block_of(piece.tiles)
+                    last = slot - quotient(piece.first, block) + quotient(piece.tiles - 1, block)
+                    parts = self.blocks(last, piece, tag)
+                    self.combine(problem, shared, parts, all_columns(spec, piece, parts))

@@ -61,8 +61,8 @@ def merge_row(spec: cutlass.Constexpr, row_max, row_sum, row: Int32, scaling: Sc
         weight = cute.math.exp2((row_max[row, w] - shift) * scaling.log2, fastmath=True)
         weights[w] = cutlass.select_(row_max[row, w] == -Float32.inf, Float32(0.0), weight)  # whatever the scale
         total += weights[w] * row_sum[row, w]
-    lse = cute.math.log2(total) + (shift * scaling.log2 - spec.weight_bits)
-    inverse = scaling.value / total
+    lse = cute.math.log2(total, fastmath=True) + (shift * scaling.log2 - spec.weight_bits)
+    inverse = scaling.value * cute.arch.rcp_approx(total)
     if total == 0.0:  # an empty state, whatever its scales; NaN is not one
         lse, inverse = -Float32.inf, Float32(0.0)
     for w in cutlass.range_constexpr(spec.num_warps):
@@ -84,7 +84,7 @@ def store_final(spec: cutlass.Constexpr, merge: tuple, piece: Piece, out, lse, s
     """A whole row: the merged state is the result, in out [batch, num_heads, head_dim] and lse [batch, num_heads]."""
     acc, row_max, row_sum = merge
     target = cute.domain_offset((piece.head, 0), out[piece.row, None, None])
-    width = 2 if cutlass.const_expr(spec.head_dim % 2 == 0) else 1
+    width = 2 * pairs_of(spec) if cutlass.const_expr(spec.head_dim % 4 == 0) else math.gcd(spec.head_dim, 2)
     per_row = cutlass.const_expr(spec.head_dim // width)
     values = cute.make_rmem_tensor(width, out.element_type)
     targets = cute.zipped_divide(target, (1, width))
@@ -103,22 +103,11 @@ def store_partial(spec: cutlass.Constexpr, merge: tuple, piece: Piece, words, sl
     """A part of a row: the merged state goes to its slot of the workspace."""
     acc, row_max, row_sum = merge
     per_row, threads = cutlass.const_expr(spec.padded_head_dim // 2), cutlass.const_expr(spec.num_warps * 32)
-    work, together = piece.heads * per_row, cutlass.const_expr(pairs_of(spec))
-    for begin in cutlass.range(cute.arch.thread_idx()[0], work, threads * together, unroll=1):
-        values = cute.make_rmem_tensor((3, together), Float32)
-        for j in cutlass.range_constexpr(together):  # all reads before the first store: their latencies overlap
-            i = cutlass.min(begin + j * threads, work - 1)
-            row, pair = quotient(i, per_row), remainder(i, per_row)
-            weights, values[2, j] = merge_row(spec, row_max, row_sum, row, scaling)
-            for c in cutlass.range_constexpr(2):
-                values[c, j] = merged(spec, acc, weights, row, 2 * pair + c)
-        for j in cutlass.range_constexpr(together):
-            i = begin + j * threads
-            if i < work:
-                send(
-                    word_at(words, remainder(i, per_row), quotient(i, per_row), slot),
-                    values[0, j],
-                    values[1, j],
-                    values[2, j],
-                    tag,
-                )
+    work, pairs = piece.heads * per_row, cutlass.const_expr(pairs_of(spec))
+    for index in cutlass.range(cute.arch.thread_idx()[0] * pairs, work, threads * pairs, unroll=1):
+        row, values = quotient(index, per_row), cute.make_rmem_tensor((2, pairs), Float32)
+        weights, row_lse = merge_row(spec, row_max, row_sum, row, scaling)
+        for c in cutlass.range_constexpr(2 * pairs):
+            values[c] = merged(spec, acc, weights, row, 2 * remainder(index, per_row) + c)
+        for j in cutlass.range_constexpr(pairs):
+            send(word_at(words, index + j, slot), values[0, j], values[1, j], row_lse, tag)

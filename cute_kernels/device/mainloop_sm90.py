@@ -15,6 +15,7 @@ from cutlass.cute.nvgpu import cpasync
 from ..config import TILE_M, UNIT_BYTES, KernelSpec, RingShape
 from . import tile
 from .attend import Attention, attend_tile
+from .crew import watch_last
 from .kv_scale import fetch_scales, find_scales
 from .kv_source import Unsettled, find_holes, find_page, inspect_row, open_row_or_nothing
 from .problem import Problem
@@ -78,13 +79,17 @@ class TmaMainloop:
 
     @cute.jit
     def prepare(self, operands: tuple, barriers: cute.Pointer):
-        """Fetches the tensor maps ahead. Full barriers (the producers arrive), then empty ones (the stage's reader does)."""
+        """Fetches the tensor maps ahead. Full barriers (the producers arrive), then empty ones (the stage's reader does).
+
+        Then one for the news that the row's last CTA runs (crew.py).
+        """
         if cute.arch.thread_idx()[0] == 0:
             for atom in (operands[0], operands[2]):
                 cpasync.prefetch_descriptor(atom)
             for stage in cutlass.range_constexpr(self.spec.num_stages):
                 cute.arch.mbarrier_init(barriers + stage, self.arrivals)
                 cute.arch.mbarrier_init(barriers + self.spec.num_stages + stage, self.releases)
+            cute.arch.mbarrier_init(barriers + 2 * self.spec.num_stages, 1)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
 
@@ -132,7 +137,7 @@ class TmaMainloop:
             if cutlass.const_expr(scales):
                 self.issue_scales(problem, shared, piece, pages)
             else:
-                self.issue(problem, shared, piece, pages)
+                self.issue(problem, shared, share, piece, pages)
             if piece.first == 0 and not scales:
                 with cute.arch.elect_one():
                     inspect_row(spec, tables, row, problem.status)
@@ -149,7 +154,7 @@ class TmaMainloop:
         return tile * self.spec.tile_n + cute.arch.lane_idx() * self.spec.box_rows
 
     @cute.jit
-    def issue(self, problem: Problem, shared: Shared, piece: Piece, pages: Int32):
+    def issue(self, problem: Problem, shared: Shared, share: Share, piece: Piece, pages: Int32):
         """K and V of a piece, each tile once its stage is free. Lane l of `pages` has the page of its box l."""
         spec, tables, num_pages = self.spec, problem.tables, Int32(problem.k.shape[0])
         tiles_ahead = cutlass.const_expr(32 // self.boxes)
@@ -163,6 +168,9 @@ class TmaMainloop:
                     holes = find_holes(self.token_of_lane(tile), piece.length, pages, num_pages, piece.row, problem.status)
             stage = self.await_stage(shared, piece.issued + i)
             self.issue_boxes(problem, shared, piece, i, pages, ahead * self.boxes, holes, stage)
+            if cutlass.const_expr(spec.partition == "balanced"):
+                filled = i + 1 == cutlass.min(piece.stop - piece.first, spec.num_stages)
+                watch_last(spec, problem, shared, share, filled)
 
     @cute.jit
     def await_stage(self, shared: Shared, ordinal: Int32) -> Int32:

@@ -10,7 +10,7 @@ class Problem:
     """q, out [batch, num_heads, head_dim]; lse [batch, num_heads]; the caches as the mainloop takes them.
 
     k [pages, num_kv_heads, page_size, head_dim] gives extents only. scales: K's and V's, or None (kv_scale.py). tables: the page
-    table's tensors. status: where faults in them are reported, and the plan's tag.
+    table's tensors. workspace: its bytes, or None where rows stay whole. status: where faults are reported, and the plan's tag.
     """
 
     q: cute.Tensor
@@ -20,4 +20,5 @@ class Problem:
     tables: tuple
     out: cute.Tensor
     lse: cute.Tensor
+    workspace: cute.Tensor | None
     status: tuple

@@ -4,9 +4,9 @@ from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64
+from cutlass import Float32, Int8, Int32, Int64
 
-from ..config import MERGE_PADDING, KernelSpec
+from ..config import MERGE_PADDING, MOST_PIECES, KernelSpec
 from . import tile
 from .kv_scale import ScaleRing, make_scale_rings
 from .pack_gqa import query_layout
@@ -17,8 +17,8 @@ from .tracing import ELEMENT_TYPES
 class Shared:
     """The K and V rings, swizzled, and their tokens' scales; two queries; the merge buffer; the mbarriers; holes (mask.py).
 
-    schedule: what only the end of a share needs, (prefix, cost, slices) of it and the slice that opened its first row: kept
-    out of registers.
+    schedule: what only the end of a share needs, found at its start and kept out of registers (DecodeKernel.remember).
+    declined: of each piece of the share's first row, Int8 (combine.py).
     """
 
     rings: tuple
@@ -28,12 +28,13 @@ class Shared:
     barriers: cute.Pointer
     holes: cute.Tensor
     schedule: cute.Tensor
+    declined: cute.Tensor
 
 
 def merge_tensors(spec: KernelSpec, base: cute.Pointer) -> tuple:
     """Shared memory of the merge, f32: O [row, column, order], then row_max and row_sum [row, order]."""
     rows, warps, columns = spec.packed_rows, spec.num_warps, spec.padded_head_dim + MERGE_PADDING
-    states = cute.make_layout((rows, warps), stride=(1, rows))
+    states = cute.make_layout((rows, warps), stride=(warps, 1))
     acc = cute.make_layout((rows, columns, warps), stride=(columns, 1, rows * columns))
     row_max = base + rows * columns * warps
     return cute.make_tensor(base, acc), cute.make_tensor(row_max, states), cute.make_tensor(row_max + rows * warps, states)
@@ -48,9 +49,10 @@ def allocate(spec: KernelSpec) -> Shared:
         rings.append(smem.allocate_tensor(ELEMENT_TYPES[math_type], layout, byte_alignment=1024, swizzle=swizzle))
     query = smem.allocate_tensor(ELEMENT_TYPES[spec.element_type], query_layout(spec), byte_alignment=128)
     merge = merge_tensors(spec, smem.allocate_array(Float32, spec.merge_floats, byte_alignment=16))
-    barriers = smem.allocate_array(Int64, 2 * spec.num_stages)
-    holes, schedule = (cute.make_tensor(smem.allocate_array(Int32, n), cute.make_layout(n)) for n in (spec.num_stages, 4))
-    return Shared(tuple(rings), make_scale_rings(spec, smem), query, merge, barriers, holes, schedule)
+    barriers = smem.allocate_array(Int64, 2 * spec.num_stages + 1)
+    holes, schedule = (cute.make_tensor(smem.allocate_array(Int32, n), cute.make_layout(n)) for n in (spec.num_stages, 8))
+    declined = smem.allocate_tensor(Int8, cute.make_layout(MOST_PIECES), byte_alignment=16)
+    return Shared(tuple(rings), make_scale_rings(spec, smem), query, merge, barriers, holes, schedule, declined)
 
 
 @cute.jit

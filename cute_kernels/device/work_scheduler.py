@@ -27,12 +27,13 @@ FAN = 4  # rows a lane reads at a time, and keeps apart where it has no more
 
 @dataclass(frozen=True)
 class Share:
-    """One CTA's share: unit `unit` of the rows from (row, tile) to (end_row, end_tile), exclusive.
+    """One CTA's share, slice `index`: unit `unit` of the rows from (row, tile) to (end_row, end_tile), exclusive.
 
     prefix: cost of the rows before `row`; cost: of the batch; slices: how many take part; units: of the grid.
     """
 
     unit: Int32
+    index: Int32
     row: Int32
     tile: Int32
     prefix: Int32
@@ -100,6 +101,11 @@ def after(spec: KernelSpec, piece: Piece) -> tuple[Int32, Int32]:
 def unfinished(share: Share, row: Int32, tile: Int32) -> Boolean:
     """Whether (row, tile) lies before the share's end."""
     return (row < share.end_row) | ((row == share.end_row) & (tile < share.end_tile))
+
+
+def inside_row(share: Share) -> Boolean:
+    """Whether the share begins and ends inside one row."""
+    return (share.tile > 0) & (share.end_row == share.row)
 
 
 @cute.jit
@@ -221,7 +227,7 @@ def take_share(spec: cutlass.Constexpr, tables: tuple, k: cute.Tensor, batch: In
             end_row, end_tile = batch, Int32(0)
     uniform = cute.arch.make_warp_uniform
     ends = uniform(row), uniform(tile), uniform(prefix), uniform(end_row), uniform(end_tile)
-    return Share(unit, *ends, uniform(cost), uniform(slices), units)
+    return Share(unit, index, *ends, uniform(cost), uniform(slices), units)
 
 
 def cut_of(cost: Int32, slices: Int32, index: Int32) -> Int32:
@@ -239,10 +245,12 @@ def first_cut_from(cost: Int32, slices: Int32, position: Int32) -> Int32:
     return index
 
 
-def first_slice(spec: KernelSpec, schedule: cute.Tensor, tiles: Int32) -> Int32:
-    """The slice that opens a row of `tiles` which cuts fall inside of: the one before the first of those cuts.
-
-    schedule: (cost of the rows before this one, cost of the batch, slices).
-    """
+def first_slice(spec: KernelSpec, share: Share, tiles: Int32) -> Int32:
+    """The slice that opens the share's first row, of `tiles`, if cuts fall inside: the one before the first of those cuts."""
     nearest = block_of(tiles) if spec.partition == "invariant" else MIN_TILES
-    return first_cut_from(schedule[1], schedule[2], schedule[0] + spec.piece_cost + nearest) - 1
+    return first_cut_from(share.cost, share.slices, share.prefix + spec.piece_cost + nearest) - 1
+
+
+def last_slice(spec: KernelSpec, share: Share, tiles: Int32) -> Int32:
+    """The slice that ends that row, under the balanced partition: the one that begins with the last of those cuts."""
+    return first_cut_from(share.cost, share.slices, share.prefix + spec.piece_cost + tiles - MIN_TILES + 1) - 1

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import cute_kernels as ck
 from cute_kernels.config import SHARE_BYTES, DecodeConfig, supports
-from cute_kernels.cost_model import ASSUMED_SEQ_LEN, COSTS, COSTS_OF_8_BITS, TERMS, Cost, combine_group, predict_us
+from cute_kernels.cost_model import ASSUMED_SEQ_LEN, COSTS, COSTS_OF_8_BITS, TERMS, Cost, predict_us
 from cute_kernels.heuristics import SHAPES, SHAPES_OF_8_BITS, candidates, choose
 from cute_kernels.spec import kernel_spec
 from tests.cpu.measured_launches import E4M3, HALF, INT8_TOKEN, OVERSTATED, RAGGED, TWO, UNIFORM, W4, W8, K
@@ -72,7 +72,7 @@ def test_choices_for_the_longest_row_of_ragged_batches_lose_at_most_two_percent(
 @pytest.mark.parametrize("shape", UNIFORM, ids=name)
 def test_predictions_are_near_what_was_measured(shape: tuple) -> None:
     for config, measured in UNIFORM[shape].items():
-        assert abs(cost(shape, config).total_us - measured) <= max(0.065 * measured, 1.1), config
+        assert abs(cost(shape, config).total_us - measured) <= max(0.065 * measured, 0.5), config
 
 
 @MEASURED_OF_8_BITS
@@ -83,12 +83,12 @@ def test_choices_for_8_bits_lose_at_most_one_and_a_half_percent(storage: str, sh
 
 @MEASURED_OF_8_BITS
 def test_predictions_for_8_bits_are_near_what_was_measured(storage: str, shape: tuple) -> None:
-    """Without scales within 6.5% or 1 us; up to 10.5% short with them: the model knows their bytes, not their work."""
+    """Within 6.5%; with scales up to 7% short: the model knows their bytes, not their work."""
     table, fields = STORAGES[storage]
-    least, most = (0.895, 1.03) if storage == "int8 token" else (0.935, 1.065)
+    least, most = (0.93, 1.035) if storage == "int8 token" else (0.935, 1.065)
     for config, measured in table[shape].items():
         predicted = cost(shape, config, **fields).total_us
-        assert min(least * measured, measured - 1) <= predicted <= max(most * measured, measured + 1), config
+        assert least * measured <= predicted <= most * measured, config
 
 
 @pytest.mark.parametrize(
@@ -96,18 +96,18 @@ def test_predictions_for_8_bits_are_near_what_was_measured(storage: str, shape: 
     [
         ((1, 1 * K), HALF),
         ((1, 8 * K), HALF),
-        ((1, 32 * K), W8),
-        ((1, 128 * K), W8),
-        ((8, 8 * K), W4),
-        ((64, 1 * K), W4),
+        ((1, 32 * K), W4),
+        ((1, 128 * K), TWO),
+        ((8, 8 * K), W8),
+        ((64, 1 * K), W8),
         ((64, 8 * K), TWO),
         ((64, None), TWO),
         ((64, 8 * K, 8, 1), W8),
         ((16, 4 * K, 64, 8), W8),
         ((64, 4 * K, 64, 4), W8),
-        ((32, 2 * K, 32, 32), W4),
-        ((32, 4 * K, 32, 8, 64), (64, 8, 4, 1)),
-        ((32, 4 * K, 16, 8, 256), (16, 8, 4, 1)),
+        ((32, 2 * K, 32, 32), W8),
+        ((32, 4 * K, 32, 8, 64), (64, 8, 8, 1)),
+        ((32, 4 * K, 16, 8, 256), (16, 8, 8, 1)),
         ((1, 8 * K, 16, 1, 256), (16, 8, 4, 1)),  # the merge of 8 warps does not fit
         ((1, 8 * K, 32, 8, 192), (16, 8, 4, 1)),  # 8 warps would spill registers
     ],
@@ -140,7 +140,7 @@ def test_two_ctas_an_sm_are_for_long_streams_that_leave_sms_idle() -> None:
     by_rows = [chosen(rows, 4 * K)[3] for rows in range(1, 129)]
     assert by_rows == sorted(by_rows)
     first = 1 + by_rows.index(2)
-    assert 2e8 < first * 4 * K * 8 * 512 < 6e8
+    assert 2e8 < first * 4 * K * 8 * 512 < 7e8
     assert {chosen(rows, 4 * K, 16, 4)[3] for rows in (1, 64, 512)} == {1}
 
 
@@ -158,14 +158,15 @@ def test_small_tiles_drain_sooner_and_stream_longer() -> None:
     assert small.stream_us > large.stream_us
 
 
-def test_the_combine_grows_with_parts_and_heads_and_shrinks_with_warps() -> None:
-    by_length = [cost((1, tokens, 32, 8, 128), W8) for tokens in (64, 256, 512, 1024, 8192)]
-    assert (by_length[0].parts, by_length[-1].parts) == (1, 16)
+def test_the_combine_grows_with_heads_and_shrinks_with_warps_and_with_ctas_that_divide_it() -> None:
+    by_length = [cost((1, tokens, 32, 8, 128), W8) for tokens in (64, 256, 512, 8192)]
+    assert [c.parts for c in by_length] == [1, 2, 4, 16]
     assert by_length[0].combine_us == by_length[0].pieces_us == 0
-    assert [c.combine_us for c in by_length] == sorted({c.combine_us for c in by_length})
+    few, more, many = (c.combine_us for c in by_length[1:])  # 2 parts of 256 pairs, by 1 CTA; 4 of 88, by 3; 16 of 24, by 15
+    assert more < few < many  # of 16 no thread has all
     by_heads = [cost((1, 8 * K, 8 * group, 8, 128), W8).combine_us for group in (1, 4, 8, 16)]
     assert by_heads == sorted(set(by_heads))
-    assert cost((1, 8 * K, 32, 8, 128), W4).combine_us > by_length[-1].combine_us
+    assert cost((1, 256, 32, 8, 128), W4).combine_us > few
 
 
 def test_pieces_cost_by_their_rows_and_by_the_ctas_of_an_sm() -> None:
@@ -188,7 +189,7 @@ def test_costs_print_and_add_up() -> None:
     predicted = cost((1, 8 * K, 32, 8, 128), HALF)
     assert predicted.total_us == pytest.approx(sum(getattr(predicted, f"{term}_us") for term in TERMS))
     assert {f"{term}_us" for term in TERMS} == {f.name for f in fields(Cost) if f.name.endswith("_us")}
-    assert str(predicted).startswith(f"{predicted.total_us:.1f} us = start 3.0 + stream")
+    assert str(predicted).startswith(f"{predicted.total_us:.1f} us = start 2.3 + stream")
     assert "16 slices, 16 pieces, 16 parts a cut row" in str(predicted)
 
 
@@ -199,16 +200,6 @@ def test_an_unknown_length_is_the_assumed_one() -> None:
 def test_constants_are_no_gains() -> None:
     for costs in (*COSTS.values(), *COSTS_OF_8_BITS.values()):
         assert all(getattr(costs, f.name) >= 0 for f in fields(costs))
-
-
-@pytest.mark.parametrize("head_dim", [16, 64, 128, 256])
-@pytest.mark.parametrize("group", [1, 4, 16])
-def test_the_combine_takes_as_many_parts_together_as_the_kernel(head_dim: int, group: int) -> None:
-    from cute_kernels.device.combine import group_of
-
-    for config in candidates(problem(1, K, group, 1, head_dim), "sm90", "sm_90a"):
-        spec = kernel_spec(problem(1, K, group, 1, head_dim), "sm90", "sm_90a", config, partition="balanced")
-        assert combine_group(spec) == group_of(spec)
 
 
 @given(

@@ -63,7 +63,7 @@ def spec_of(k_type: str, v_type: str, k_scale: str, v_scale: str) -> KernelSpec:
 
 def test_smem_of_a_cta() -> None:
     queries, merge = 2 * 16 * 128 * 2, 4 * 3 * (128 + 8 + 2) * 4  # 4 warps, 3 query heads a KV head
-    rest, tile = queries + merge + 4 * (2 * 8 + 4) + 1024, 64 * 128  # full and empty barriers, holes
+    rest, tile = queries + merge + 4 * (2 * 8 + 4) + 512 + 1024, 64 * 128  # full and empty barriers, holes; pieces
     assert spec_of("bf16", "bf16", "none", "none").smem_bytes == 4 * tile * (2 + 2) + rest
     assert spec_of("e4m3", "e4m3", "head", "none").smem_bytes == 4 * tile * (1 + 1) + rest
     assert spec_of("bf16", "e5m2", "none", "none").smem_bytes == 4 * tile * (2 + 1) + rest
@@ -87,8 +87,10 @@ def test_workspace_regions() -> None:
     problem = ck.PagedDecodeDescriptor(3, 6, 2, 40, 16, torch.float16).problem
     # 3 packed rows, head_dim padded to 48: 24 pairs of columns, 16 bytes each
     for partition, slots in (("balanced", 2), ("invariant", 2 * MAX_BLOCKS)):
-        (states,) = workspace_regions(problem, 5, partition)
+        states, *others = workspace_regions(problem, 5, partition)
         assert (states.name, states.offset, states.nbytes) == ("partial_states", 0, slots * 5 * 3 * 24 * 16)
+        found = [(region.name, region.offset, region.nbytes) for region in others]
+        assert found == ([("announcements", states.nbytes, 5 * 4)] if partition == "balanced" else [])
         assert workspace_bytes(problem, 0, partition) == 0
-    assert workspace_bytes(problem, 5, "balanced") == 11_520
+    assert workspace_bytes(problem, 5, "balanced") == 11_520 + 128  # a word of 4 bytes a CTA, rounded up
     assert workspace_bytes(problem, 5, "whole") == 0

@@ -132,7 +132,7 @@ def test_what_a_kernel_is_given(pretend_h200: list, layout: str, table_format: s
     assert plan.num_ctas > 1
     assert plan.sku.arch == "sm90a"
     regions = plan.workspace_regions()
-    assert [region.name for region in regions] == ["partial_states"]
+    assert [region.name for region in regions] == ["partial_states", "announcements"]
     assert plan.workspace_size() >= regions[-1].offset + regions[-1].nbytes
     workspace = torch.empty(plan.workspace_size(), dtype=torch.uint8)
     for _ in range(2):
