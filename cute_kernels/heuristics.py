@@ -20,7 +20,8 @@ LARGEST_TILE_N = {"sm90": 64, "sm80": 32}
 RING_BYTES = 131_072  # in flight on an SM, over all its CTAs: 64 KB cost 2 to 4%, 192 KB 0 to 1%
 SHALLOWEST = {"sm90": 1, "sm80": 2}  # stages a warp
 FOUR_WARPS_HEAD_DIMS = (176, 192)  # padded: 8 warps and a producer leave a thread 168 registers, which spill (read from SASS)
-FOUR_WARPS_OF_8_BITS = (224, 8)  # the same with 8 bits above this padded head_dim and more packed rows than these
+FOUR_WARPS_OF_8_BITS = (224, 4)  # the same with 8 bits above this padded head_dim: more packed rows than these, or one of K
+# and V of 16 bits and scales a token of both
 
 
 def choose(problem: DecodeProblem, arch: Arch, target: Target, sm_count: int) -> DecodeConfig:
@@ -46,7 +47,11 @@ def spills_with_8_warps(problem: DecodeProblem) -> bool:
     if problem.padded_head_dim in FOUR_WARPS_HEAD_DIMS:
         return True
     head_dim, rows = FOUR_WARPS_OF_8_BITS
-    return problem.has_8_bits and problem.padded_head_dim > head_dim and packed_rows(problem.group_size) > rows
+    if not problem.has_8_bits or problem.padded_head_dim <= head_dim:
+        return False
+    mixed = problem.kv_dtype.element_bytes != problem.v_dtype.element_bytes
+    both = problem.k_scale.granularity == problem.v_scale.granularity == "token"
+    return packed_rows(problem.group_size) > rows or (mixed and both)
 
 
 def token_bytes(problem: DecodeProblem) -> int:
