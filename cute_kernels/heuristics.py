@@ -20,8 +20,8 @@ LARGEST_TILE_N = {"sm90": 64, "sm80": 32}
 RING_BYTES = 131_072  # in flight on an SM, over all its CTAs: 64 KB cost 2 to 4%, 192 KB 0 to 1%
 SHALLOWEST = {"sm90": 1, "sm80": 2}  # stages a warp
 FOUR_WARPS_HEAD_DIMS = (176, 192)  # padded: 8 warps and a producer leave a thread 168 registers, which spill (read from SASS)
-FOUR_WARPS_OF_8_BITS = (224, 4)  # the same with 8 bits above this padded head_dim: more packed rows than these, or one of K
-# and V of 16 bits and scales a token of both
+FOUR_WARPS_ROWS = (192, 4)  # the same above this padded head_dim with more packed rows than these, or with one of K and V of 16
+# bits and scales a token of both
 
 
 def choose(problem: DecodeProblem, arch: Arch, target: Target, sm_count: int) -> DecodeConfig:
@@ -46,12 +46,10 @@ def spills_with_8_warps(problem: DecodeProblem) -> bool:
     """Whether 8 consumer warps and their producers leave a thread too few registers."""
     if problem.padded_head_dim in FOUR_WARPS_HEAD_DIMS:
         return True
-    head_dim, rows = FOUR_WARPS_OF_8_BITS
-    if not problem.has_8_bits or problem.padded_head_dim <= head_dim:
-        return False
+    head_dim, rows = FOUR_WARPS_ROWS
     mixed = problem.kv_dtype.element_bytes != problem.v_dtype.element_bytes
     both = problem.k_scale.granularity == problem.v_scale.granularity == "token"
-    return packed_rows(problem.group_size) > rows or (mixed and both)
+    return problem.padded_head_dim > head_dim and (packed_rows(problem.group_size) > rows or (mixed and both))
 
 
 def token_bytes(problem: DecodeProblem) -> int:
