@@ -116,6 +116,11 @@ class KernelSpec:
         return self.partition != "whole"
 
     @property
+    def divides_combine(self) -> bool:
+        """Whether the CTAs of a cut row divide its combine (device/crew.py)."""
+        return self.partition == "balanced"
+
+    @property
     def padded_head_dim(self) -> int:
         """head_dim rounded up to the columns that one ldmatrix.x4 brings of the narrower cache."""
         return padded_head_dim(self.head_dim, min(self.k_bytes, self.v_bytes))

@@ -16,12 +16,11 @@ from ..config import LINE_WORDS, MOST_PIECES, PARTS_IN_FLIGHT, KernelSpec
 from .epilogue import lse_factor
 from .pack_gqa import sync_consumers
 from .partials import is_tagged, pairs_of, receive, send, state_words, word_at
-from .registers import quotient, remainder
+from .registers import LANES, quotient, remainder
 from .softmax import finite_or_zero
 from .work_scheduler import Piece
 
 IN_FLIGHT = 16  # words a thread waits for together where one CTA combines a row
-LANES = cute.arch.WARP_SIZE
 
 
 @dataclass(frozen=True)
@@ -49,9 +48,9 @@ class Columns:
     bits: Int32
 
 
-def group_of(spec: KernelSpec) -> int:
+def parts_together(spec: KernelSpec) -> int:
     """Parts that a thread waits for together."""
-    return PARTS_IN_FLIGHT if spec.partition == "balanced" else IN_FLIGHT // pairs_of(spec)
+    return PARTS_IN_FLIGHT if spec.divides_combine else IN_FLIGHT // pairs_of(spec)
 
 
 def all_columns(spec: KernelSpec, piece: Piece, parts: Parts) -> Columns:
@@ -79,7 +78,7 @@ def width_bits(spec: KernelSpec, columns: Int32, count: Int32) -> Int32:
     most = (spec.num_warps * LANES).bit_length() - 1
     found = Int32(most)
     for bits in range(most - 1, LINE_WORDS.bit_length() - 2, -1):
-        narrower = (columns <= pairs_of(spec) << bits) & (count > group_of(spec) << (most - bits - 1))
+        narrower = (columns <= pairs_of(spec) << bits) & (count > parts_together(spec) << (most - bits - 1))
         found = cutlass.select_(narrower, bits, found)
     return found
 
@@ -105,7 +104,7 @@ def combine_columns(spec: cutlass.Constexpr, words: cute.Tensor, parts: Parts, c
 @cute.jit
 def gather(spec: cutlass.Constexpr, words: cute.Tensor, parts: Parts, high: Int32, begin: Int32, bits: Int32, declined):
     """This thread's pairs from `begin` on, over its parts: (first, second, peak, total) x pairs."""
-    pairs, chunk = cutlass.const_expr(pairs_of(spec)), cutlass.const_expr(group_of(spec))
+    pairs, chunk = cutlass.const_expr(pairs_of(spec)), cutlass.const_expr(parts_together(spec))
     states = cute.make_rmem_tensor((4, pairs), Float32)
     for j in cutlass.range_constexpr(pairs):
         clear_state(states[None, j])
@@ -219,7 +218,7 @@ def collect(
 
     All loads of a round are in flight together, and a round asks only for what is missing.
     """
-    chunk, pairs = group_of(spec), pairs_of(spec)
+    chunk, pairs = parts_together(spec), pairs_of(spec)
     seen = cute.make_rmem_tensor((chunk, pairs), Int32)
     found.fill(0.0)
     for j in cutlass.range_constexpr(pairs):

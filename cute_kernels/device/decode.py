@@ -49,7 +49,7 @@ class DecodeKernel:
         self.mainloop = TmaMainloop(spec) if spec.arch == "sm90" else CpAsyncMainloop(spec)
         self.threads = (spec.num_warps + self.mainloop.producer_warps) * 32
         self.overlap = spec.target == "sm_90a"  # programmatic dependent launch: start while the kernel before drains
-        self.divides = spec.partition == "balanced"  # the combine of a row between its CTAs
+        self.divides = spec.divides_combine
 
     @cute.jit
     def __call__(
@@ -225,20 +225,31 @@ class DecodeKernel:
     @cute.jit
     def finish(self, problem: Problem, shared: Shared, share: Share):
         """Combines the row that this share began inside: all of it, if it ended it, or this CTA's part of its columns."""
-        spec, tag = self.spec, problem.status[1]
+        tag = problem.status[1]
         if share.tile > 0 and unfinished(share, share.row, share.tile):
             if cutlass.const_expr(self.divides):
-                parts, place = crew_parts(shared, share, tag), shared.schedule[PLACE]
-                if declines(shared, share):
-                    place = shared.schedule[CREW]
-                while place < shared.schedule[CREW]:
-                    self.combine(problem, shared, parts, crew_columns(spec, shared, share, place))
-                    place = next_place(spec, shared, share, place)
+                self.finish_columns(problem, shared, share, tag)
             else:
-                start, length = open_row(spec, problem.tables, problem.k, share.row)
-                piece = make_piece(spec, share, share.row, start, length, share.tile, Int32(0))
-                if piece.end == piece.tiles:
-                    slot, block = self.slot_of(shared, share, piece), block_of(piece.tiles)
-                    last = slot - quotient(piece.first, block) + quotient(piece.tiles - 1, block)
-                    parts = self.blocks(last, piece, tag)
-                    self.combine(problem, shared, parts, all_columns(spec, piece, parts))
+                self.finish_blocks(problem, shared, share, tag)
+
+    @cute.jit
+    def finish_columns(self, problem: Problem, shared: Shared, share: Share, tag: Int32):
+        """This CTA's columns of the row, and as its last one those of CTAs that decline."""
+        parts, place = crew_parts(shared, share, tag), shared.schedule[PLACE]
+        if declines(shared, share):
+            place = shared.schedule[CREW]
+        while place < shared.schedule[CREW]:
+            self.combine(problem, shared, parts, crew_columns(self.spec, shared, share, place))
+            place = next_place(self.spec, shared, share, place)
+
+    @cute.jit
+    def finish_blocks(self, problem: Problem, shared: Shared, share: Share, tag: Int32):
+        """All of the row, under the invariant partition, if this share ended it."""
+        spec = self.spec
+        start, length = open_row(spec, problem.tables, problem.k, share.row)
+        piece = make_piece(spec, share, share.row, start, length, share.tile, Int32(0))
+        if piece.end == piece.tiles:
+            slot, block = self.slot_of(shared, share, piece), block_of(piece.tiles)
+            last = slot - quotient(piece.first, block) + quotient(piece.tiles - 1, block)
+            parts = self.blocks(last, piece, tag)
+            self.combine(problem, shared, parts, all_columns(spec, piece, parts))

@@ -10,7 +10,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int8, Int32, Uint8, Uint16
 
-from .registers import as_bits, as_float
+from .registers import MAGNITUDE, SIGN, as_bits, as_float
 from .tracing import stored_element
 
 LARGEST = {"int8": 127.0, "e4m3": 448.0, "e5m2": 57344.0}
@@ -18,7 +18,7 @@ MANTISSA = {"e4m3": 3, "e5m2": 2}  # bits
 LEAST_EXPONENT = {"e4m3": -6, "e5m2": -14}  # of a normal value
 LARGEST_CODE = {"e4m3": 0x7E, "e5m2": 0x7B}
 NAN_CODE = 0x7F
-INF_BITS, MAGNITUDE, SIGN = 0x7F800000, 0x7FFFFFFF, -(2**31)
+INF_BITS = 0x7F800000
 LEAST_DIVISOR, LARGEST_DIVISOR = 2.0**-60, 2.0**122  # of `ieee_quotient`
 BEYOND = 2.0**20  # a quotient that saturates every type
 ROUNDER = 1.5 * 2.0**23  # added to an f32, rounds it to a whole number, whose low bits the sum then ends in

@@ -16,9 +16,8 @@ from cutlass import Boolean, Float32, Int32, Int64
 
 from ..config import SCALE_BYTES, KernelSpec
 from .cp_async import copy_async
-from .registers import as_bits, as_float, remainder
+from .registers import LANES, MAGNITUDE, as_bits, as_float, remainder
 
-LANES = cute.arch.WARP_SIZE
 EXPONENT = 0x7F800000  # bits of an f32
 SMALLEST_UNIT, LARGEST_UNIT = (127 - 60) << 23, (127 + 100) << 23  # weights, and their sums, stay normal f32
 
@@ -138,7 +137,7 @@ def settle(ring: ScaleRing, stage: Int32, half: cutlass.Constexpr) -> Int32:
             if cutlass.const_expr(half):
                 bits = as_bits(half_to_float(bits >> (16 * ((ring.upper[group, stage] >> lane) & 1))))
                 ring.words[token, stage] = bits
-            peak = cutlass.max(peak, bits & 0x7FFFFFFF)
+            peak = cutlass.max(peak, bits & MAGNITUDE)
     return peak
 
 

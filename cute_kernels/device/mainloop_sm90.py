@@ -168,7 +168,7 @@ class TmaMainloop:
                     holes = find_holes(self.token_of_lane(tile), piece.length, pages, num_pages, piece.row, problem.status)
             stage = self.await_stage(shared, piece.issued + i)
             self.issue_boxes(problem, shared, piece, i, pages, ahead * self.boxes, holes, stage)
-            if cutlass.const_expr(spec.partition == "balanced"):
+            if cutlass.const_expr(spec.divides_combine):
                 filled = i + 1 == cutlass.min(piece.stop - piece.first, spec.num_stages)
                 watch_last(spec, problem, shared, share, filled)
 

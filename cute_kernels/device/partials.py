@@ -3,15 +3,15 @@
 A word holds two neighbouring columns of a piece's normalised output, the piece's lse (base 2) and a tag. It is written and read
 as one atomic access, so a reader that sees the tag has the word: no counter, no fence (the idea of NCCL's LL protocol). The
 reader clears what it has read. The tag is random per plan: what the workspace held before its first launch is no data. Its sign
-is a message (combine.py): a negative one declines.
+is a message (crew.py): a negative one declines.
 """
 
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64
 
 from ..config import SLOTS, KernelSpec
+from .registers import MAGNITUDE, SIGN
 
-SIGN, MAGNITUDE = -(2**31), 2**31 - 1
 WORD = 4  # 32-bit parts: first value, second value, lse, tag
 
 
@@ -43,7 +43,7 @@ def is_tagged(word: Int32, tag: Int32) -> Boolean:
 
 def pairs_of(spec: KernelSpec) -> int:
     """Neighbouring pairs of columns that a thread takes together: two where a row has more pairs than the CTA threads."""
-    return 1 if spec.packed_rows * spec.padded_head_dim // 2 <= spec.num_warps * 32 else 2
+    return 1 if state_words(spec, spec.packed_rows) <= spec.num_warps * 32 else 2
 
 
 def word_at(words: cute.Tensor, index: Int32, slot: Int32) -> cute.Pointer:

@@ -3,6 +3,9 @@
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32
 
+LANES = cute.arch.WARP_SIZE
+SIGN, MAGNITUDE = -(2**31), 2**31 - 1  # the sign bit, and the others
+
 
 def as_float(bits: Int32) -> Float32:
     """The f32 with these bits."""

@@ -17,8 +17,8 @@ from .tracing import ELEMENT_TYPES
 class Shared:
     """The K and V rings, swizzled, and their tokens' scales; two queries; the merge buffer; the mbarriers; holes (mask.py).
 
-    schedule: what only the end of a share needs, found at its start and kept out of registers (DecodeKernel.remember).
-    declined: of each piece of the share's first row, Int8 (combine.py).
+    schedule: what only the end of a share needs, found at its start and kept out of registers (crew.py).
+    declined: of each piece of the share's first row, Int8: whether its CTA declines.
     """
 
     rings: tuple

@@ -18,9 +18,8 @@ from cutlass import Boolean, Int32
 
 from ..config import MAX_BLOCKS, MIN_BLOCK, MIN_TILES, TILE_M, KernelSpec
 from .kv_source import row_length
-from .registers import quotient, remainder
+from .registers import LANES, quotient, remainder
 
-LANES = cute.arch.WARP_SIZE
 MOST_COST = 2**30 - 1
 FAN = 4  # rows a lane reads at a time, and keeps apart where it has no more
 
