@@ -20,6 +20,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from torch import Tensor
+
 from .append_spec import AppendSpec, append_supports
 from .config import KernelSpec, supports
 from .errors import CompileFailed, Unsupported
@@ -83,6 +85,17 @@ def _load(path: Path) -> Any:
     kernel, module = load(path)
     _loaded.append(module)
     return kernel
+
+
+def as_operand(tensor: Tensor) -> Any:
+    """A tensor as compiled kernels take it: it holds the storage, and costs a launch nothing to take apart.
+
+    The tensor itself where that form would lose strides, which DLPack may do on axes of length 1: TMA needs them.
+    """
+    import tvm_ffi
+
+    operand = tvm_ffi.from_dlpack(tensor)
+    return operand if tuple(operand.strides) == tensor.stride() else tensor
 
 
 def compile_merge(spec: MergeSpec) -> Callable[..., None]:

@@ -43,6 +43,7 @@ SLOTS: dict[Partition, int] = {  # partial states that a CTA may leave in the wo
     "balanced": 2,  # of the row it continues and of the row it opens
     "invariant": 2 * MAX_BLOCKS,  # every block of the row it works on alone and of the row it opens for others
 }
+LINE_BYTES = 128  # of a cache line
 LINE_WORDS = 8  # words of a state in a cache line: fewer columns are not worth a CTA (device/combine.py)
 PARTS_IN_FLIGHT = 4  # parts that a thread of the combine waits for together: few rows have more, and each costs instructions
 MOST_PIECES = 512  # of a row whose combine is divided; beyond, the CTA of its last piece does it alone

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 from weakref import ref
 
@@ -54,7 +56,8 @@ class DecodePlan(FlaggingPlan):
         self._constants = (descriptor.scale, self.num_ctas, self._tag, status)
         device_index = device.index if self._several_gpus else None
         views = (rules.nhd, rules.scale_shapes)
-        self._setting = Setting(self._constants, self._workspace_bytes > 0, *views, device_index, self._name)
+        hold = _hold_of(chosen.spec)
+        self._setting = Setting(self._constants, self._workspace_bytes > 0, *views, device_index, self._name, hold)
         plain = problem.kv_dtype.element_bytes > 1 and problem.v_dtype.element_bytes > 1
         self._views = None if plain and views == (False, ((), ())) else views  # None: caches reach the kernel as they are
         self._checked: dict[object, Passage] = {}
@@ -93,7 +96,7 @@ class DecodePlan(FlaggingPlan):
         last_q = self._last_q.get(id(k))
         if last_q is not None and last_q() is q:  # a third run may be the same: for tensors made anew it would not pay
             operands = (q, k, v, page_table, k_scale, v_scale, out, lse, workspace)
-            self._shortcuts[id(k)] = shortcut(self._launch, self._setting, *operands)
+            self._shortcuts[id(k)] = shortcut(self._launch, self._setting, partial(_forget, self._shortcuts, id(k)), *operands)
         else:
             self._expect(q, k)
         if self._views is not None:
@@ -312,3 +315,17 @@ def _launch_of(spec: KernelSpec | None, descriptor: PagedDecodeDescriptor | Flas
 
     refuse_compile_in_capture(spec)
     return compile_decode(spec)
+
+
+def _hold_of(spec: KernelSpec | None) -> Callable[[Tensor], Any]:
+    """Setting.hold of the launch of `spec`."""
+    if spec is None:
+        return Tensor.detach
+    from .compile import as_operand
+
+    return as_operand
+
+
+def _forget(shortcuts: dict[int, Shortcut], key: int, _: object) -> None:
+    """Drops a shortcut when one of its tensors has died, whose reference is the last argument."""
+    shortcuts.pop(key, None)

@@ -5,9 +5,12 @@ same when it is the same object at the same address; `set_`, `.data =`, a resize
 another address. q must also have its number of bytes, since the kernel takes the batch from it.
 
 What this does not see is a change of extents or strides in place, at the same address (`transpose_`, `as_strided_`,
-`resize_` within the storage). That is relied on to be harmless: a storage never shrinks in place, so such a tensor still
-lies in memory that was checked; the kernel takes extents and strides from the tensor as it is at the launch; and the
-compiled function refuses a rank, a dtype, a fixed or shared extent or an alignment that is not its own (LaunchFailed).
+`resize_` within the storage). That stays within memory that was checked, since a storage never shrinks in place: q counts as
+it is at the launch, every other operand as it was when it was remembered.
+
+All but q are remembered in the form that a launch takes (`hold`), since making that anew costs a tenth of a microsecond an
+operand, and a whole one for a view. Held is the storage, not the tensor: with the first of the tensors that dies, the
+shortcut and all that it holds go.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from .checks import FLOAT8, as_bytes, scale_view
+from .checks import kernel_views
 from .dispatch import Launch
 from .errors import LaunchFailed
 from .plan_base import LAUNCH_ERRORS
@@ -32,8 +35,8 @@ class Setting(NamedTuple):
     """What all launches of a plan share.
 
     constants: softmax_scale, num_ctas, tag and status. nhd: the caches are turned to HND first. scale_shapes: those of
-    k_scale and v_scale that a kernel takes. device_index: the GPU that
-    must be current, None where there is no choice. name: what runs where, for LaunchFailed.
+    k_scale and v_scale that a kernel takes. device_index: the GPU that must be current, None where there is no choice. name:
+    what runs where, for LaunchFailed. hold: a detached tensor as the launch takes it.
     """
 
     constants: tuple[float, int, int, int | Tensor]
@@ -42,6 +45,7 @@ class Setting(NamedTuple):
     scale_shapes: tuple[tuple[int, ...], tuple[int, ...]]
     device_index: int | None
     name: str
+    hold: Callable[[Tensor], Any]
 
 
 def never(*operands: object) -> None:
@@ -51,6 +55,7 @@ def never(*operands: object) -> None:
 def shortcut(
     launch: Launch,
     setting: Setting,
+    forget: Callable[[object], None],
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -64,16 +69,21 @@ def shortcut(
     """fn(q, k, v, page_table, k_scale, v_scale, out, lse, workspace): launches and returns (out, lse) for the operands given
     here, else None.
 
-    page_table: a PageTable, or its two items where there is none. Keeps no tensor alive. A reference to a dead tensor gives
-    None, as ABSENT does, hence the addresses of absent operands, 0. Written flat: loops cost a microsecond more.
+    forget: called when one of them dies. page_table: a PageTable, or its two items where there is none. Keeps no tensor alive.
+    A reference to a dead tensor gives None, as ABSENT does, hence the addresses of absent operands, 0. Written flat: loops
+    cost a microsecond more.
     """
-    (scale, num_ctas, tag, status), takes_workspace, nhd, scale_shapes, device_index, name = setting
+    (scale, num_ctas, tag, status), takes_workspace, nhd, scale_shapes, device_index, name, hold = setting
     table_format, table = page_table
     operands = (q, k, v, *table, out, lse, workspace)
-    q_, k_, v_, t0_, t1_, t2_, out_, lse_, w_ = [ABSENT if operand is None else ref(operand) for operand in operands]
+    q_, k_, v_, t0_, t1_, t2_, out_, lse_, w_ = [ABSENT if operand is None else ref(operand, forget) for operand in operands]
     at_q, at_k, at_v, at_t0, at_t1, at_t2, at_out, at_lse, at_w = [0 if t is None else t.data_ptr() for t in operands]
     nbytes, scaled = q.nbytes, k_scale is not None or v_scale is not None
-    float8 = k.dtype in FLOAT8 or v.dtype in FLOAT8
+    # detached before a view is made of them: a view keeps the tensor that it is of
+    parts = [None if t is None else t.detach() for t in (*table, k_scale, v_scale, workspace if takes_workspace else None)]
+    views = kernel_views(nhd, scale_shapes, k.detach(), v.detach(), *parts[3:5])
+    held = [None if t is None else hold(t) for t in (*views, *parts[:3], out.detach(), lse.detach(), parts[5])]
+    keys, values, k_scales, v_scales, held_0, held_1, held_2, outs, lses, space = held
 
     def again(
         q: Tensor,
@@ -107,26 +117,18 @@ def shortcut(
         # fmt: on
         if device_index is not None and torch.cuda.current_device() != device_index:
             return None
-        if float8:
-            k, v = as_bytes(k), as_bytes(v)
-        if nhd:
-            k, v = k.transpose(1, 2), v.transpose(1, 2)
-        scratch = workspace if takes_workspace else None
         try:
-            launch(q, k, v, t0, t1, t2, k_scale, v_scale, out, lse, scratch, scale, num_ctas, tag, status)
+            launch(q, keys, values, held_0, held_1, held_2, k_scales, v_scales, outs, lses, space, scale, num_ctas, tag, status)
         except LAUNCH_ERRORS as error:
             raise LaunchFailed(f"{name}: {error}") from error
         return out, lse
 
-    return _with_scales(again, scale_shapes, k_scale, v_scale) if scaled else again
+    return _with_scales(again, forget, k_scale, v_scale) if scaled else again
 
 
-def _with_scales(
-    again: Shortcut, shapes: tuple[tuple[int, ...], ...], k_scale: Tensor | None, v_scale: Tensor | None
-) -> Shortcut:
-    """`again` for these scales only, which it is given in the kernel's shapes."""
-    (k_, at_k), (v_, at_v) = ((ABSENT, 0) if t is None else (ref(t), t.data_ptr()) for t in (k_scale, v_scale))
-    k_shape, v_shape = shapes
+def _with_scales(again: Shortcut, forget: Callable[[object], None], k_scale: Tensor | None, v_scale: Tensor | None) -> Shortcut:
+    """`again` for these scales only."""
+    (k_, at_k), (v_, at_v) = ((ABSENT, 0) if t is None else (ref(t, forget), t.data_ptr()) for t in (k_scale, v_scale))
 
     def again_scaled(
         q: Tensor,
@@ -145,8 +147,7 @@ def _with_scales(
                 and (0 if v_scale is None else v_scale.data_ptr()) == at_v
             ):
                 return None
-            k_scale, v_scale = scale_view(k_scale, k_shape), scale_view(v_scale, v_shape)
-        except (AttributeError, RuntimeError):  # no tensor, or one that has lost its shape: the check names it
+        except AttributeError:  # no tensor: the check names it
             return None
         # fmt: on
         return again(q, k, v, page_table, k_scale, v_scale, *written)

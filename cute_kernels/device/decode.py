@@ -13,7 +13,17 @@ from cutlass import Boolean, Float32, Int32, Int64
 from ..config import MAX_BLOCKS, KernelSpec
 from .attend import Attention, make_mmas, make_readers, make_state, reset_state
 from .combine import Columns, Parts, all_columns, combine_columns, merge_buffer
-from .crew import CREW, PLACE, announce, crew_columns, crew_parts, declines, find_crew, next_place, settle
+from .crew import (
+    announce,
+    begin_crew,
+    clear_declined,
+    crew_columns,
+    crew_parts,
+    declines,
+    next_place,
+    settle,
+    take_crew,
+)
 from .epilogue import share_state, store_final, store_partial
 from .kv_scale import Scaling, open_scaling
 from .kv_source import open_row, open_row_or_nothing
@@ -31,9 +41,7 @@ from .work_scheduler import (
     block_of,
     first_slice,
     heads_of,
-    locate,
     make_piece,
-    take_share,
     tiles_of,
     unfinished,
 )
@@ -93,35 +101,32 @@ class DecodeKernel:
         """One CTA's share: a producer warp runs ahead, consumer warps attend, merge and store piece by piece."""
         spec = self.spec
         problem, shared = Problem(q, k, caches, scales, tables, out, lse, workspace, status), allocate(spec)
-        self.mainloop.prepare(caches, shared.barriers)
-        located = locate(spec, k)
         if cutlass.const_expr(self.overlap):
             cute.arch.griddepcontrol_launch_dependents()
         if cutlass.const_expr(self.mainloop.producer_warps > 0):
-            # a share in each branch: behind one of all, and a wait, the compiler no longer takes the warps to be converged
             warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+            if warp == 0:
+                self.mainloop.prepare(caches, shared.barriers)
             if warp == self.mainloop.ahead_warp:
-                self.mainloop.look_ahead(problem, shared, located)
+                self.mainloop.look_ahead(problem, shared)
             if warp < spec.num_warps:
-                self.consume(problem, shared, self.share_of(problem, located, announced=True), scale_log2)
+                self.consume(problem, shared, scale_log2)
             elif warp == spec.num_warps:
-                self.mainloop.produce(problem, shared, self.share_of(problem, located), scales=False)
+                self.mainloop.produce(problem, shared, scales=False)
             elif cutlass.const_expr(spec.token_scales > 0):
-                self.mainloop.produce(problem, shared, self.share_of(problem, located), scales=True)
+                self.mainloop.produce(problem, shared, scales=True)
         else:
-            self.consume(problem, shared, self.share_of(problem, located, announced=True), scale_log2)
-
-    def share_of(self, problem: Problem, located: tuple, announced: bool = False) -> Share:
-        """This CTA's share, once the kernels before this one are done. announced: says first that the CTA runs."""
-        if self.overlap:
-            cute.arch.griddepcontrol_wait()
-        if self.divides and announced:
-            announce(self.spec, problem, problem.status[1])
-        return take_share(self.spec, problem.tables, problem.k, Int32(problem.q.shape[0]), located)
+            self.consume(problem, shared, scale_log2)
 
     @cute.jit
-    def consume(self, problem: Problem, shared: Shared, share: Share, scale_log2: Float32):
+    def consume(self, problem: Problem, shared: Shared, scale_log2: Float32):
         """The consumer warps: every piece of the share, in order, then what the share combines for others."""
+        if cutlass.const_expr(self.overlap):
+            cute.arch.griddepcontrol_wait()
+        if cutlass.const_expr(self.divides):
+            announce(self.spec, problem, problem.status[1])
+        opening = self.mainloop.open_share(problem, shared)
+        share = opening.share
         spec, lane = self.spec, cute.arch.lane_idx()
         batch = Int32(problem.q.shape[0])
         mmas = make_mmas(spec)
@@ -132,9 +137,11 @@ class DecodeKernel:
         row, first, issued, rescaled = share.row, share.tile, Int32(0), Int32(-1)  # rescaled: the row whose query is
         if unfinished(share, row, first):
             fetch_query(spec, problem.q, row, head, heads, shared.query[None, None, None, row % 2])
-        start, length = open_row_or_nothing(spec, problem.tables, problem.k, row, batch)
+        start, length = opening.start, opening.length
         if cutlass.const_expr(self.divides):
-            find_crew(spec, shared, share, length)
+            clear_declined(spec, shared)
+            if cutlass.const_expr(spec.arch == "sm80"):
+                begin_crew(spec, shared, share, length)
         elif cutlass.const_expr(spec.split):
             self.find_opener(shared, share, length)
         while unfinished(share, row, first):
@@ -235,12 +242,13 @@ class DecodeKernel:
     @cute.jit
     def finish_columns(self, problem: Problem, shared: Shared, share: Share, tag: Int32):
         """This CTA's columns of the row, and as its last one those of CTAs that decline."""
-        parts, place = crew_parts(shared, share, tag), shared.schedule[PLACE]
+        crew = take_crew(self.spec, shared)
+        parts, place = crew_parts(crew, share, tag), crew.place
         if declines(shared, share):
-            place = shared.schedule[CREW]
-        while place < shared.schedule[CREW]:
-            self.combine(problem, shared, parts, crew_columns(self.spec, shared, share, place))
-            place = next_place(self.spec, shared, share, place)
+            place = crew.crew
+        while place < crew.crew:
+            self.combine(problem, shared, parts, crew_columns(self.spec, crew, share, place))
+            place = next_place(self.spec, shared, share, crew.crew, place)
 
     @cute.jit
     def finish_blocks(self, problem: Problem, shared: Shared, share: Share, tag: Int32):

@@ -11,6 +11,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64
 
+from ..config import KernelSpec
 from .partials import store_words
 
 LONGEST = 2**31 - 1
@@ -95,6 +96,16 @@ def find_page(spec: cutlass.Constexpr, tables: tuple, start: Int32, length: Int3
         else:
             page = start
     return page
+
+
+def box_pages(spec: KernelSpec, tables: tuple, start: Int32, length: Int32, tile: Int32, num_pages: Int32) -> Int32:
+    """Lane l holds the page of box l from `tile` on, of the row opened as (start, length): 32 boxes."""
+    return find_page(spec, tables, start, length, token_of_lane(spec, tile), num_pages)
+
+
+def token_of_lane(spec: KernelSpec, tile: Int32) -> Int32:
+    """The first token of box l from `tile` on, in lane l."""
+    return tile * spec.tile_n + cute.arch.lane_idx() * spec.box_rows
 
 
 @cute.jit

@@ -13,10 +13,11 @@ from . import tile
 from .attend import Attention, attend_tile
 from .cp_async import copy_async
 from .kv_scale import fetch_scales, find_scales
-from .kv_source import find_holes, find_page, inspect_row
+from .kv_source import find_holes, find_page, inspect_row, open_row_or_nothing
+from .opening import Opening
 from .problem import Problem
 from .shared import Shared, read_holes
-from .work_scheduler import Piece
+from .work_scheduler import Piece, take_share
 
 
 class CpAsyncMainloop:
@@ -35,8 +36,11 @@ class CpAsyncMainloop:
         """This warp's place in the merge: the residue of its tiles in the piece, so it depends on the piece alone."""
         return cute.arch.warp_idx()
 
-    def prepare(self, operands: tuple, barriers: cute.Pointer):
-        """A ring per warp needs neither barriers nor tensor maps."""
+    def open_share(self, problem: Problem, shared: Shared) -> Opening:
+        """What the consumers begin with, found by each warp for itself."""
+        spec, tables, k, batch = self.spec, problem.tables, problem.k, Int32(problem.q.shape[0])
+        share = take_share(spec, tables, k, batch)
+        return Opening(share, *open_row_or_nothing(spec, tables, k, share.row, batch))
 
     @cute.jit
     def consume(self, piece: Piece, attention: Attention, problem: Problem, shared: Shared):

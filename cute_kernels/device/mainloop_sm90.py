@@ -9,22 +9,25 @@ has the same reader: with several, a fast one passes a parity that an older phas
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64
+from cutlass import Boolean, Int32, Int64
 from cutlass.cute.nvgpu import cpasync
 
 from ..config import TILE_M, UNIT_BYTES, KernelSpec, RingShape
 from . import tile
 from .attend import Attention, attend_tile
-from .crew import watch_last
+from .crew import prepare_end
 from .kv_scale import fetch_scales, find_scales
-from .kv_source import Unsettled, find_holes, find_page, inspect_row, open_row_or_nothing
+from .kv_source import Unsettled, box_pages, find_holes, inspect_row, open_row_or_nothing, token_of_lane
+from .opening import Opening, find_opening, publish, receive_opening
+from .pack_gqa import prefetch_query
 from .problem import Problem
 from .registers import quotient, remainder
 from .shared import Shared, read_holes
-from .work_scheduler import Piece, Share, after, make_piece, take_share, unfinished
+from .work_scheduler import Piece, after, make_piece, take_share, unfinished
 
 EVICT_FIRST = 0x12F0000000000000  # L2 policy: KV is read once
 EVICT_NORMAL = 0x1000000000000000
+PREPARED = 3  # named barrier of the first warp and the producer of K and V: the mbarriers are made
 AHEAD = 4  # a quarter of the ring is asked for ahead: what is more delays the loads themselves
 
 
@@ -79,23 +82,30 @@ class TmaMainloop:
 
     @cute.jit
     def prepare(self, operands: tuple, barriers: cute.Pointer):
-        """Fetches the tensor maps ahead. Full barriers (the producers arrive), then empty ones (the stage's reader does).
+        """The first warp fetches the tensor maps ahead and makes the mbarriers, while another finds the opening.
 
-        Then one for the news that the row's last CTA runs (crew.py).
+        Full ones (the producers arrive), empty ones (the stage's reader does), and two for news of the crew (crew.py). One
+        lane: an address that differs between lanes costs a loop over them.
         """
-        if cute.arch.thread_idx()[0] == 0:
+        with cute.arch.elect_one():
             for atom in (operands[0], operands[2]):
                 cpasync.prefetch_descriptor(atom)
             for stage in cutlass.range_constexpr(self.spec.num_stages):
                 cute.arch.mbarrier_init(barriers + stage, self.arrivals)
                 cute.arch.mbarrier_init(barriers + self.spec.num_stages + stage, self.releases)
-            cute.arch.mbarrier_init(barriers + 2 * self.spec.num_stages, 1)
+            for news in cutlass.range_constexpr(2):
+                cute.arch.mbarrier_init(barriers + 2 * self.spec.num_stages + news, 1)
         cute.arch.mbarrier_init_fence()
-        cute.arch.sync_threads()
+        cute.arch.barrier_arrive(barrier_id=PREPARED, number_of_threads=64)
+
+    def open_share(self, problem: Problem, shared: Shared) -> Opening:
+        """What the consumers begin with."""
+        return receive_opening(self.spec, problem, shared)[0]
 
     @cute.jit
-    def look_ahead(self, problem: Problem, shared: Shared, located: tuple):
-        """Asks L2 for the first tiles of this CTA's share while the kernel before still runs, by lengths and tables as they are.
+    def look_ahead(self, problem: Problem, shared: Shared):
+        """Asks L2 for the first query and tiles of this CTA's share while the kernel before still runs, by lengths and tables as
+        they are.
 
         Whatever that kernel may yet write to them, nothing that is read here goes further than into a prefetch.
         """
@@ -104,10 +114,12 @@ class TmaMainloop:
         atom_k, coords_k, atom_v, coords_v = problem.caches
         gmem_k = self._partition(atom_k, coords_k, shared.rings[0], spec.rings[0])[1]
         gmem_v = self._partition(atom_v, coords_v, shared.rings[1], spec.rings[1])[1]
-        share = take_share(spec, tables, k, batch, located)
+        share = take_share(spec, tables, k, batch)
         start, length = open_row_or_nothing(spec, tables, k, share.row, batch)
         piece = make_piece(spec, share, share.row, start, length, share.tile, Int32(0))
-        pages = self.lookup(tables, start, length, piece.first, Int32(k.shape[0]))
+        pages = box_pages(spec, tables, start, length, piece.first, Int32(k.shape[0]))
+        if unfinished(share, share.row, share.tile):
+            prefetch_query(spec, problem.q, piece.row, piece.head, piece.heads)
         most = cutlass.const_expr(min(32, max(1, spec.num_stages // AHEAD) * self.boxes))
         for box in cutlass.range(cutlass.min((piece.stop - piece.first) * self.boxes, most), unroll=1):
             place = self.box_at(piece, piece.first * self.boxes + box, cute.arch.shuffle_sync(pages, box))
@@ -120,57 +132,65 @@ class TmaMainloop:
         return (slot, 0, piece.kv_head, page)
 
     @cute.jit
-    def produce(self, problem: Problem, shared: Shared, share: Share, scales: cutlass.Constexpr):
-        """A producer warp: every tile of the share, in order. The next piece's first pages are looked up a piece ahead.
+    def produce(self, problem: Problem, shared: Shared, scales: cutlass.Constexpr):
+        """A producer warp: every tile of the share, in order.
 
-        scales: whether it brings the tokens' scales; K and V otherwise.
+        scales: whether it brings the tokens' scales; K and V otherwise, and the opening for all.
         """
-        spec, tables, k, batch = self.spec, problem.tables, problem.k, Int32(problem.q.shape[0])
-        row, tile, issued = share.row, share.tile, Int32(0)
-        start, length = open_row_or_nothing(spec, tables, k, row, batch)
-        pages = self.lookup(tables, start, length, tile, Int32(k.shape[0]))
+        spec, issued = self.spec, Int32(0)
+        if cutlass.const_expr(scales):
+            cute.arch.griddepcontrol_wait()
+            opening, pages = receive_opening(spec, problem, shared)
+        else:
+            opening, pages = find_opening(spec, problem)
+            cute.arch.barrier(barrier_id=PREPARED, number_of_threads=64)
+            publish(spec, shared, opening, pages)
+        share, start, length = opening.share, opening.start, opening.length
+        row, tile = share.row, share.tile
         while unfinished(share, row, tile):
             piece = make_piece(spec, share, row, start, length, tile, issued)
-            next_row, next_tile = after(spec, piece)
-            next_start, next_length = open_row_or_nothing(spec, tables, k, next_row, batch)
-            next_pages = self.lookup(tables, next_start, next_length, next_tile, Int32(k.shape[0]))
-            if cutlass.const_expr(scales):
-                self.issue_scales(problem, shared, piece, pages)
-            else:
-                self.issue(problem, shared, share, piece, pages)
+            more = unfinished(share, *after(spec, piece))
+            start, length, pages = self.issue(problem, shared, piece, pages, more, scales)
             if piece.first == 0 and not scales:
                 with cute.arch.elect_one():
-                    inspect_row(spec, tables, row, problem.status)
+                    inspect_row(spec, problem.tables, row, problem.status)
             issued += piece.stop - piece.first
-            row, tile, start, length, pages = next_row, next_tile, next_start, next_length, next_pages
+            row, tile = after(spec, piece)
+        if cutlass.const_expr(spec.divides_combine and not scales):
+            prepare_end(spec, problem, shared, share, opening.length)
 
     @cute.jit
-    def lookup(self, tables: tuple, start: Int32, length: Int32, tile: Int32, num_pages: Int32) -> Int32:
-        """Lane l holds the page of box l from `tile` on: 32 boxes ahead."""
-        return find_page(self.spec, tables, start, length, self.token_of_lane(tile), num_pages)
+    def issue(self, problem: Problem, shared: Shared, piece: Piece, pages: Int32, more: Boolean, scales: cutlass.Constexpr):
+        """What this producer brings of a piece, each tile once its stage is free. Lane l of `pages` has the page of its box l.
 
-    def token_of_lane(self, tile: Int32) -> Int32:
-        """The first token of box l from `tile` on, in lane l."""
-        return tile * self.spec.tile_n + cute.arch.lane_idx() * self.spec.box_rows
-
-    @cute.jit
-    def issue(self, problem: Problem, shared: Shared, share: Share, piece: Piece, pages: Int32):
-        """K and V of a piece, each tile once its stage is free. Lane l of `pages` has the page of its box l."""
+        Returns (start, length, pages) of the next piece, if the share has `more`: looked up once the first tile is under way.
+        """
         spec, tables, num_pages = self.spec, problem.tables, Int32(problem.k.shape[0])
-        tiles_ahead = cutlass.const_expr(32 // self.boxes)
-        upcoming, holes = pages, Int32(0)
-        for i in cutlass.range(piece.stop - piece.first, unroll=1):
-            ahead = i % tiles_ahead
+        tiles_ahead, tiles = cutlass.const_expr(32 // self.boxes), piece.stop - piece.first
+        upcoming, holes, following = pages, Int32(0), (Int32(0), Int32(0), num_pages)
+        for i in cutlass.range(tiles, unroll=1):
+            ahead, tile = remainder(i, tiles_ahead), piece.first + i
             if ahead == 0:
-                pages, tile = upcoming, piece.first + i
-                upcoming = self.lookup(tables, piece.start, piece.length, tile + tiles_ahead, num_pages)
-                if cutlass.const_expr(spec.source == "paged"):
-                    holes = find_holes(self.token_of_lane(tile), piece.length, pages, num_pages, piece.row, problem.status)
-            stage = self.await_stage(shared, piece.issued + i)
-            self.issue_boxes(problem, shared, piece, i, pages, ahead * self.boxes, holes, stage)
-            if cutlass.const_expr(spec.divides_combine):
-                filled = i + 1 == cutlass.min(piece.stop - piece.first, spec.num_stages)
-                watch_last(spec, problem, shared, share, filled)
+                pages = upcoming
+                if cutlass.const_expr(spec.source == "paged" and not scales):
+                    holes = find_holes(token_of_lane(spec, tile), piece.length, pages, num_pages, piece.row, problem.status)
+            if cutlass.const_expr(scales):
+                self.issue_scales(problem, shared, piece, i, pages, ahead * self.boxes)
+            else:
+                self.issue_boxes(problem, shared, piece, i, pages, ahead * self.boxes, holes)
+            if ahead == tiles_ahead // 2:  # the first tiles would wait for it: which pages to take is a select
+                upcoming = box_pages(spec, tables, piece.start, piece.length, tile - ahead + tiles_ahead, num_pages)
+            if i == 0 and more:
+                following = self.open_next(problem, piece)
+        if tiles == 0 and more:
+            following = self.open_next(problem, piece)
+        return following
+
+    def open_next(self, problem: Problem, piece: Piece) -> tuple[Int32, Int32, Int32]:
+        """(start, length, box_pages) of the piece after one of the share, or of nothing past the batch."""
+        row, tile = after(self.spec, piece)
+        start, length = open_row_or_nothing(self.spec, problem.tables, problem.k, row, Int32(problem.q.shape[0]))
+        return start, length, box_pages(self.spec, problem.tables, start, length, tile, Int32(problem.k.shape[0]))
 
     @cute.jit
     def await_stage(self, shared: Shared, ordinal: Int32) -> Int32:
@@ -186,11 +206,10 @@ class TmaMainloop:
         return remainder(ordinal, self.spec.num_stages), quotient(ordinal, self.spec.num_stages) & 1
 
     @cute.jit
-    def issue_boxes(
-        self, problem: Problem, shared: Shared, piece: Piece, i: Int32, pages: Int32, lane: Int32, holes: Int32, stage: Int32
-    ):
+    def issue_boxes(self, problem: Problem, shared: Shared, piece: Piece, i: Int32, pages: Int32, lane: Int32, holes: Int32):
         """K and V of the piece's tile i, box by box. Its pages, and its holes, are in the lanes from `lane` on."""
-        spec, full = self.spec, shared.barriers + stage
+        spec, stage = self.spec, self.await_stage(shared, piece.issued + i)
+        full = shared.barriers + stage
         atom_k, coords_k, atom_v, coords_v = problem.caches
         smem_k, gmem_k = self._partition(atom_k, coords_k, shared.rings[0], spec.rings[0])
         smem_v, gmem_v = self._partition(atom_v, coords_v, shared.rings[1], spec.rings[1])
@@ -205,21 +224,14 @@ class TmaMainloop:
             cute.copy(atom_v, gmem_v[None, place], smem_v[None, box, stage], tma_bar_ptr=full, cache_policy=policy)
 
     @cute.jit
-    def issue_scales(self, problem: Problem, shared: Shared, piece: Piece, pages: Int32):
-        """The scales of a piece, a token a lane, found before their stage is free. `pages` as `issue` has them."""
-        tiles_ahead = cutlass.const_expr(32 // self.boxes)
-        upcoming = pages
-        for i in cutlass.range(piece.stop - piece.first, unroll=1):
-            ahead = i % tiles_ahead
-            if ahead == 0:
-                pages, later = upcoming, piece.first + i + tiles_ahead
-                upcoming = self.lookup(problem.tables, piece.start, piece.length, later, Int32(problem.k.shape[0]))
-            found = self.find_scales(problem, piece, i, pages, ahead * self.boxes)
-            stage = self.await_stage(shared, piece.issued + i)
-            fetch_scales(shared.scales, found, stage)
-            arrive_after_copies(shared.barriers + stage)
-            if cute.arch.lane_idx() == 0:  # for what this lane stored itself
-                cute.arch.mbarrier_arrive(shared.barriers + stage)
+    def issue_scales(self, problem: Problem, shared: Shared, piece: Piece, i: Int32, pages: Int32, lane: Int32):
+        """The scales of the piece's tile i, a token a lane, found before its stage is free. `lane`: as issue_boxes has it."""
+        found = self.find_scales(problem, piece, i, pages, lane)
+        stage = self.await_stage(shared, piece.issued + i)
+        fetch_scales(shared.scales, found, stage)
+        arrive_after_copies(shared.barriers + stage)
+        if cute.arch.lane_idx() == 0:  # for what this lane stored itself
+            cute.arch.mbarrier_arrive(shared.barriers + stage)
 
     def find_scales(self, problem: Problem, piece: Piece, i: Int32, pages: Int32, lane: Int32) -> list:
         """Where the scales of the piece's tile i are: [K's, V's] of each 32 tokens. Its pages are in the lanes from `lane` on."""

@@ -10,9 +10,10 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64
 
-from ..config import MMA_K, KernelSpec
+from ..config import LINE_BYTES, MMA_K, QUERY_BYTES, KernelSpec
 from .cp_async import copy_async
 from .query_range import FRAGMENT, load_step, rescaled, row_factors
+from .registers import LANES
 from .tracing import ELEMENT_TYPES
 
 PAIR_BYTES = 4  # of two columns of the query
@@ -40,6 +41,17 @@ def column_of(spec: KernelSpec, lane: Int32, e: int) -> Int32:
 def sync_consumers(spec: KernelSpec):
     """Barrier of the consumer warps."""
     cute.arch.barrier(barrier_id=CONSUMERS, number_of_threads=spec.num_warps * 32)
+
+
+@cute.jit
+def prefetch_query(spec: cutlass.Constexpr, q: cute.Tensor, row: Int32, head: Int32, heads: Int32):
+    """A warp asks L2 for `heads` query heads of a row, from `head` on, a cache line a lane."""
+    lines = cutlass.const_expr(-(-spec.head_dim * QUERY_BYTES // LINE_BYTES))
+    for base in cutlass.range_constexpr(0, spec.packed_rows * lines, LANES):
+        line = base + cute.arch.lane_idx()
+        if line < heads * lines:
+            at = q.iterator + cute.crd2idx((row, head + line // lines, line % lines * (LINE_BYTES // QUERY_BYTES)), q.layout)
+            cute.arch.inline_ptx("prefetch.global.L2 [{$r0}];", read_only_args=[at.toint()])
 
 
 @cute.jit

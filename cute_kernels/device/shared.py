@@ -12,12 +12,15 @@ from .kv_scale import ScaleRing, make_scale_rings
 from .pack_gqa import query_layout
 from .tracing import ELEMENT_TYPES
 
+OPENING = 9  # words of an opening
+
 
 @dataclass(frozen=True)
 class Shared:
     """The K and V rings, swizzled, and their tokens' scales; two queries; the merge buffer; the mbarriers; holes (mask.py).
 
     schedule: what only the end of a share needs, found at its start and kept out of registers (crew.py).
+    opening, pages: what one warp finds for others (opening.py).
     declined: of each piece of the share's first row, Int8: whether its CTA declines.
     """
 
@@ -28,6 +31,8 @@ class Shared:
     barriers: cute.Pointer
     holes: cute.Tensor
     schedule: cute.Tensor
+    opening: cute.Tensor
+    pages: cute.Tensor
     declined: cute.Tensor
 
 
@@ -49,10 +54,11 @@ def allocate(spec: KernelSpec) -> Shared:
         rings.append(smem.allocate_tensor(ELEMENT_TYPES[math_type], layout, byte_alignment=1024, swizzle=swizzle))
     query = smem.allocate_tensor(ELEMENT_TYPES[spec.element_type], query_layout(spec), byte_alignment=128)
     merge = merge_tensors(spec, smem.allocate_array(Float32, spec.merge_floats, byte_alignment=16))
-    barriers = smem.allocate_array(Int64, 2 * spec.num_stages + 1)
-    holes, schedule = (cute.make_tensor(smem.allocate_array(Int32, n), cute.make_layout(n)) for n in (spec.num_stages, 8))
+    barriers = smem.allocate_array(Int64, 2 * spec.num_stages + 2)
+    shapes = spec.num_stages, 8, OPENING, 32
+    holes, schedule, opening, pages = (smem.allocate_tensor(Int32, cute.make_layout(n), byte_alignment=16) for n in shapes)
     declined = smem.allocate_tensor(Int8, cute.make_layout(MOST_PIECES), byte_alignment=16)
-    return Shared(tuple(rings), make_scale_rings(spec, smem), query, merge, barriers, holes, schedule, declined)
+    return Shared(tuple(rings), make_scale_rings(spec, smem), query, merge, barriers, holes, schedule, opening, pages, declined)
 
 
 @cute.jit

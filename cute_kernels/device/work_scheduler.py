@@ -17,10 +17,10 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32
 
 from ..config import MAX_BLOCKS, MIN_BLOCK, MIN_TILES, TILE_M, KernelSpec
-from .kv_source import row_length
+from .kv_source import open_row
 from .registers import LANES, quotient, remainder
 
-MOST_COST = 2**30 - 1
+MOST_COST, HALF = 2**30 - 1, 16  # HALF: bits that a sum over a warp takes at a time
 FAN = 4  # rows a lane reads at a time, and keeps apart where it has no more
 
 
@@ -28,7 +28,7 @@ FAN = 4  # rows a lane reads at a time, and keeps apart where it has no more
 class Share:
     """One CTA's share, slice `index`: unit `unit` of the rows from (row, tile) to (end_row, end_tile), exclusive.
 
-    prefix: cost of the rows before `row`; cost: of the batch; slices: how many take part; units: of the grid.
+    prefix: cost of the rows before `row`; step, longer: of all slices (cut_of); units: of the grid.
     """
 
     unit: Int32
@@ -38,8 +38,8 @@ class Share:
     prefix: Int32
     end_row: Int32
     end_tile: Int32
-    cost: Int32
-    slices: Int32
+    step: Int32
+    longer: Int32
     units: Int32
 
 
@@ -117,43 +117,56 @@ def warp_prefix(value: Int32) -> Int32:
     return value
 
 
+def warp_sum(value: Int32) -> Int32:
+    """The sum over the lanes of a warp, capped: known earlier than the last prefix sum."""
+    low, high = lane_sum(value & (2**HALF - 1)), lane_sum(value >> HALF)
+    high += low >> HALF
+    return cutlass.select_(high > MOST_COST >> HALF, Int32(MOST_COST), (high << HALF) + (low & (2**HALF - 1)))
+
+
+def lane_sum(value: Int32) -> Int32:
+    """The sum over the lanes of a warp, which must not wrap."""
+    text = "redux.sync.add.s32 {$w0}, {$r0}, 0xffffffff;"
+    return cute.arch.inline_ptx(text, write_only_types=[Int32], read_only_args=[value])
+
+
 def capped(cost: Int32) -> Int32:
     """Keeps sums of costs from wrapping, whatever lengths the caller's memory holds: what lies past MOST_COST is one slice."""
     return cutlass.min(cost, MOST_COST)
 
 
-@cute.jit
-def lane_costs(spec: cutlass.Constexpr, tables: tuple, k: cute.Tensor, begin: Int32, stop: Int32, span: Int32) -> tuple:
-    """(cost of the lanes' rows up to this one's, cost of each of this lane's last FAN rows).
+@dataclass(frozen=True)
+class LaneRows:
+    """What a warp reads of rows [begin, stop), `span` a lane, lane 0 the first ones.
 
-    A lane has `span` rows of [begin, stop), lane 0 the first ones.
+    first: this lane's first row. starts, lengths, costs: of its last FAN rows, Int32 [FAN] each, as open_row has them; a row
+    that it lacks costs 0. total: the cost of all its rows, capped.
     """
-    first, total, costs = begin + cute.arch.lane_idx() * span, Int32(0), cute.make_rmem_tensor(FAN, Int32)
-    costs.fill(0)
-    for group in cutlass.range(0, span, FAN, unroll=1):
+
+    first: Int32
+    starts: cute.Tensor
+    lengths: cute.Tensor
+    costs: cute.Tensor
+    total: Int32
+
+
+@cute.jit
+def read_rows(
+    spec: cutlass.Constexpr, tables: tuple, k: cute.Tensor, begin: Int32, stop: Int32, span: Int32, many: cutlass.Constexpr
+) -> LaneRows:
+    """Reads the rows [begin, stop), `span` a lane. many: whether that may be more than FAN."""
+    first, total = begin + cute.arch.lane_idx() * span, Int32(0)
+    starts, lengths, costs = (cute.make_rmem_tensor(FAN, Int32) for _ in range(3))
+    for values in (starts, lengths, costs):
+        values.fill(0)
+    for group in cutlass.range(0, span if cutlass.const_expr(many) else FAN, FAN, unroll=1):
         for j in cutlass.range_constexpr(FAN):
-            row = first + group + j
-            tiles = tiles_of(spec, row_length(spec, tables, k, cutlass.min(row, stop - 1)))  # no branch: loads go out together
-            costs[j] = cutlass.select_((group + j < span) & (row < stop), tiles + spec.piece_cost, 0)
+            row = cutlass.min(first + group + j, stop - 1)  # no branch: loads go out together
+            starts[j], lengths[j] = open_row(spec, tables, k, row)
+            held = (group + j < span) & (first + group + j < stop)
+            costs[j] = cutlass.select_(held, tiles_of(spec, lengths[j]) + spec.piece_cost, 0)
             total = capped(total + costs[j])
-    return warp_prefix(total), costs
-
-
-@cute.jit
-def narrow(cut: Int32, begin: Int32, stop: Int32, before: Int32, span: Int32, own: tuple):
-    """The lane whose rows hold `cut`: (its first row, the row after them, cost before them, its last FAN costs).
-
-    before: cost of the rows before `begin`. own: lane_costs of [begin, stop).
-    """
-    inclusive, costs = own
-    lane = cutlass.min(cute.arch.popc(cute.arch.vote_ballot_sync(before + inclusive <= cut)), LANES - 1)
-    below = cute.arch.shuffle_sync(inclusive, cutlass.max(lane - 1, 0))
-    before += cutlass.select_(lane > 0, below, 0)
-    found = cute.make_rmem_tensor(FAN, Int32)
-    for j in cutlass.range_constexpr(FAN):
-        found[j] = cute.arch.shuffle_sync(costs[j], lane)
-    begin += lane * span
-    return begin, cutlass.min(begin + span, stop), before, found
+    return LaneRows(first, starts, lengths, costs, total)
 
 
 @cute.jit
@@ -185,23 +198,57 @@ def place(spec: cutlass.Constexpr, cut: Int32, row: Int32, prefix: Int32, cost: 
 
 
 @cute.jit
-def find_cuts(spec: cutlass.Constexpr, tables: tuple, k: cute.Tensor, batch: Int32, lower: Int32, upper: Int32, span: Int32, own):
-    """The rows at costs `lower` and `upper`, each placed. own: lane_costs of the batch, `span` rows a lane.
+def from_holder(cut: Int32, inclusive: Int32, *values: Int32) -> tuple:
+    """Values of the lane whose rows hold `cut`. inclusive: the cost of the rows up to each lane's last one."""
+    lane = cutlass.min(cute.arch.popc(cute.arch.vote_ballot_sync(inclusive <= cut)), LANES - 1)
+    return tuple(cute.arch.shuffle_sync(value, lane) for value in values)
+
+
+@cute.jit
+def find_cuts(
+    spec: cutlass.Constexpr,
+    tables: tuple,
+    k: cute.Tensor,
+    batch: Int32,
+    cuts: tuple,
+    span: Int32,
+    rows: LaneRows,
+    many: cutlass.Constexpr,
+):
+    """The rows at the costs of two cuts, each placed. rows: of the batch, `span` a lane; many: read_rows.
 
     A warp narrows the rows down by a factor of 32 at a time, for both cuts at once: their loads overlap.
     """
-    begin_0, stop_0, before_0, costs_0 = narrow(lower, Int32(0), batch, Int32(0), span, own)
-    begin_1, stop_1, before_1, costs_1 = narrow(upper, Int32(0), batch, Int32(0), span, own)
-    while span > FAN:
-        span = quotient(span + LANES - 1, LANES)
-        own_0 = lane_costs(spec, tables, k, begin_0, stop_0, span)
-        own_1 = lane_costs(spec, tables, k, begin_1, stop_1, span)
-        begin_0, stop_0, before_0, found_0 = narrow(lower, begin_0, stop_0, before_0, span, own_0)
-        begin_1, stop_1, before_1, found_1 = narrow(upper, begin_1, stop_1, before_1, span, own_1)
-        for j in cutlass.range_constexpr(FAN):
-            costs_0[j], costs_1[j] = found_0[j], found_1[j]
-    lower_row = place(spec, lower, *pick(lower, begin_0, before_0, costs_0))
-    return *lower_row, *place(spec, upper, *pick(upper, begin_1, before_1, costs_1))
+    lower, upper = cuts
+    inclusive_0 = inclusive_1 = warp_prefix(rows.total)
+    before_0 = before_1 = before_lane(inclusive_0)
+    first_0 = first_1 = rows.first
+    costs_0, costs_1 = cute.make_rmem_tensor(FAN, Int32), cute.make_rmem_tensor(FAN, Int32)
+    for j in cutlass.range_constexpr(FAN):
+        costs_0[j] = costs_1[j] = rows.costs[j]
+    if cutlass.const_expr(many):
+        while span > FAN:
+            begin_0, base_0 = from_holder(lower, inclusive_0, first_0, before_0)
+            begin_1, base_1 = from_holder(upper, inclusive_1, first_1, before_1)
+            stop_0, stop_1 = cutlass.min(begin_0 + span, batch), cutlass.min(begin_1 + span, batch)
+            span = quotient(span + LANES - 1, LANES)
+            rows_0 = read_rows(spec, tables, k, begin_0, stop_0, span, True)
+            rows_1 = read_rows(spec, tables, k, begin_1, stop_1, span, True)
+            first_0, first_1 = rows_0.first, rows_1.first
+            inclusive_0, inclusive_1 = warp_prefix(rows_0.total), warp_prefix(rows_1.total)
+            before_0, before_1 = capped(base_0 + before_lane(inclusive_0)), capped(base_1 + before_lane(inclusive_1))
+            inclusive_0, inclusive_1 = capped(base_0 + inclusive_0), capped(base_1 + inclusive_1)
+            for j in cutlass.range_constexpr(FAN):
+                costs_0[j], costs_1[j] = rows_0.costs[j], rows_1.costs[j]
+    lower_row = place(spec, lower, *pick(lower, first_0, before_0, costs_0))
+    upper_row = place(spec, upper, *pick(upper, first_1, before_1, costs_1))
+    return *from_holder(lower, inclusive_0, *lower_row), *from_holder(upper, inclusive_1, *upper_row)
+
+
+def before_lane(inclusive: Int32) -> Int32:
+    """The cost of the rows before this lane's: inclusive of the lane below."""
+    below = cute.arch.shuffle_sync_up(inclusive, offset=1)
+    return cutlass.select_(cute.arch.lane_idx() > 0, below, 0)
 
 
 def locate(spec: KernelSpec, k: cute.Tensor) -> tuple[Int32, Int32, Int32, Int32]:
@@ -210,46 +257,63 @@ def locate(spec: KernelSpec, k: cute.Tensor) -> tuple[Int32, Int32, Int32, Int32
     return remainder(cta, units), quotient(cta, units), units, quotient(cute.arch.grid_dim()[0], units)
 
 
-@cute.jit
-def take_share(spec: cutlass.Constexpr, tables: tuple, k: cute.Tensor, batch: Int32, located: tuple) -> Share:
-    """This CTA's share, computed by each warp for itself. A CTA beyond the last slice gets an empty one."""
-    unit, index, units, most = located
+def span_of(batch: Int32) -> Int32:
+    """Rows a lane of a warp that takes all of a batch: a power of two up to FAN."""
     span = quotient(batch + LANES - 1, LANES)
-    own = lane_costs(spec, tables, k, Int32(0), batch, span)
-    cost = cute.arch.shuffle_sync(own[0], LANES - 1)
+    return cutlass.select_(span == 3, 4, span)
+
+
+def take_share(spec: KernelSpec, tables: tuple, k: cute.Tensor, batch: Int32) -> Share:
+    """This CTA's share, found by a warp. A CTA beyond the last slice gets an empty one."""
+    rows = read_rows(spec, tables, k, Int32(0), batch, span_of(batch), True)
+    return share_of(spec, tables, k, batch, rows, True)
+
+
+@cute.jit
+def share_of(
+    spec: cutlass.Constexpr,
+    tables: tuple,
+    k: cute.Tensor,
+    batch: Int32,
+    rows: LaneRows,
+    many: cutlass.Constexpr,
+) -> Share:
+    """take_share of rows that the warp has read. many: read_rows."""
+    unit, index, units, most = locate(spec, k)
+    cost = warp_sum(rows.total)
     slices = cutlass.max(cutlass.min(quotient(cost, spec.min_share), most), 1)
+    step = quotient(cost, slices)
+    longer = cost - step * slices
     row, tile, prefix, end_row, end_tile = batch, Int32(0), cost, batch, Int32(0)
     if index < slices:
-        lower, upper = cut_of(cost, slices, index), cut_of(cost, slices, index + 1)
-        row, tile, prefix, end_row, end_tile, _ = find_cuts(spec, tables, k, batch, lower, upper, span, own)
+        lower, upper = cut_of(step, longer, index), cut_of(step, longer, index + 1)
+        row, tile, prefix, end_row, end_tile, _ = find_cuts(spec, tables, k, batch, (lower, upper), span_of(batch), rows, many)
         if index + 1 == slices:
             end_row, end_tile = batch, Int32(0)
     uniform = cute.arch.make_warp_uniform
     ends = uniform(row), uniform(tile), uniform(prefix), uniform(end_row), uniform(end_tile)
-    return Share(unit, index, *ends, uniform(cost), uniform(slices), units)
+    return Share(unit, index, *ends, uniform(step), uniform(longer), units)
 
 
-def cut_of(cost: Int32, slices: Int32, index: Int32) -> Int32:
-    """Where slice `index` begins: the first cost % slices slices are one longer."""
-    return index * quotient(cost, slices) + cutlass.min(index, remainder(cost, slices))
+def cut_of(step: Int32, longer: Int32, index: Int32) -> Int32:
+    """Where slice `index` begins: slices cost `step`, the first `longer` of them one more."""
+    return index * step + cutlass.min(index, longer)
 
 
-@cute.jit
-def first_cut_from(cost: Int32, slices: Int32, position: Int32) -> Int32:
+def first_cut_from(step: Int32, longer: Int32, position: Int32) -> Int32:
     """The least index whose cut_of is at least `position`."""
-    step, longer = quotient(cost, slices), remainder(cost, slices)
-    index = quotient(position + step, step + 1)
-    if position > longer * (step + 1):
-        index = longer + quotient(position - longer * (step + 1) + step - 1, step)
-    return index
+    beyond = position - longer * (step + 1)
+    before = beyond <= 0
+    index = quotient(cutlass.select_(before, position, beyond - 1) + step, cutlass.select_(before, step + 1, step))
+    return index + cutlass.select_(before, 0, longer)
 
 
 def first_slice(spec: KernelSpec, share: Share, tiles: Int32) -> Int32:
     """The slice that opens the share's first row, of `tiles`, if cuts fall inside: the one before the first of those cuts."""
     nearest = block_of(tiles) if spec.partition == "invariant" else MIN_TILES
-    return first_cut_from(share.cost, share.slices, share.prefix + spec.piece_cost + nearest) - 1
+    return first_cut_from(share.step, share.longer, share.prefix + spec.piece_cost + nearest) - 1
 
 
 def last_slice(spec: KernelSpec, share: Share, tiles: Int32) -> Int32:
     """The slice that ends that row, under the balanced partition: the one that begins with the last of those cuts."""
-    return first_cut_from(share.cost, share.slices, share.prefix + spec.piece_cost + tiles - MIN_TILES + 1) - 1
+    return first_cut_from(share.step, share.longer, share.prefix + spec.piece_cost + tiles - MIN_TILES + 1) - 1

@@ -11,10 +11,12 @@ from typing import Any
 
 import pytest
 import torch
+import tvm_ffi
 
 import cute_kernels as ck
 from cute_kernels import checks
 from cute_kernels import plan as plan_module
+from cute_kernels.compile import as_operand
 from tests.cases import Case, make_inputs
 
 CASE = Case("shortcuts", (0, 5, 40, 17))
@@ -73,6 +75,8 @@ def test_a_shortcut_launches_the_same(
 
 
 def _same_operand(a: object, b: object) -> bool:
+    """Whether two operands of a launch are the same; a shortcut's are held as TVM FFI tensors."""
+    a, b = (torch.from_dlpack(t) if isinstance(t, tvm_ffi.Tensor) else t for t in (a, b))
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
         return (a.data_ptr(), a.shape, a.stride(), a.dtype) == (b.data_ptr(), b.shape, b.stride(), b.dtype)
     return a == b
@@ -199,6 +203,45 @@ def test_no_tensor_is_kept_alive(pretend_h200: list, checked: list) -> None:
     del good, tensors
     gc.collect()
     assert [reference() for reference in references] == [None] * 8
+    assert plan._shortcuts == {}
+
+
+@pytest.mark.parametrize("name", ["k_cache", "v_cache", "out", "lse", "workspace"])
+def test_memory_is_freed_with_the_first_tensor_that_dies(pretend_h200: list, checked: list, name: str) -> None:
+    """The storage that a shortcut holds, of this tensor and of the others."""
+    plan = ck.PagedDecodePlan.select(CASE.descriptor, "cpu")
+    good = arguments(plan)
+    memory = {n: good[n].view(torch.uint8).numpy().copy() for n in (name, "q")}
+    for n, array in memory.items():
+        good[n] = torch.from_numpy(array).view(good[n].dtype)
+    references = {n: weakref.ref(array) for n, array in memory.items()}
+    del memory, array
+    settle(plan, good, checked)
+    pretend_h200.clear()
+    gc.collect()
+    assert all(reference() is not None for reference in references.values())
+    assert len(plan._shortcuts) == 1
+    del good[name]
+    gc.collect()
+    assert references[name]() is None
+    assert references["q"]() is not None
+    assert plan._shortcuts == {}
+
+
+def test_an_operand_keeps_its_strides() -> None:
+    """Whatever DLPack makes of an axis of length 1."""
+    cache = torch.zeros(6, 1, 16, 64, dtype=torch.bfloat16)
+    for tensor in (cache, cache[::2], cache[:1], cache.transpose(1, 2), cache[:, :, :1]):
+        operand = as_operand(tensor)
+        assert (tuple(operand.strides), tuple(operand.shape)) == (tensor.stride(), tuple(tensor.shape))
+        assert torch.from_dlpack(operand).data_ptr() == tensor.data_ptr()
+
+
+def test_an_operand_whose_strides_would_change_stays_a_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensor = torch.zeros(4, 1, 16)
+    other = tvm_ffi.from_dlpack(torch.zeros(4, 1, 16).as_strided((4, 1, 16), (16, 1, 1)))
+    monkeypatch.setattr(tvm_ffi, "from_dlpack", lambda _: other)
+    assert as_operand(tensor) is tensor
 
 
 def test_shortcuts_are_bounded(pretend_h200: list, checked: list, monkeypatch: pytest.MonkeyPatch) -> None:
