@@ -15,11 +15,10 @@ from ..config import KernelSpec
 from .kv_source import Unsettled, box_pages, open_row_or_nothing
 from .problem import Problem
 from .registers import LANES
-from .shared import Shared
+from .shared import OPENING_WORDS, Shared
 from .work_scheduler import FAN, LaneRows, Share, locate, read_rows, share_of, span_of, take_share
 
 OPENED = 2  # named barrier: the opening lies in shared memory, and the mbarriers are made
-WORDS = 9  # of an opening
 
 
 @dataclass(frozen=True)
@@ -85,11 +84,11 @@ def opened_by(spec: KernelSpec) -> int:
 @cute.jit
 def publish(spec: cutlass.Constexpr, shared: Shared, opening: Opening, pages: Int32):
     """The warp that found an opening leaves it to the others."""
-    share, words = opening.share, shared.opening
+    share = opening.share
+    ends = share.row, share.tile, share.prefix, share.end_row, share.end_tile
     with cute.arch.elect_one():
-        words[0], words[1], words[2], words[3] = share.row, share.tile, share.prefix, share.end_row
-        words[4], words[5], words[6] = share.end_tile, share.step, share.longer
-        words[7], words[8] = opening.start, opening.length
+        for i, word in enumerate((*ends, share.step, share.longer, opening.start, opening.length)):
+            shared.opening[i] = word
     shared.pages[cute.arch.lane_idx()] = pages
     cute.arch.barrier_arrive(barrier_id=OPENED, number_of_threads=opened_by(spec))
 
@@ -98,5 +97,5 @@ def receive_opening(spec: KernelSpec, problem: Problem, shared: Shared) -> tuple
     """What `publish` left."""
     cute.arch.barrier(barrier_id=OPENED, number_of_threads=opened_by(spec))
     unit, index, units, _ = locate(spec, problem.k)
-    words = [cute.arch.make_warp_uniform(shared.opening[i]) for i in range(WORDS)]
+    words = [cute.arch.make_warp_uniform(shared.opening[i]) for i in range(OPENING_WORDS)]
     return Opening(Share(unit, index, *words[:7], units), words[7], words[8]), shared.pages[cute.arch.lane_idx()]

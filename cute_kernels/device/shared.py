@@ -12,7 +12,7 @@ from .kv_scale import ScaleRing, make_scale_rings
 from .pack_gqa import query_layout
 from .tracing import ELEMENT_TYPES
 
-OPENING = 9  # words of an opening
+OPENING_WORDS = 9  # a share, but for what a CTA knows of it by itself, and its first row
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ def allocate(spec: KernelSpec) -> Shared:
     query = smem.allocate_tensor(ELEMENT_TYPES[spec.element_type], query_layout(spec), byte_alignment=128)
     merge = merge_tensors(spec, smem.allocate_array(Float32, spec.merge_floats, byte_alignment=16))
     barriers = smem.allocate_array(Int64, 2 * spec.num_stages + 2)
-    shapes = spec.num_stages, 8, OPENING, 32
+    shapes = spec.num_stages, 8, OPENING_WORDS, 32
     holes, schedule, opening, pages = (smem.allocate_tensor(Int32, cute.make_layout(n), byte_alignment=16) for n in shapes)
     declined = smem.allocate_tensor(Int8, cute.make_layout(MOST_PIECES), byte_alignment=16)
     return Shared(tuple(rings), make_scale_rings(spec, smem), query, merge, barriers, holes, schedule, opening, pages, declined)
