@@ -89,6 +89,9 @@ def test_sm90(head_dim: int, source: str, dtype: ElementType, tmp_path: Path) ->
     if head_dim <= 128:  # two steps of the combine, once a launch
         assert all(start > sass.rindex("HMMA") for start in slow_paths)
     assert sass.index("UTMAPF") < sass.index("ACQBULK"), "what is asked for ahead waits for the kernel before"
+    waits = [m.start() for m in re.finditer("ACQBULK", sass)]  # of the consumers, then of the producer
+    assert len(waits) == 2
+    assert "REDUX" in sass[waits[0] : waits[1]], "the share is found only after the wait"
 
 
 @pytest.mark.parametrize("target", ["sm_80", "sm_90a"])
