@@ -52,6 +52,11 @@ def never(*operands: object) -> None:
     """The shortcut for no operands at all."""
 
 
+def detached(tensor: Tensor | None) -> Tensor | None:
+    """The same memory without the tensor."""
+    return None if tensor is None else tensor.detach()
+
+
 def shortcut(
     launch: Launch,
     setting: Setting,
@@ -80,9 +85,9 @@ def shortcut(
     at_q, at_k, at_v, at_t0, at_t1, at_t2, at_out, at_lse, at_w = [0 if t is None else t.data_ptr() for t in operands]
     nbytes, scaled = q.nbytes, k_scale is not None or v_scale is not None
     # detached before a view is made of them: a view keeps the tensor that it is of
-    parts = [None if t is None else t.detach() for t in (*table, k_scale, v_scale, workspace if takes_workspace else None)]
-    views = kernel_views(nhd, scale_shapes, k.detach(), v.detach(), *parts[3:5])
-    held = [None if t is None else hold(t) for t in (*views, *parts[:3], out.detach(), lse.detach(), parts[5])]
+    views = kernel_views(nhd, scale_shapes, k.detach(), v.detach(), detached(k_scale), detached(v_scale))
+    others = [detached(t) for t in (*table, out, lse, workspace if takes_workspace else None)]
+    held = [None if t is None else hold(t) for t in (*views, *others)]
     keys, values, k_scales, v_scales, held_0, held_1, held_2, outs, lses, space = held
 
     def again(

@@ -103,6 +103,14 @@ def box_pages(spec: KernelSpec, tables: tuple, start: Int32, length: Int32, tile
     return find_page(spec, tables, start, length, token_of_lane(spec, tile), num_pages)
 
 
+def open_boxes(
+    spec: KernelSpec, tables: tuple, k: cute.Tensor, row: Int32, tile: Int32, batch: Int32
+) -> tuple[Int32, Int32, Int32]:
+    """(start, length) of open_row_or_nothing, and box_pages from `tile` on."""
+    start, length = open_row_or_nothing(spec, tables, k, row, batch)
+    return start, length, box_pages(spec, tables, start, length, tile, Int32(k.shape[0]))
+
+
 def token_of_lane(spec: KernelSpec, tile: Int32) -> Int32:
     """The first token of box l from `tile` on, in lane l."""
     return tile * spec.tile_n + cute.arch.lane_idx() * spec.box_rows

@@ -15,9 +15,10 @@ from cutlass.cute.nvgpu import cpasync
 from ..config import TILE_M, UNIT_BYTES, KernelSpec, RingShape
 from . import tile
 from .attend import Attention, attend_tile
+from .barriers import PREPARED
 from .crew import prepare_end
 from .kv_scale import fetch_scales, find_scales
-from .kv_source import Unsettled, box_pages, find_holes, inspect_row, open_row_or_nothing, token_of_lane
+from .kv_source import Unsettled, box_pages, find_holes, inspect_row, open_boxes, open_row_or_nothing, token_of_lane
 from .opening import Opening, find_opening, publish, receive_opening
 from .pack_gqa import prefetch_query
 from .problem import Problem
@@ -27,7 +28,6 @@ from .work_scheduler import Piece, after, make_piece, take_share, unfinished
 
 EVICT_FIRST = 0x12F0000000000000  # L2 policy: KV is read once
 EVICT_NORMAL = 0x1000000000000000
-PREPARED = 3  # named barrier of the first warp and the producer of K and V: the mbarriers are made
 AHEAD = 4  # a quarter of the ring is asked for ahead: what is more delays the loads themselves
 
 
@@ -104,10 +104,10 @@ class TmaMainloop:
 
     @cute.jit
     def look_ahead(self, problem: Problem, shared: Shared):
-        """Asks L2 for the first query and tiles of this CTA's share while the kernel before still runs, by lengths and tables as
-        they are.
+        """Asks L2 for the first query and tiles of this CTA's share while the kernel before still runs.
 
-        Whatever that kernel may yet write to them, nothing that is read here goes further than into a prefetch.
+        By lengths and tables as they are: whatever that kernel may yet write to them, nothing that is read here goes further
+        than into a prefetch.
         """
         spec, k, batch = self.spec, problem.k, Int32(problem.q.shape[0])
         tables = tuple(Unsettled(table) for table in problem.tables)
@@ -188,9 +188,7 @@ class TmaMainloop:
 
     def open_next(self, problem: Problem, piece: Piece) -> tuple[Int32, Int32, Int32]:
         """(start, length, box_pages) of the piece after one of the share, or of nothing past the batch."""
-        row, tile = after(self.spec, piece)
-        start, length = open_row_or_nothing(self.spec, problem.tables, problem.k, row, Int32(problem.q.shape[0]))
-        return start, length, box_pages(self.spec, problem.tables, start, length, tile, Int32(problem.k.shape[0]))
+        return open_boxes(self.spec, problem.tables, problem.k, *after(self.spec, piece), Int32(problem.q.shape[0]))
 
     @cute.jit
     def await_stage(self, shared: Shared, ordinal: Int32) -> Int32:

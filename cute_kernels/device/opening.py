@@ -12,13 +12,12 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32
 
 from ..config import KernelSpec
-from .kv_source import Unsettled, box_pages, open_row_or_nothing
+from .barriers import OPENED
+from .kv_source import Unsettled, box_pages, open_boxes
 from .problem import Problem
 from .registers import LANES
 from .shared import OPENING_WORDS, Shared
 from .work_scheduler import FAN, LaneRows, Share, locate, read_rows, share_of, span_of, take_share
-
-OPENED = 2  # named barrier: the opening lies in shared memory, and the mbarriers are made
 
 
 @dataclass(frozen=True)
@@ -42,15 +41,9 @@ def find_opening(spec: cutlass.Constexpr, problem: Problem) -> tuple[Opening, In
     cute.arch.griddepcontrol_wait()
     rows = read_rows(spec, tables, k, Int32(0), few, span_of(few), False)
     pages = box_pages(spec, unsettled, start, length, share.tile, Int32(k.shape[0]))  # past no end, even by an old start
-    row, tile, prefix, end_row, end_tile = share.row, share.tile, share.prefix, share.end_row, share.end_tile
-    step, longer = share.step, share.longer
     if not cute.arch.vote_all_sync((batch == few) & same_rows(seen, rows)):
-        found = take_share(spec, tables, k, batch)
-        row, tile, prefix, end_row, end_tile = found.row, found.tile, found.prefix, found.end_row, found.end_tile
-        step, longer = found.step, found.longer
-        start, length = open_row_or_nothing(spec, tables, k, row, batch)
-        pages = box_pages(spec, tables, start, length, tile, Int32(k.shape[0]))
-    share = Share(share.unit, share.index, row, tile, prefix, end_row, end_tile, step, longer, share.units)
+        share = take_share(spec, tables, k, batch)
+        start, length, pages = open_boxes(spec, tables, k, share.row, share.tile, batch)
     return Opening(share, start, length), pages
 
 

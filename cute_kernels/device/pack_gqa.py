@@ -11,13 +11,13 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64
 
 from ..config import LINE_BYTES, MMA_K, QUERY_BYTES, KernelSpec
+from .barriers import CONSUMERS
 from .cp_async import copy_async
 from .query_range import FRAGMENT, load_step, rescaled, row_factors
 from .registers import LANES
 from .tracing import ELEMENT_TYPES
 
 PAIR_BYTES = 4  # of two columns of the query
-CONSUMERS = 1  # named barrier of the consumer warps; 0 is the CTA's
 
 
 def query_layout(spec: KernelSpec) -> cute.Layout:

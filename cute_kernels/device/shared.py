@@ -19,7 +19,7 @@ OPENING_WORDS = 9  # a share, but for what a CTA knows of it by itself, and its 
 class Shared:
     """The K and V rings, swizzled, and their tokens' scales; two queries; the merge buffer; the mbarriers; holes (mask.py).
 
-    schedule: what only the end of a share needs, found at its start and kept out of registers (crew.py).
+    schedule: what only the end of a share needs, kept out of registers (crew.py; DecodeKernel.find_opener).
     opening, pages: what one warp finds for others (opening.py).
     declined: of each piece of the share's first row, Int8: whether its CTA declines.
     """

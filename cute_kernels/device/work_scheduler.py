@@ -211,15 +211,14 @@ def find_cuts(
     k: cute.Tensor,
     batch: Int32,
     cuts: tuple,
-    span: Int32,
     rows: LaneRows,
     many: cutlass.Constexpr,
 ):
-    """The rows at the costs of two cuts, each placed. rows: of the batch, `span` a lane; many: read_rows.
+    """The rows at the costs of two cuts, each placed. rows: of the batch; many: read_rows.
 
     A warp narrows the rows down by a factor of 32 at a time, for both cuts at once: their loads overlap.
     """
-    lower, upper = cuts
+    (lower, upper), span = cuts, span_of(batch)
     inclusive_0 = inclusive_1 = warp_prefix(rows.total)
     before_0 = before_1 = before_lane(inclusive_0)
     first_0 = first_1 = rows.first
@@ -287,7 +286,7 @@ def share_of(
     row, tile, prefix, end_row, end_tile = batch, Int32(0), cost, batch, Int32(0)
     if index < slices:
         lower, upper = cut_of(step, longer, index), cut_of(step, longer, index + 1)
-        row, tile, prefix, end_row, end_tile, _ = find_cuts(spec, tables, k, batch, (lower, upper), span_of(batch), rows, many)
+        row, tile, prefix, end_row, end_tile, _ = find_cuts(spec, tables, k, batch, (lower, upper), rows, many)
         if index + 1 == slices:
             end_row, end_tile = batch, Int32(0)
     uniform = cute.arch.make_warp_uniform

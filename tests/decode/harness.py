@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import OrderedDict
 from dataclasses import dataclass, field, replace
 
 import pytest
@@ -181,6 +182,15 @@ def select(shape: Shape, backend: str, **preference: object) -> ck.PagedDecodePl
     """A plan forced onto `backend`."""
     plan = ck.PagedDecodePlan if shape.page_size else ck.FlashDecodingPlan
     return plan.select(shape.descriptor(), device_of(backend), ck.PlanPreference(arch=backend, **preference))
+
+
+def select_patched(monkeypatch: pytest.MonkeyPatch, owner: object, name: str, value: object, shape: Shape, backend: str):
+    """A plan whose kernel is compiled anew with another `owner.name`."""
+    with monkeypatch.context() as patch:
+        patch.setattr("cute_kernels.compile._kernels", {})
+        patch.setattr("cute_kernels.plan_base._plans", OrderedDict())
+        patch.setattr(owner, name, value)
+        return select(shape, backend)
 
 
 def device_of(backend: str) -> str:

@@ -1,13 +1,12 @@
 """The combine of a row divided between its CTAs (device/crew.py): who takes its columns changes no bit."""
 
-from collections import OrderedDict
 from collections.abc import Callable
 
 import cutlass.cute as cute
 import pytest
 import torch
 from cutlass import Boolean
-from decode.harness import Inputs, Shape, assert_bitwise, assert_close, make_inputs, run, select
+from decode.harness import Inputs, Shape, assert_bitwise, assert_close, make_inputs, run, select, select_patched
 from decode.storage import STORAGES
 
 from cute_kernels.device import crew
@@ -34,11 +33,7 @@ def every_second(spec: object, problem: object, cta: object) -> Boolean:
 
 def patched(monkeypatch: pytest.MonkeyPatch, name: str, value: object, shape: Shape, arch: str) -> Callable[[Inputs], tuple]:
     """Runs of a kernel compiled with another `crew.name`."""
-    with monkeypatch.context() as patch:
-        patch.setattr("cute_kernels.compile._kernels", {})
-        patch.setattr("cute_kernels.plan_base._plans", OrderedDict())
-        patch.setattr(crew, name, value)
-        plan = select(shape, arch)
+    plan = select_patched(monkeypatch, crew, name, value, shape, arch)
     return lambda inputs: run(plan, inputs)
 
 

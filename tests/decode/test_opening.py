@@ -1,10 +1,8 @@
 """A share found from lengths as they were before the wait (device/opening.py): what it foresees changes no bit."""
 
-from collections import OrderedDict
-
 import pytest
 from cutlass import Boolean
-from decode.harness import Shape, assert_bitwise, assert_close, make_inputs, run, select
+from decode.harness import Shape, assert_bitwise, assert_close, make_inputs, run, select, select_patched
 from decode.storage import STORAGES
 
 from cute_kernels.device import kv_source, opening
@@ -43,10 +41,6 @@ def test_a_share_found_anew_is_the_same(
     inputs = make_inputs(shape, "cuda")
     expected = run(select(shape, "sm90"), inputs)
     assert_close(inputs, *expected)
-    with monkeypatch.context() as patch:
-        patch.setattr("cute_kernels.compile._kernels", {})
-        patch.setattr("cute_kernels.plan_base._plans", OrderedDict())
-        patch.setattr(owner, name, value)
-        plan = select(shape, "sm90")
+    plan = select_patched(monkeypatch, owner, name, value, shape, "sm90")
     for _ in range(3):
         assert_bitwise(run(plan, inputs), expected)
