@@ -15,11 +15,10 @@ from cutlass.cute.nvgpu import cpasync
 from ..config import TILE_M, UNIT_BYTES, KernelSpec, RingShape
 from . import tile
 from .attend import Attention, attend_tile
-from .barriers import PREPARED
 from .crew import prepare_end
 from .kv_scale import fetch_scales, find_scales
 from .kv_source import Unsettled, box_pages, find_holes, inspect_row, open_boxes, open_row_or_nothing, token_of_lane
-from .opening import Opening, find_opening, publish, receive_opening
+from .opening import Opening, find_opening, meet, meet_consumers, publish, read_opening
 from .pack_gqa import prefetch_query
 from .problem import Problem
 from .registers import quotient, remainder
@@ -96,11 +95,11 @@ class TmaMainloop:
             for news in cutlass.range_constexpr(2):
                 cute.arch.mbarrier_init(barriers + 2 * self.spec.num_stages + news, 1)
         cute.arch.mbarrier_init_fence()
-        cute.arch.barrier_arrive(barrier_id=PREPARED, number_of_threads=64)
 
     def open_share(self, problem: Problem, shared: Shared) -> Opening:
         """What the consumers begin with."""
-        return receive_opening(self.spec, problem, shared)[0]
+        meet_consumers(self.spec)
+        return read_opening(self.spec, problem, shared)[0]
 
     @cute.jit
     def look_ahead(self, problem: Problem, shared: Shared):
@@ -140,10 +139,10 @@ class TmaMainloop:
         spec, issued = self.spec, Int32(0)
         if cutlass.const_expr(scales):
             cute.arch.griddepcontrol_wait()
-            opening, pages = receive_opening(spec, problem, shared)
+            meet(spec)
+            opening, pages = read_opening(spec, problem, shared)
         else:
             opening, pages = find_opening(spec, problem)
-            cute.arch.barrier(barrier_id=PREPARED, number_of_threads=64)
             publish(spec, shared, opening, pages)
         share, start, length = opening.share, opening.start, opening.length
         row, tile = share.row, share.tile

@@ -12,8 +12,9 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32
 
 from ..config import KernelSpec
-from .barriers import OPENED
+from .barriers import ALONE, OPENED, sync_branches
 from .kv_source import Unsettled, box_pages, open_boxes
+from .pack_gqa import sync_consumers
 from .problem import Problem
 from .registers import LANES
 from .shared import OPENING_WORDS, Shared
@@ -69,26 +70,43 @@ def first_row(rows: LaneRows, row: Int32, batch: Int32) -> tuple[Int32, Int32]:
     return tuple(found)
 
 
-def opened_by(spec: KernelSpec) -> int:
-    """Threads that meet at OPENED: the consumers and the producers."""
-    return 32 * (spec.num_warps + 1 + (spec.token_scales > 0))
+def comes_late(spec: KernelSpec) -> bool:
+    """Whether the last consumer warp looks ahead, which takes it longer than another to find the share."""
+    return spec.token_scales > 0 and spec.num_warps > 1
+
+
+def meet(spec: KernelSpec):
+    """Producers and consumers, but for a late one, meet: what one of them wrote before, mbarriers too, the others see."""
+    sync_branches(OPENED, spec.num_warps - comes_late(spec) + 1 + (spec.token_scales > 0))
+
+
+@cute.jit
+def meet_consumers(spec: cutlass.Constexpr):
+    """The consumers' side: a late one, which would hold up the producers, meets the others at their own barrier."""
+    if cutlass.const_expr(comes_late(spec)):
+        if cute.arch.make_warp_uniform(cute.arch.warp_idx()) < spec.num_warps - 1:
+            meet(spec)
+        else:
+            sync_branches(ALONE, 1)
+        sync_consumers(spec)
+    else:
+        meet(spec)
 
 
 @cute.jit
 def publish(spec: cutlass.Constexpr, shared: Shared, opening: Opening, pages: Int32):
-    """The warp that found an opening leaves it to the others."""
+    """The warp that found an opening leaves it to the others, and meets them."""
     share = opening.share
     ends = share.row, share.tile, share.prefix, share.end_row, share.end_tile
     with cute.arch.elect_one():
         for i, word in enumerate((*ends, share.step, share.longer, opening.start, opening.length)):
             shared.opening[i] = word
     shared.pages[cute.arch.lane_idx()] = pages
-    cute.arch.barrier_arrive(barrier_id=OPENED, number_of_threads=opened_by(spec))
+    meet(spec)
 
 
-def receive_opening(spec: KernelSpec, problem: Problem, shared: Shared) -> tuple[Opening, Int32]:
-    """What `publish` left."""
-    cute.arch.barrier(barrier_id=OPENED, number_of_threads=opened_by(spec))
+def read_opening(spec: KernelSpec, problem: Problem, shared: Shared) -> tuple[Opening, Int32]:
+    """What `publish` left, to a warp that has met."""
     unit, index, units, _ = locate(spec, problem.k)
     words = [cute.arch.make_warp_uniform(shared.opening[i]) for i in range(OPENING_WORDS)]
     return Opening(Share(unit, index, *words[:7], units), words[7], words[8]), shared.pages[cute.arch.lane_idx()]
