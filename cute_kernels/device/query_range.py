@@ -67,7 +67,8 @@ def larger_of_pair(spec: KernelSpec, pair: Int32) -> Float32:
     """The larger of a pair."""
     word = cute.make_rmem_tensor(1, Int32)
     word[0] = pair
-    first, second = (cute.recast_tensor(word, ELEMENT_TYPES[spec.element_type])[i].to(Float32) for i in range(2))
+    elements = cute.make_tensor(cute.recast_ptr(word.iterator, dtype=ELEMENT_TYPES[spec.element_type]), cute.make_layout(2))
+    first, second = elements[0].to(Float32), elements[1].to(Float32)
     return cute.arch.fmax(first, second)
 
 
