@@ -29,7 +29,7 @@ from .kv_scale import Scaling, open_scaling
 from .kv_source import open_row, open_row_or_nothing
 from .mainloop_sm80 import CpAsyncMainloop
 from .mainloop_sm90 import TmaMainloop
-from .pack_gqa import fetch_query, hold_query, read_query, sync_consumers
+from .pack_gqa import fetch_query, hold_query, read_query, rescale_query, sync_consumers
 from .partials import declining, open_workspace
 from .problem import Problem
 from .registers import quotient
@@ -150,8 +150,10 @@ class DecodeKernel:
             cute.arch.cp_async_wait_group(0)
             sync_consumers(spec)
             buffer = shared.query[None, None, None, row % 2]
-            query = read_query(spec, buffer, held, inverses, scaling.sign, row != rescaled)
-            rescaled = row
+            if cutlass.const_expr(spec.rescales_query):
+                rescale_query(spec, buffer, inverses, scaling.sign, row != rescaled)
+                rescaled = row
+            query = read_query(spec, buffer, held)
             if next_row > row and unfinished(share, next_row, next_first):
                 fetch_query(spec, problem.q, next_row, head, heads, shared.query[None, None, None, next_row % 2])
             reset_state(state)

@@ -86,32 +86,22 @@ def in_registers(spec: KernelSpec) -> bool:
 
 
 def hold_query(spec: KernelSpec) -> tuple:
-    """(registers for the whole query [element, k16 step], for row_factors' inverses), each None where there is no need.
+    """(registers for the whole query [element, k16 step], for row_factors' inverses [2]), each None where there is no need.
 
     A query that is not held is read from shared memory step by step; one that is not rescaled has no factors.
     """
     shape = (FRAGMENT, spec.padded_head_dim // MMA_K)
     held = cute.make_rmem_tensor(shape, ELEMENT_TYPES[spec.k_math]) if in_registers(spec) else None
-    return held, cute.make_rmem_tensor(spec.lane_rows, Float32) if spec.rescales_query else None
+    return held, cute.make_rmem_tensor(2, Float32) if spec.rescales_query else None
 
 
-def read_query(spec: KernelSpec, shared: cute.Tensor, held, inverses, sign: Float32, fresh: Boolean) -> cute.Tensor:
-    """A query as query_step takes it: from a buffer [element, lane, k16 step] into the registers, or the buffer itself.
-
-    inverses: of its row factors, f32 [rows of a lane], set here, or None where it is not rescaled; sign: of K's scale; fresh:
-    whether the buffer is as it came.
-    """
+def read_query(spec: KernelSpec, shared: cute.Tensor, held) -> cute.Tensor:
+    """A query as query_step takes it: from a buffer [element, lane, k16 step] into the registers, or the buffer itself."""
+    source = in_math_type(spec, shared)
     if held is None:
-        if inverses is not None:
-            rescale_buffer(spec, shared, inverses, sign, fresh)
-        return in_math_type(spec, shared)
-    steps = range(spec.padded_head_dim // MMA_K)
-    found = [load_step(shared, step) for step in steps]
-    if inverses is not None:
-        factors = row_factors(spec, found.__getitem__, inverses)
-        found = [rescaled(spec, fragment, factors, sign) for fragment in found]
-    for step in steps:
-        cute.autovec_copy(found[step], held[None, step])
+        return source
+    for step in range(spec.padded_head_dim // MMA_K):
+        cute.autovec_copy(source[None, cute.arch.lane_idx(), step], held[None, step])
     return held
 
 
@@ -121,14 +111,16 @@ def in_math_type(spec: KernelSpec, shared: cute.Tensor) -> cute.Tensor:
 
 
 @cute.jit
-def rescale_buffer(spec: cutlass.Constexpr, shared: cute.Tensor, inverses: cute.Tensor, sign: Float32, fresh: Boolean):
-    """Rescales a query in its buffer where that is `fresh`: each step by one warp, once all have read it."""
-    if fresh:
-        target = in_math_type(spec, shared)
-        factors = row_factors(spec, lambda step: load_step(shared, step), inverses)
+def rescale_query(spec: cutlass.Constexpr, shared: cute.Tensor, inverses: cute.Tensor, sign: Float32, wanted: Boolean):
+    """Rescales a query in its buffer where that is `wanted`: each step by one warp, once all have read it.
+
+    inverses: of its row factors, f32 [2], set here. sign: of K's scale. A query that more than one piece needs is rescaled once.
+    """
+    if wanted:
+        factors, target = row_factors(spec, shared, inverses), in_math_type(spec, shared)
         sync_consumers(spec)
         for step in cutlass.range(cute.arch.warp_idx(), spec.padded_head_dim // MMA_K, spec.num_warps, unroll=1):
-            fragment = rescaled(spec, load_step(shared, step), factors, sign)
+            fragment = rescaled(load_step(shared, step), factors, sign, target.element_type)
             cute.autovec_copy(fragment, target[None, cute.arch.lane_idx(), step])
         sync_consumers(spec)
 
