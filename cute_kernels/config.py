@@ -147,6 +147,11 @@ class KernelSpec:
         return "f16" if self.v_bytes == 1 else self.element_type
 
     @property
+    def lane_rows(self) -> int:
+        """Rows of a tensor-core tile in use that one lane holds, of its two: up to 8 query heads leave the others zero."""
+        return 1 if self.packed_rows <= TILE_M // 2 else 2
+
+    @property
     def rescales_query(self) -> bool:
         """Whether rows of the query are multiplied by a power of two and a sign (device/query_range.py)."""
         return self.k_bytes == 1 or self.k_scale == "head"

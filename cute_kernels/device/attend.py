@@ -38,13 +38,13 @@ class WarpState:
 class Attention:
     """What a warp needs to attend to a tile of a piece: the two MMAs, the readers of both rings, the query, its state.
 
-    inverses: of the query's row factors, f32 [2], or None (query_range.py).
+    inverses: of the query's row factors, or None (query_range.py).
     """
 
     mmas: tuple
     readers: tuple
     query: cute.Tensor
-    inverses: cute.Tensor | None
+    inverses: list[Float32] | None
     state: WarpState
     scaling: Scaling
 
@@ -63,8 +63,7 @@ def make_mmas(spec: KernelSpec) -> tuple[cute.TiledMma, cute.TiledMma]:
 def make_state(spec: KernelSpec, thr_mma: cute.ThrMma) -> WarpState:
     """A state in registers; reset_state gives it values."""
     acc_o = cute.make_rmem_tensor(thr_mma.partition_shape_C((TILE_M, spec.padded_head_dim)), Float32)
-    rows = 1 if spec.packed_rows <= TILE_M // 2 else 2
-    row_max, row_sum = cute.make_rmem_tensor(rows, Float32), cute.make_rmem_tensor(rows, Float32)
+    row_max, row_sum = (cute.make_rmem_tensor(spec.lane_rows, Float32) for _ in range(2))
     return WarpState(acc_o, row_max, row_sum, cute.make_rmem_tensor(1, Int32) if spec.v_token_scale else None)
 
 

@@ -29,7 +29,7 @@ from .kv_scale import Scaling, open_scaling
 from .kv_source import open_row, open_row_or_nothing
 from .mainloop_sm80 import CpAsyncMainloop
 from .mainloop_sm90 import TmaMainloop
-from .pack_gqa import fetch_query, hold_query, read_query, rescale_query, sync_consumers
+from .pack_gqa import fetch_query, hold_query, read_inverses, read_query, settle_query, sync_consumers
 from .partials import declining, open_workspace
 from .problem import Problem
 from .registers import quotient
@@ -131,12 +131,13 @@ class DecodeKernel:
         batch = Int32(problem.q.shape[0])
         mmas = make_mmas(spec)
         thr_mma, readers = mmas[1].get_slice(lane), make_readers(spec, mmas, lane, shared)
-        (held, inverses), state = hold_query(spec), make_state(spec, thr_mma)
+        held, state = hold_query(spec), make_state(spec, thr_mma)
         kv_head, head, heads = heads_of(spec, share.unit)
         scaling = open_scaling(spec, problem.scales, kv_head, scale_log2)
-        row, first, issued, rescaled = share.row, share.tile, Int32(0), Int32(-1)  # rescaled: the row whose query is
+        row, first, issued = share.row, share.tile, Int32(0)
         if unfinished(share, row, first):
             fetch_query(spec, problem.q, row, head, heads, shared.query[None, None, None, row % 2])
+            self.settle_query(shared, row, heads, scaling)
         start, length = opening.start, opening.length
         if cutlass.const_expr(self.divides):
             clear_declined(spec, shared)
@@ -147,18 +148,17 @@ class DecodeKernel:
         while unfinished(share, row, first):
             piece = make_piece(spec, share, row, start, length, first, issued)
             next_row, next_first = after(spec, piece)
-            cute.arch.cp_async_wait_group(0)
             sync_consumers(spec)
-            buffer = shared.query[None, None, None, row % 2]
-            if cutlass.const_expr(spec.rescales_query):
-                rescale_query(spec, buffer, inverses, scaling.sign, row != rescaled)
-                rescaled = row
-            query = read_query(spec, buffer, held)
-            if next_row > row and unfinished(share, next_row, next_first):
+            query = read_query(spec, shared.query[None, None, None, row % 2], held)
+            inverses = read_inverses(spec, shared.inverses[None, row % 2])
+            another = next_row > row and unfinished(share, next_row, next_first)
+            if another:
                 fetch_query(spec, problem.q, next_row, head, heads, shared.query[None, None, None, next_row % 2])
             reset_state(state)
             attention = Attention(mmas, readers, query, inverses, state, scaling)
             self.mainloop.consume(piece, attention, problem, shared)
+            if another:
+                self.settle_query(shared, next_row, heads, scaling)
             limit = cutlass.select_(unfinished(share, next_row, next_first), batch, 0)
             start, length = open_row_or_nothing(spec, problem.tables, problem.k, next_row, limit)
             if cutlass.const_expr(self.divides):
@@ -172,6 +172,11 @@ class DecodeKernel:
             self.finish(problem, shared, share)
         if cutlass.const_expr(self.divides):
             announce(spec, problem, Int32(0))
+
+    def settle_query(self, shared: Shared, row: Int32, heads: Int32, scaling: Scaling):
+        """What the warp fetched of a row's query is ready for the others, behind a barrier."""
+        buffer, inverses = shared.query[None, None, None, row % 2], shared.inverses[None, row % 2]
+        settle_query(self.spec, buffer, inverses, heads, scaling.sign)
 
     @cute.jit
     def find_opener(self, shared: Shared, share: Share, length: Int32):

@@ -16,7 +16,7 @@ from cutlass import Boolean, Float32, Int32, Int64
 
 from ..config import SCALE_BYTES, KernelSpec
 from .cp_async import copy_async
-from .registers import LANES, MAGNITUDE, as_bits, as_float, remainder
+from .registers import LANES, MAGNITUDE, as_bits, as_float, remainder, warp_max
 
 EXPONENT = 0x7F800000  # bits of an f32
 SMALLEST_UNIT, LARGEST_UNIT = (127 - 60) << 23, (127 + 100) << 23  # weights, and their sums, stay normal f32
@@ -151,12 +151,6 @@ def half_to_float(bits: Int32) -> Float32:
     """The f32 of the f16 in the lower half of a register."""
     text = "{ .reg .b16 lower, upper; mov.b32 {lower, upper}, {$r0}; cvt.f32.f16 {$w0}, lower; }"
     return cute.arch.inline_ptx(text, write_only_types=[Float32], read_only_args=[bits])
-
-
-@cute.jit
-def warp_max(value: Int32) -> Int32:
-    """The largest of a warp's values."""
-    return cute.arch.inline_ptx("redux.sync.max.s32 {$w0}, {$r0}, 0xffffffff;", write_only_types=[Int32], read_only_args=[value])
 
 
 def column_scales(ring: ScaleRing, stage: Int32) -> cute.Tensor:

@@ -8,16 +8,17 @@ in use.
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, Int64
+from cutlass import Float32, Int32, Int64
 
-from ..config import LINE_BYTES, MMA_K, QUERY_BYTES, KernelSpec
+from ..config import LINE_BYTES, MMA_K, QUERY_BYTES, TILE_M, KernelSpec
 from .barriers import CONSUMERS
 from .cp_async import copy_async
-from .query_range import FRAGMENT, load_step, rescaled, row_factors
+from .query_range import rescale
 from .registers import LANES
 from .tracing import ELEMENT_TYPES
 
 PAIR_BYTES = 4  # of two columns of the query
+FRAGMENT = 8  # elements of one lane's A fragment of a k16 step: (column pair, row, half of the columns)
 
 
 def query_layout(spec: KernelSpec) -> cute.Layout:
@@ -31,11 +32,11 @@ def fragments(tensor: cute.Tensor) -> cute.Tensor:
     return cute.make_tensor(tensor.iterator, cute.make_layout(((2, 2, 2), 1, steps), stride=((1, 2, 4), 0, FRAGMENT)))
 
 
-def column_of(spec: KernelSpec, lane: Int32, e: int) -> Int32:
-    """The column of a k16 step that is element e of a lane's A fragment: as the codec leaves the columns of K (kv_codec.py)."""
-    if spec.k_bytes == 1:
-        return lane % 4 * 4 + 2 * (e // 4) + e % 2
-    return lane % 4 * 2 + 8 * (e // 4) + e % 2
+def place_of(spec: KernelSpec, row: Int32, column: Int32) -> tuple:
+    """(pair, lane, k16 step) of a pair of columns, the first of them even: as the codec leaves the columns of K (kv_codec.py)."""
+    step, rest = column // MMA_K, column % MMA_K
+    half, quad = (rest // 2 % 2, rest // 4) if spec.k_bytes == 1 else (rest // 8, rest // 2 % 4)
+    return row // 8 + 2 * half, row % 8 * 4 + quad, step
 
 
 def sync_consumers(spec: KernelSpec):
@@ -56,28 +57,54 @@ def prefetch_query(spec: cutlass.Constexpr, q: cute.Tensor, row: Int32, head: In
 
 @cute.jit
 def fetch_query(spec: cutlass.Constexpr, q: cute.Tensor, row: Int32, head: Int32, heads: Int32, shared: cute.Tensor):
-    """Each warp starts to bring every num_warps-th k16 step of `heads` query heads, from `head` on, into shared memory.
+    """Each warp starts to bring every num_warps-th of `heads` query heads, from `head` on, into shared memory: settle_query.
 
-    q [batch, num_heads, head_dim]. Pairs of columns go by cp.async, one group a call; single columns, where head_dim is odd,
-    are there when it returns. shared: a buffer [element, lane, k16 step].
+    q [batch, num_heads, head_dim]. Pairs of columns go by cp.async, single columns, where head_dim is odd, are there when it
+    returns. shared: a buffer [element, lane, k16 step].
     """
-    lane = cute.arch.lane_idx()
     source = cute.domain_offset((head, 0), q[row, None, None])
     pair = cutlass.const_expr(2 if spec.head_dim % 2 == 0 else 1)
-    for step in cutlass.range(cute.arch.warp_idx(), spec.padded_head_dim // MMA_K, spec.num_warps, unroll=1):
-        for e in cutlass.range_constexpr(0, FRAGMENT, pair):
-            query_row = lane // 4 + 8 * (e // 2 % 2)
-            column = step * MMA_K + column_of(spec, lane, e)
-            inside = query_row < heads and column < spec.head_dim
-            offset = Int64(0)
-            if inside:
-                offset = Int64(cute.crd2idx((query_row, column), source.layout))
-            if cutlass.const_expr(pair == 2):
-                target = shared.iterator + cute.crd2idx((e, lane, step), shared.layout)
-                copy_async((source.iterator + offset).toint(), target.toint(), PAIR_BYTES, inside)
-            else:
-                shared[e, lane, step] = source.iterator[offset] if inside else q.element_type(0.0)
+    for query_row in cutlass.range(cute.arch.warp_idx(), TILE_M, spec.num_warps, unroll=1):
+        for first in cutlass.range_constexpr(0, spec.padded_head_dim, 2 * LANES):
+            column = first + 2 * cute.arch.lane_idx()
+            if column < spec.padded_head_dim:
+                at, lane, step = place_of(spec, query_row, column)
+                for c in cutlass.range_constexpr(0, 2, pair):
+                    inside = query_row < heads and column + c < spec.head_dim
+                    offset = Int64(0)
+                    if inside:
+                        offset = Int64(cute.crd2idx((query_row, column + c), source.layout))
+                    if cutlass.const_expr(pair == 2):
+                        target = shared.iterator + cute.crd2idx((2 * at, lane, step), shared.layout)
+                        copy_async((source.iterator + offset).toint(), target.toint(), PAIR_BYTES, inside)
+                    else:
+                        shared[2 * at + c, lane, step] = source.iterator[offset] if inside else q.element_type(0.0)
     cute.arch.cp_async_commit_group()
+
+
+@cute.jit
+def settle_query(spec: cutlass.Constexpr, shared: cute.Tensor, inverses: cute.Tensor, heads: Int32, sign: Float32):
+    """Each warp waits for the query heads that it fetched, and rescales them in place where K needs it (query_range.py).
+
+    inverses: of their factors, f32 [row]; sign: of K's scale. The others see that behind the consumers' next barrier.
+    """
+    cute.arch.cp_async_wait_group(0)
+    if cutlass.const_expr(spec.rescales_query):
+        words = cute.recast_tensor(shared, Int32)
+        for query_row in cutlass.range(cute.arch.warp_idx(), heads, spec.num_warps, unroll=1):
+            pairs = cute.make_rmem_tensor(-(-spec.padded_head_dim // (2 * LANES)), Int32)
+            pairs.fill(0)
+            for i in cutlass.range_constexpr(cute.size(pairs)):
+                column = 2 * LANES * i + 2 * cute.arch.lane_idx()
+                if column < spec.padded_head_dim:
+                    pairs[i] = words[place_of(spec, query_row, column)]
+            inverse = rescale(spec, pairs, sign)
+            for i in cutlass.range_constexpr(cute.size(pairs)):
+                column = 2 * LANES * i + 2 * cute.arch.lane_idx()
+                if column < spec.padded_head_dim:
+                    words[place_of(spec, query_row, column)] = pairs[i]
+            if cute.arch.lane_idx() == 0:
+                inverses[query_row] = inverse
 
 
 def in_registers(spec: KernelSpec) -> bool:
@@ -85,19 +112,15 @@ def in_registers(spec: KernelSpec) -> bool:
     return spec.padded_head_dim <= (192 if spec.packed_rows > 1 else 96)
 
 
-def hold_query(spec: KernelSpec) -> tuple:
-    """(registers for the whole query [element, k16 step], for row_factors' inverses [2]), each None where there is no need.
-
-    A query that is not held is read from shared memory step by step; one that is not rescaled has no factors.
-    """
+def hold_query(spec: KernelSpec) -> cute.Tensor | None:
+    """Registers for the whole query [element, k16 step]; None where it is read from shared memory step by step."""
     shape = (FRAGMENT, spec.padded_head_dim // MMA_K)
-    held = cute.make_rmem_tensor(shape, ELEMENT_TYPES[spec.k_math]) if in_registers(spec) else None
-    return held, cute.make_rmem_tensor(2, Float32) if spec.rescales_query else None
+    return cute.make_rmem_tensor(shape, ELEMENT_TYPES[spec.k_math]) if in_registers(spec) else None
 
 
-def read_query(spec: KernelSpec, shared: cute.Tensor, held) -> cute.Tensor:
-    """A query as query_step takes it: from a buffer [element, lane, k16 step] into the registers, or the buffer itself."""
-    source = in_math_type(spec, shared)
+def read_query(spec: KernelSpec, shared: cute.Tensor, held: cute.Tensor | None) -> cute.Tensor:
+    """A settled query as query_step takes it: from a buffer [element, lane, k16 step] into the registers, or that buffer."""
+    source = shared if spec.k_math == spec.element_type else cute.recast_tensor(shared, ELEMENT_TYPES[spec.k_math])
     if held is None:
         return source
     for step in range(spec.padded_head_dim // MMA_K):
@@ -105,28 +128,17 @@ def read_query(spec: KernelSpec, shared: cute.Tensor, held) -> cute.Tensor:
     return held
 
 
-def in_math_type(spec: KernelSpec, shared: cute.Tensor) -> cute.Tensor:
-    """A buffer as it is once it is rescaled."""
-    return shared if spec.k_math == spec.element_type else cute.recast_tensor(shared, ELEMENT_TYPES[spec.k_math])
-
-
-@cute.jit
-def rescale_query(spec: cutlass.Constexpr, shared: cute.Tensor, inverses: cute.Tensor, sign: Float32, wanted: Boolean):
-    """Rescales a query in its buffer where that is `wanted`: each step by one warp, once all have read it.
-
-    inverses: of its row factors, f32 [2], set here. sign: of K's scale. A query that more than one piece needs is rescaled once.
-    """
-    if wanted:
-        factors, target = row_factors(spec, shared, inverses), in_math_type(spec, shared)
-        sync_consumers(spec)
-        for step in cutlass.range(cute.arch.warp_idx(), spec.padded_head_dim // MMA_K, spec.num_warps, unroll=1):
-            fragment = rescaled(load_step(shared, step), factors, sign, target.element_type)
-            cute.autovec_copy(fragment, target[None, cute.arch.lane_idx(), step])
-        sync_consumers(spec)
+def read_inverses(spec: KernelSpec, shared: cute.Tensor) -> list[Float32] | None:
+    """The inverses that settle_query left for this lane's rows; None where the query is not rescaled."""
+    if not spec.rescales_query:
+        return None
+    return [shared[cute.arch.lane_idx() // 4 + 8 * r] for r in range(spec.lane_rows)]
 
 
 def query_step(spec: KernelSpec, query: cute.Tensor, step: int) -> cute.Tensor:
     """The A fragment of one k16 step."""
     if in_registers(spec):
         return fragments(query)[None, None, step]
-    return fragments(load_step(query, step))[None, None, 0]
+    fragment = cute.make_rmem_tensor(FRAGMENT, query.element_type)
+    cute.autovec_copy(query[None, cute.arch.lane_idx(), step], fragment)
+    return fragments(fragment)[None, None, 0]

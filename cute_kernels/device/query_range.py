@@ -6,50 +6,55 @@ magnitude or less, by at most 2**-40 of it. The sign of K's scale goes into the 
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32
+from cutlass import Float32, Int32
 
-from ..config import MMA_K
-from .registers import as_bits, as_float
-from .softmax import quad_max
+from ..config import ElementType, KernelSpec
+from .registers import as_bits, as_float, warp_max
+from .tracing import ELEMENT_TYPES
 
-FRAGMENT = 8  # elements of one lane's A fragment of a k16 step: (column pair, row, half of the columns)
 TOP = 127 + 15 + 127  # what the exponent fields of the factor and of the row's largest magnitude add up to
 MOST = 253  # exponent field of the largest factor whose inverse is normal
 INVERSE = 254  # what the exponent fields of a power of two and of its inverse add up to
 
 
-def load_step(shared: cute.Tensor, step: int) -> cute.Tensor:
-    """This lane's fragment of a k16 step of a query [element, lane, k16 step], in registers."""
-    fragment = cute.make_rmem_tensor(FRAGMENT, shared.element_type)
-    cute.autovec_copy(shared[None, cute.arch.lane_idx(), step], fragment)
-    return fragment
+def rescale(spec: KernelSpec, pairs: cute.Tensor, sign: Float32) -> Float32:
+    """A warp multiplies a row by its factor and a sign (1, 0 or -1); returns the factor's inverse. 1 where K keeps q's type.
+
+    pairs: this lane's pairs of elements, Int32 words; rounded to the type that Q K^T is computed in.
+    """
+    factor = inverse = Float32(1.0)
+    if spec.k_bytes == 1:
+        peaks = Int32(0)
+        for i in range(cute.size(pairs)):
+            peaks = larger_magnitudes(spec, peaks, pairs[i])
+        first, second = unpack(spec.element_type, peaks)
+        peak = warp_max(as_bits(cute.arch.fmax(first, second)))  # of what is not negative, the bits are in order
+        field = cutlass.max(1, cutlass.min(MOST, TOP - (peak >> 23)))
+        factor, inverse = as_float(field << 23), as_float((INVERSE - field) << 23)
+    for i in range(cute.size(pairs)):
+        first, second = unpack(spec.element_type, pairs[i])
+        pairs[i] = pack(spec.k_math, first * (factor * sign), second * (factor * sign))
+    return inverse
 
 
-@cute.jit
-def row_factors(spec: cutlass.Constexpr, shared: cute.Tensor, inverses: cute.Tensor) -> cute.Tensor:
-    """Factors of this lane's rows, lane / 4 and lane / 4 + 8, f32 [2], and into `inverses` theirs. 1 where K keeps q's type."""
-    factors = cute.make_rmem_tensor(2, Float32)
-    if cutlass.const_expr(spec.k_bytes > 1):
-        factors.fill(1.0)
-        inverses.fill(1.0)
-    else:
-        peaks = cute.make_rmem_tensor(2, Float32)
-        peaks.fill(0.0)
-        for step in cutlass.range_constexpr(spec.padded_head_dim // MMA_K):
-            fragment = load_step(shared, step)
-            for e in cutlass.range_constexpr(FRAGMENT):
-                value = fragment[e].to(Float32)
-                peaks[e // 2 % 2] = cute.arch.fmax(peaks[e // 2 % 2], cute.arch.fmax(value, -value))
-        for r in cutlass.range_constexpr(2):
-            field = cutlass.max(1, cutlass.min(MOST, TOP - (as_bits(quad_max(peaks[r])) >> 23)))
-            factors[r], inverses[r] = as_float(field << 23), as_float((INVERSE - field) << 23)
-    return factors
+def larger_magnitudes(spec: KernelSpec, peaks: Int32, pair: Int32) -> Int32:
+    """Of two pairs, the larger magnitude in each place. peaks: without signs."""
+    text = (
+        "{ .reg .b32 before, magnitudes; mov.b32 before, {$r0}; and.b32 magnitudes, {$r1}, 0x7fff7fff; "
+        f"max.{spec.element_type}x2 {{$w0}}, before, magnitudes; }}"
+    )
+    return cute.arch.inline_ptx(text, write_only_types=[Int32], read_only_args=[peaks, pair])
 
 
-@cute.jit
-def rescaled(fragment: cute.Tensor, factors: cute.Tensor, sign: Float32, element_type: cutlass.Constexpr) -> cute.Tensor:
-    """A fragment times its rows' factors and a sign (1, 0 or -1), in another type."""
-    result = cute.make_rmem_tensor(FRAGMENT, element_type)
-    for e in cutlass.range_constexpr(FRAGMENT):
-        result[e] = (fragment[e].to(Float32) * (factors[e // 2 % 2] * sign)).to(element_type)
-    return result
+def unpack(element_type: ElementType, pair: Int32) -> tuple[Float32, Float32]:
+    """The two elements of a word."""
+    word = cute.make_rmem_tensor(1, Int32)
+    word[0] = pair
+    elements = cute.make_tensor(cute.recast_ptr(word.iterator, dtype=ELEMENT_TYPES[element_type]), cute.make_layout(2))
+    return elements[0].to(Float32), elements[1].to(Float32)
+
+
+def pack(element_type: ElementType, first: Float32, second: Float32) -> Int32:
+    """Two f32 rounded into one word."""
+    text = f"cvt.rn.{element_type}x2.f32 {{$w0}}, {{$r1}}, {{$r0}};"
+    return cute.arch.inline_ptx(text, write_only_types=[Int32], read_only_args=[first, second])

@@ -1,4 +1,4 @@
-"""The bits of a 32-bit register as another type, and division of what is not negative."""
+"""The bits of a 32-bit register as another type, reductions over a warp, and division of what is not negative."""
 
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32
@@ -15,6 +15,16 @@ def as_float(bits: Int32) -> Float32:
 def as_bits(value: Float32) -> Int32:
     """The bits of an f32."""
     return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[value])
+
+
+def warp_max(value: Int32) -> Int32:
+    """The largest of a warp's values."""
+    return cute.arch.inline_ptx("redux.sync.max.s32 {$w0}, {$r0}, 0xffffffff;", write_only_types=[Int32], read_only_args=[value])
+
+
+def lane_sum(value: Int32) -> Int32:
+    """The sum of a warp's values, which must not wrap."""
+    return cute.arch.inline_ptx("redux.sync.add.s32 {$w0}, {$r0}, 0xffffffff;", write_only_types=[Int32], read_only_args=[value])
 
 
 def quotient(number: Int32, divisor: Int32 | int) -> Int32:

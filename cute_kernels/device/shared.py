@@ -6,7 +6,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int8, Int32, Int64
 
-from ..config import MERGE_PADDING, MOST_PIECES, KernelSpec
+from ..config import MERGE_PADDING, MOST_PIECES, TILE_M, KernelSpec
 from . import tile
 from .kv_scale import ScaleRing, make_scale_rings
 from .pack_gqa import query_layout
@@ -19,6 +19,7 @@ OPENING_WORDS = 9  # a share, but for what a CTA knows of it by itself, and its 
 class Shared:
     """The K and V rings, swizzled, and their tokens' scales; two queries; the merge buffer; the mbarriers; holes (mask.py).
 
+    inverses: of the row factors of each query, f32 [row, query] (query_range.py).
     schedule: what only the end of a share needs, kept out of registers (crew.py; DecodeKernel.find_opener).
     opening, pages: what one warp finds for others (opening.py).
     declined: of each piece of the share's first row, Int8: whether its CTA declines.
@@ -27,6 +28,7 @@ class Shared:
     rings: tuple
     scales: tuple[ScaleRing | None, ScaleRing | None]
     query: cute.Tensor
+    inverses: cute.Tensor
     merge: tuple
     barriers: cute.Pointer
     holes: cute.Tensor
@@ -53,12 +55,14 @@ def allocate(spec: KernelSpec) -> Shared:
         layout, swizzle = tile.ring_layout(shape), tile.swizzle(shape)
         rings.append(smem.allocate_tensor(ELEMENT_TYPES[math_type], layout, byte_alignment=1024, swizzle=swizzle))
     query = smem.allocate_tensor(ELEMENT_TYPES[spec.element_type], query_layout(spec), byte_alignment=128)
+    inverses = smem.allocate_tensor(Float32, cute.make_layout((TILE_M, 2)), byte_alignment=16)
     merge = merge_tensors(spec, smem.allocate_array(Float32, spec.merge_floats, byte_alignment=16))
     barriers = smem.allocate_array(Int64, 2 * spec.num_stages + 2)
     shapes = spec.num_stages, 8, OPENING_WORDS, 32
     holes, schedule, opening, pages = (smem.allocate_tensor(Int32, cute.make_layout(n), byte_alignment=16) for n in shapes)
     declined = smem.allocate_tensor(Int8, cute.make_layout(MOST_PIECES), byte_alignment=16)
-    return Shared(tuple(rings), make_scale_rings(spec, smem), query, merge, barriers, holes, schedule, opening, pages, declined)
+    scales = make_scale_rings(spec, smem)
+    return Shared(tuple(rings), scales, query, inverses, merge, barriers, holes, schedule, opening, pages, declined)
 
 
 @cute.jit

@@ -18,7 +18,7 @@ from cutlass import Boolean, Int32
 
 from ..config import MAX_BLOCKS, MIN_BLOCK, MIN_TILES, TILE_M, KernelSpec
 from .kv_source import open_row
-from .registers import LANES, quotient, remainder
+from .registers import LANES, lane_sum, quotient, remainder
 
 MOST_COST, HALF = 2**30 - 1, 16  # HALF: bits that a sum over a warp takes at a time
 FAN = 4  # rows a lane reads at a time, and keeps apart where it has no more
@@ -122,12 +122,6 @@ def warp_sum(value: Int32) -> Int32:
     low, high = lane_sum(value & (2**HALF - 1)), lane_sum(value >> HALF)
     high += low >> HALF
     return cutlass.select_(high > MOST_COST >> HALF, Int32(MOST_COST), (high << HALF) + (low & (2**HALF - 1)))
-
-
-def lane_sum(value: Int32) -> Int32:
-    """The sum over the lanes of a warp, which must not wrap."""
-    text = "redux.sync.add.s32 {$w0}, {$r0}, 0xffffffff;"
-    return cute.arch.inline_ptx(text, write_only_types=[Int32], read_only_args=[value])
 
 
 def capped(cost: Int32) -> Int32:
