@@ -1,16 +1,16 @@
 """Packs the query heads that share one KV head into the rows of one tensor-core tile.
 
-Row r of m-tile m is query head kv_head * group_size + m * TILE_M + r. Rows past the group and columns past head_dim are zero on
-load; such rows are never stored. The tile is kept as m16n8k16 A fragments, eight elements a lane and k16 step, in shared
-memory, and held in registers while a piece lasts where they fit. Two buffers: the next row's query comes while this one's is
-in use.
+Row r of m-tile m is query head kv_head * group_size + m * TILE_M + r. Columns past head_dim are zero on load. Rows past the group
+hold whatever shared memory held: no row of a product depends on another, and these are never stored. The tile is kept as
+m16n8k16 A fragments, eight elements a lane and k16 step, in shared memory, and held in registers while a piece lasts where they
+fit. Two buffers: the next row's query comes while this one's is in use.
 """
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
-from ..config import LINE_BYTES, MMA_K, QUERY_BYTES, TILE_M, KernelSpec
+from ..config import LINE_BYTES, MMA_K, QUERY_BYTES, KernelSpec
 from .barriers import CONSUMERS
 from .cp_async import copy_async
 from .query_range import rescale
@@ -64,13 +64,13 @@ def fetch_query(spec: cutlass.Constexpr, q: cute.Tensor, row: Int32, head: Int32
     """
     source = cute.domain_offset((head, 0), q[row, None, None])
     pair = cutlass.const_expr(2 if spec.head_dim % 2 == 0 else 1)
-    for query_row in cutlass.range(cute.arch.warp_idx(), TILE_M, spec.num_warps, unroll=1):
+    for query_row in cutlass.range(cute.arch.warp_idx(), heads, spec.num_warps, unroll=1):
         for first in cutlass.range_constexpr(0, spec.padded_head_dim, 2 * LANES):
             column = first + 2 * cute.arch.lane_idx()
             if column < spec.padded_head_dim:
                 at, lane, step = place_of(spec, query_row, column)
                 for c in cutlass.range_constexpr(0, 2, pair):
-                    inside = query_row < heads and column + c < spec.head_dim
+                    inside = column + c < spec.head_dim
                     offset = Int64(0)
                     if inside:
                         offset = Int64(cute.crd2idx((query_row, column + c), source.layout))
