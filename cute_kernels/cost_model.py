@@ -13,6 +13,8 @@ from .descriptors import DecodeProblem
 from .spec import kernel_spec
 
 ASSUMED_SEQ_LEN = 4096  # tokens a row where the descriptor gives no max_seq_len: believing a stream long costs most if wrong
+LONE_COLUMNS = 128  # of the head that lone_weight is for
+CROWDING = 1.5  # what a CTA does beside another on its SM, as a multiple of the same alone
 MOST_CUT = 2  # pieces of a share that are parts of cut rows: of the row it continues and of the row it opens
 
 
@@ -23,11 +25,13 @@ class ArchCosts:
     start_us: launch, share, query, first bytes, last store. second_cta_us: more of that with two CTAs an SM.
     bandwidth: KV bytes a us while all SMs stream. tile_bytes: what a tile costs the stream beyond its own bytes.
     idle_weight: how much of the bandwidth of SMs that the grid leaves without work is lost (1: all of it; 0: others take it).
-    lone_weight: how much longer a stream takes with one CTA an SM, as a part of it.
+    lone_weight: how much longer a stream takes with one CTA an SM, as a part of it, at head_dim 128; with fewer columns a token
+    takes as long to attend to and has fewer bytes.
     drain_us: a KB of the last tile, attended after the last byte has come. warp_us: a warp's state merged into a piece's.
     part_us: a packed row of a piece of a cut row: its merge and its store to the workspace.
     level_us: a state through the workspace, from its store to its sum. word_us: a word of states that a thread adds up.
     merge_us: a warp's sums merged with the others', where a thread has not all parts of its columns.
+    turn_us: from a CTA's piece to its next, with one tile between: what short rows take where the stream does not hide it.
     """
 
     start_us: float
@@ -42,22 +46,24 @@ class ArchCosts:
     level_us: float
     word_us: float
     merge_us: float
+    turn_us: float
 
 
 COSTS: dict[Arch, ArchCosts] = {
     "sm90": ArchCosts(  # least squares over the measured cases and configurations, rounded; beside each, where it shows
-        start_us=2.33,  # 1 x 1k, 1 x 8k; level_us is set beside it, since nearly every launch cuts rows
-        second_cta_us=0.6,  # 64 x 512 and 64 x 1k: two CTAs an SM end 1.1 to 1.6 us later
+        start_us=1.55,  # 1 x 1k, 1 x 8k; level_us is set beside it, since nearly every launch cuts rows
+        second_cta_us=0.6,  # 64 x 512 and 64 x 1k: two CTAs an SM end 0.8 to 1.2 us later
         bandwidth=4.7e6,  # from 268 MB to 2.1 GB; a plain read's slope is 4.71e6
-        tile_bytes=370.0,  # tiles of 8 KB against 16 KB: 0.2 us sooner at 4 MB, 0.3 to 0.9 us later at 268 MB
-        idle_weight=0.425,  # 64 x 8k: 128 CTAs leave 4 SMs idle and end 5.6 us after 264, which pay for cut rows
+        tile_bytes=370.0,  # tiles of 8 KB against 16 KB end 0.9 us later at 268 MB
+        idle_weight=0.425,  # 64 x 8k: 128 CTAs leave 4 SMs idle and end 5.2 us after 264, which pay for cut rows
         lone_weight=0.0,  # 32 x 2k with 32/32: one CTA an SM streams as fast as two
-        drain_us=0.036,  # as tile_bytes
-        warp_us=0.0,  # 8 warps end 0.5 us before 4 (64 x 512 with 8/1) to 0.7 us after them (32 x 4k at head_dim 256)
+        drain_us=0.038,  # as tile_bytes
+        warp_us=0.0,  # 8 warps end 0.5 us before 4 (64 x 512 with 8/1) to 0.8 us after them (32 x 4k at head_dim 256)
         part_us=0.137,  # 64 x 1k: two CTAs an SM cut rows that one leaves whole
         level_us=0.7,
-        word_us=0.09,  # 64 x 512 with 8/1: 4 warps end 0.5 us after 8
+        word_us=0.11,  # 64 x 512 with 8/1: 4 warps end 0.5 us after 8
         merge_us=0.04,  # 1 x 8k, 1 x 32k: 16 parts a row
+        turn_us=1.5,  # 1024 x 64: 64 rows a CTA take 98 us, of which the stream hides 61
     ),
     "sm80": ArchCosts(  # not measured since the first version: two CTAs an SM from 400 MB on, as found then
         start_us=3.5,
@@ -72,22 +78,24 @@ COSTS: dict[Arch, ArchCosts] = {
         level_us=0.0,
         word_us=0.0,
         merge_us=0.0,
+        turn_us=0.0,
     ),
 }
 COSTS_OF_8_BITS: dict[Arch, ArchCosts] = {
     "sm90": ArchCosts(
-        start_us=3.63,
-        second_cta_us=0.54,
+        start_us=2.8,
+        second_cta_us=0.6,
         bandwidth=4.62e6,
         tile_bytes=263.0,
         idle_weight=0.0,
-        lone_weight=0.022,  # 64 x 8k: one CTA an SM ends 1.2 to 3.2 us after two
-        drain_us=0.032,  # a KB holds twice the tokens, to be converted first: at 1 x 8k tiles of 8 KB end 0.3 to 0.7 us before 16
+        lone_weight=0.022,  # 64 x 8k: one CTA an SM ends 1.0 to 3.5 us after two; 32 x 4k at head_dim 64: 3 us
+        drain_us=0.075,  # a KB holds twice the tokens, to be converted first: at 1 x 8k tiles of 8 KB end 0.3 to 0.7 us before 16
         warp_us=0.0,
-        part_us=0.068,
+        part_us=0.09,
         level_us=0.7,
-        word_us=0.154,
+        word_us=0.02,
         merge_us=0.0,
+        turn_us=2.6,  # 256 x 200: 16 rows a CTA take 45 us, 8 on each of two 34
     ),
     "sm80": COSTS["sm80"],
 }
@@ -108,18 +116,19 @@ class Cost:
     drain_us: float
     pieces_us: float
     combine_us: float
+    turns_us: float
 
     @property
     def total_us(self) -> float:
         """The sum of the terms."""
-        return self.start_us + self.stream_us + self.drain_us + self.pieces_us + self.combine_us
+        return sum(getattr(self, f"{name}_us") for name in TERMS)
 
     def __str__(self) -> str:
         terms = " + ".join(f"{name} {getattr(self, f'{name}_us'):.1f}" for name in TERMS)
         return f"{self.total_us:.1f} us = {terms} ({self.slices} slices, {self.pieces} pieces, {self.parts} parts a cut row)"
 
 
-TERMS = ("start", "stream", "drain", "pieces", "combine")
+TERMS = ("start", "stream", "drain", "pieces", "combine", "turns")
 
 
 def predict_us(problem: DecodeProblem, config: DecodeConfig, arch: Arch, target: Target, sm_count: int) -> Cost:
@@ -132,15 +141,17 @@ def cost_of(problem: DecodeProblem, spec: KernelSpec, ctas_per_sm: int, sm_count
     costs = (COSTS_OF_8_BITS if problem.has_8_bits else COSTS)[spec.arch]
     grid = grid_ctas(problem.units, sm_count, ctas_per_sm)
     slices, pieces, parts = expected_schedule(problem, spec, grid)
+    stream = stream_us(kv_bytes(problem), spec, costs, ctas_per_sm, grid, sm_count)
     return Cost(
         slices=slices,
         pieces=pieces,
         parts=parts,
         start_us=costs.start_us + costs.second_cta_us * (ctas_per_sm - 1),
-        stream_us=stream_us(kv_bytes(problem), spec, costs, ctas_per_sm, grid, sm_count),
+        stream_us=stream,
         drain_us=costs.drain_us * spec.tile_bytes / 1024 + costs.warp_us * spec.num_warps,
         pieces_us=pieces_us(spec, costs, pieces / slices if parts > 1 else 0.0, -(-slices * problem.units // sm_count)),
         combine_us=combine_us(spec, costs, parts),
+        turns_us=max(0.0, turns_us(costs, pieces / slices, ctas_per_sm) - stream),
     )
 
 
@@ -167,13 +178,18 @@ def expected_schedule(problem: DecodeProblem, spec: KernelSpec, grid: int) -> tu
 def stream_us(nbytes: int, spec: KernelSpec, costs: ArchCosts, ctas_per_sm: int, grid: int, sm_count: int) -> float:
     """The KV bytes and their tiles at the bandwidth of the SMs that the grid fills; its fullest SM ends last."""
     idle = sm_count * -(-grid // sm_count) / grid - 1
-    lone = costs.lone_weight if ctas_per_sm == 1 else 0.0
+    lone = costs.lone_weight * LONE_COLUMNS / spec.padded_head_dim if ctas_per_sm == 1 else 0.0
     return nbytes * (1 + costs.tile_bytes / spec.tile_bytes) / costs.bandwidth * (1 + costs.idle_weight * idle + lone)
 
 
 def pieces_us(spec: KernelSpec, costs: ArchCosts, pieces: float, shares: int) -> float:
-    """The parts of cut rows among the `pieces` of each of the `shares` that an SM works on. Whole rows hide in the stream."""
-    return costs.part_us * spec.packed_rows * min(MOST_CUT, pieces) * shares
+    """The parts of cut rows among the `pieces` of each of the `shares` that an SM works on. Whole rows: turns_us."""
+    return costs.part_us * spec.packed_rows * min(MOST_CUT, pieces) * CROWDING ** (shares - 1)
+
+
+def turns_us(costs: ArchCosts, pieces: float, ctas_per_sm: int) -> float:
+    """The turns between a CTA's pieces, side by side with those of another CTA of its SM."""
+    return costs.turn_us * CROWDING ** (ctas_per_sm - 1) * max(0.0, pieces - 1)
 
 
 def combine_us(spec: KernelSpec, costs: ArchCosts, parts: int) -> float:
