@@ -23,7 +23,7 @@ FRAGMENT = 8  # elements of one lane's A fragment of a k16 step: (column pair, r
 
 def query_layout(spec: KernelSpec) -> cute.Layout:
     """(element, lane, k16 step, buffer) -> element in shared memory: a lane reads its fragment in one 16-byte load."""
-    return cute.make_layout((FRAGMENT, 32, spec.padded_head_dim // MMA_K, 2))
+    return cute.make_layout((FRAGMENT, LANES, spec.padded_head_dim // MMA_K, 2))
 
 
 def fragments(tensor: cute.Tensor) -> cute.Tensor:
@@ -37,6 +37,11 @@ def place_of(spec: KernelSpec, row: Int32, column: Int32) -> tuple:
     step, rest = column // MMA_K, column % MMA_K
     half, quad = (rest // 2 % 2, rest // 4) if spec.k_bytes == 1 else (rest // 8, rest // 2 % 4)
     return row // 8 + 2 * half, row % 8 * 4 + quad, step
+
+
+def lane_columns(spec: KernelSpec) -> list[Int32]:
+    """The first of each pair of columns that this lane has of a row; some may lie past padded_head_dim."""
+    return [first + 2 * cute.arch.lane_idx() for first in range(0, spec.padded_head_dim, 2 * LANES)]
 
 
 def sync_consumers(spec: KernelSpec):
@@ -65,8 +70,7 @@ def fetch_query(spec: cutlass.Constexpr, q: cute.Tensor, row: Int32, head: Int32
     source = cute.domain_offset((head, 0), q[row, None, None])
     pair = cutlass.const_expr(2 if spec.head_dim % 2 == 0 else 1)
     for query_row in cutlass.range(cute.arch.warp_idx(), heads, spec.num_warps, unroll=1):
-        for first in cutlass.range_constexpr(0, spec.padded_head_dim, 2 * LANES):
-            column = first + 2 * cute.arch.lane_idx()
+        for column in lane_columns(spec):
             if column < spec.padded_head_dim:
                 at, lane, step = place_of(spec, query_row, column)
                 for c in cutlass.range_constexpr(0, 2, pair):
@@ -90,17 +94,15 @@ def settle_query(spec: cutlass.Constexpr, shared: cute.Tensor, inverses: cute.Te
     """
     cute.arch.cp_async_wait_group(0)
     if cutlass.const_expr(spec.rescales_query):
-        words = cute.recast_tensor(shared, Int32)
+        words, columns = cute.recast_tensor(shared, Int32), lane_columns(spec)
         for query_row in cutlass.range(cute.arch.warp_idx(), heads, spec.num_warps, unroll=1):
-            pairs = cute.make_rmem_tensor(-(-spec.padded_head_dim // (2 * LANES)), Int32)
+            pairs = cute.make_rmem_tensor(len(columns), Int32)
             pairs.fill(0)
-            for i in cutlass.range_constexpr(cute.size(pairs)):
-                column = 2 * LANES * i + 2 * cute.arch.lane_idx()
+            for i, column in enumerate(columns):
                 if column < spec.padded_head_dim:
                     pairs[i] = words[place_of(spec, query_row, column)]
             inverse = rescale(spec, pairs, sign)
-            for i in cutlass.range_constexpr(cute.size(pairs)):
-                column = 2 * LANES * i + 2 * cute.arch.lane_idx()
+            for i, column in enumerate(columns):
                 if column < spec.padded_head_dim:
                     words[place_of(spec, query_row, column)] = pairs[i]
             if cute.arch.lane_idx() == 0:
