@@ -134,10 +134,9 @@ class DecodeKernel:
         held, state = hold_query(spec), make_state(spec, thr_mma)
         kv_head, head, heads = heads_of(spec, share.unit)
         scaling = open_scaling(spec, problem.scales, kv_head, scale_log2)
-        row, first, issued = share.row, share.tile, Int32(0)
+        row, first, issued, settled = share.row, share.tile, Int32(0), Int32(-1)  # settled: the row whose query is
         if unfinished(share, row, first):
             fetch_query(spec, problem.q, row, head, heads, shared.query[None, None, None, row % 2])
-            self.settle_query(shared, row, heads, scaling)
         start, length = opening.start, opening.length
         if cutlass.const_expr(self.divides):
             clear_declined(spec, shared)
@@ -148,17 +147,16 @@ class DecodeKernel:
         while unfinished(share, row, first):
             piece = make_piece(spec, share, row, start, length, first, issued)
             next_row, next_first = after(spec, piece)
+            buffer, factors = shared.query[None, None, None, row % 2], shared.inverses[None, row % 2]
+            settle_query(spec, buffer, factors, heads, scaling.sign, row != settled)
+            settled = row
             sync_consumers(spec)
-            query = read_query(spec, shared.query[None, None, None, row % 2], held)
-            inverses = read_inverses(spec, shared.inverses[None, row % 2])
-            another = next_row > row and unfinished(share, next_row, next_first)
-            if another:
+            query, inverses = read_query(spec, buffer, held), read_inverses(spec, factors)
+            if next_row > row and unfinished(share, next_row, next_first):
                 fetch_query(spec, problem.q, next_row, head, heads, shared.query[None, None, None, next_row % 2])
             reset_state(state)
             attention = Attention(mmas, readers, query, inverses, state, scaling)
             self.mainloop.consume(piece, attention, problem, shared)
-            if another:
-                self.settle_query(shared, next_row, heads, scaling)
             limit = cutlass.select_(unfinished(share, next_row, next_first), batch, 0)
             start, length = open_row_or_nothing(spec, problem.tables, problem.k, next_row, limit)
             if cutlass.const_expr(self.divides):
@@ -172,11 +170,6 @@ class DecodeKernel:
             self.finish(problem, shared, share)
         if cutlass.const_expr(self.divides):
             announce(spec, problem, Int32(0))
-
-    def settle_query(self, shared: Shared, row: Int32, heads: Int32, scaling: Scaling):
-        """What the warp fetched of a row's query is ready for the others, behind a barrier."""
-        buffer, inverses = shared.query[None, None, None, row % 2], shared.inverses[None, row % 2]
-        settle_query(self.spec, buffer, inverses, heads, scaling.sign)
 
     @cute.jit
     def find_opener(self, shared: Shared, share: Share, length: Int32):

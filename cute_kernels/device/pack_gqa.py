@@ -1,20 +1,22 @@
 """Packs the query heads that share one KV head into the rows of one tensor-core tile.
 
 Row r of m-tile m is query head kv_head * group_size + m * TILE_M + r. Columns past head_dim are zero on load. Rows past the group
-hold whatever shared memory held: no row of a product depends on another, and these are never stored. The tile is kept as
-m16n8k16 A fragments, eight elements a lane and k16 step, in shared memory, and held in registers while a piece lasts where they
-fit. Two buffers: the next row's query comes while this one's is in use.
+are zero, or hold whatever shared memory held: no row of a product depends on another, and these are never stored. The tile is
+kept as m16n8k16 A fragments, eight elements a lane and k16 step, in shared memory, and held in registers while a piece lasts
+where they fit. Two buffers: the next row's query comes while this one's is in use.
 """
+
+from itertools import product
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64
+from cutlass import Boolean, Float32, Int32, Int64
 
 from ..config import LINE_BYTES, MMA_K, QUERY_BYTES, KernelSpec
 from .barriers import CONSUMERS
 from .cp_async import copy_async
 from .query_range import rescale
-from .registers import LANES
+from .registers import LANES, quotient, remainder
 from .tracing import ELEMENT_TYPES
 
 PAIR_BYTES = 4  # of two columns of the query
@@ -34,9 +36,9 @@ def fragments(tensor: cute.Tensor) -> cute.Tensor:
 
 def place_of(spec: KernelSpec, row: Int32, column: Int32) -> tuple:
     """(pair, lane, k16 step) of a pair of columns, the first of them even: as the codec leaves the columns of K (kv_codec.py)."""
-    step, rest = column // MMA_K, column % MMA_K
-    half, quad = (rest // 2 % 2, rest // 4) if spec.k_bytes == 1 else (rest // 8, rest // 2 % 4)
-    return row // 8 + 2 * half, row % 8 * 4 + quad, step
+    step, rest = quotient(column, MMA_K), remainder(column, MMA_K)
+    half, quad = ((rest >> 1) & 1, rest >> 2) if spec.k_bytes == 1 else (rest >> 3, (rest >> 1) & 3)
+    return quotient(row, 8) + 2 * half, remainder(row, 8) * 4 + quad, step
 
 
 def lane_columns(spec: KernelSpec) -> list[Int32]:
@@ -62,40 +64,62 @@ def prefetch_query(spec: cutlass.Constexpr, q: cute.Tensor, row: Int32, head: In
 
 @cute.jit
 def fetch_query(spec: cutlass.Constexpr, q: cute.Tensor, row: Int32, head: Int32, heads: Int32, shared: cute.Tensor):
-    """Each warp starts to bring every num_warps-th of `heads` query heads, from `head` on, into shared memory: settle_query.
+    """The consumer warps start to bring `heads` query heads, from `head` on, into shared memory: settle_query ends that.
 
-    q [batch, num_heads, head_dim]. Pairs of columns go by cp.async, single columns, where head_dim is odd, are there when it
-    returns. shared: a buffer [element, lane, k16 step].
+    q [batch, num_heads, head_dim]; shared: a buffer [element, lane, k16 step]. A warp brings the heads that it rescales. If it
+    rescales none it brings k16 steps of all: by heads, a launch whose CTAs all read one row's ended up to 1 us later
+    (1 x 16k + 15 x 64 at 8/1; why is not known).
     """
-    source = cute.domain_offset((head, 0), q[row, None, None])
-    pair = cutlass.const_expr(2 if spec.head_dim % 2 == 0 else 1)
-    for query_row in cutlass.range(cute.arch.warp_idx(), heads, spec.num_warps, unroll=1):
-        for column in lane_columns(spec):
-            if column < spec.padded_head_dim:
-                at, lane, step = place_of(spec, query_row, column)
-                for c in cutlass.range_constexpr(0, 2, pair):
-                    inside = column + c < spec.head_dim
-                    offset = Int64(0)
-                    if inside:
-                        offset = Int64(cute.crd2idx((query_row, column + c), source.layout))
-                    if cutlass.const_expr(pair == 2):
-                        target = shared.iterator + cute.crd2idx((2 * at, lane, step), shared.layout)
-                        copy_async((source.iterator + offset).toint(), target.toint(), PAIR_BYTES, inside)
-                    else:
-                        shared[2 * at + c, lane, step] = source.iterator[offset] if inside else q.element_type(0.0)
+    source, lane = cute.domain_offset((head, 0), q[row, None, None]), cute.arch.lane_idx()
+    stop = heads if cutlass.const_expr(spec.rescales_query) else spec.padded_head_dim // MMA_K
+    for turn in cutlass.range(cute.arch.warp_idx(), stop, spec.num_warps, unroll=1):
+        if cutlass.const_expr(spec.rescales_query):
+            for column in lane_columns(spec):
+                if column < spec.padded_head_dim:
+                    fetch_pair(spec, source, turn, column, heads, shared, place_of(spec, turn, column))
+        else:
+            for half, rows in product(range(2), range(2)):
+                column = turn * MMA_K + lane % 4 * 2 + 8 * half
+                fetch_pair(spec, source, lane // 4 + 8 * rows, column, heads, shared, (rows + 2 * half, lane, turn))
     cute.arch.cp_async_commit_group()
 
 
 @cute.jit
-def settle_query(spec: cutlass.Constexpr, shared: cute.Tensor, inverses: cute.Tensor, heads: Int32, sign: Float32):
+def fetch_pair(
+    spec: cutlass.Constexpr, source: cute.Tensor, row: Int32, column: Int32, heads: Int32, shared: cute.Tensor, place: tuple
+):
+    """Starts to bring a pair of columns of query heads [heads, head_dim] to its place, or zeros where there are none.
+
+    By cp.async; single columns, where head_dim is odd, are there when it returns.
+    """
+    at, lane, step = place
+    pair = cutlass.const_expr(2 if spec.head_dim % 2 == 0 else 1)
+    for c in cutlass.range_constexpr(0, 2, pair):
+        inside = row < heads and column + c < spec.head_dim
+        offset = Int64(0)
+        if inside:
+            offset = Int64(cute.crd2idx((row, column + c), source.layout))
+        if cutlass.const_expr(pair == 2):
+            target = shared.iterator + cute.crd2idx((2 * at, lane, step), shared.layout)
+            copy_async((source.iterator + offset).toint(), target.toint(), PAIR_BYTES, inside)
+        else:
+            shared[2 * at + c, lane, step] = source.iterator[offset] if inside else shared.element_type(0.0)
+
+
+@cute.jit
+def settle_query(
+    spec: cutlass.Constexpr, shared: cute.Tensor, inverses: cute.Tensor, heads: Int32, sign: Float32, fresh: Boolean
+):
     """Each warp waits for the query heads that it fetched, and rescales them in place where K needs it (query_range.py).
 
-    inverses: of their factors, f32 [row]; sign: of K's scale. The others see that behind the consumers' next barrier.
+    inverses: of their factors, f32 [row]; sign: of K's scale; fresh: whether the buffer is as it came. The others see all that
+    behind the consumers' next barrier.
     """
     cute.arch.cp_async_wait_group(0)
     if cutlass.const_expr(spec.rescales_query):
         words, columns = cute.recast_tensor(shared, Int32), lane_columns(spec)
-        for query_row in cutlass.range(cute.arch.warp_idx(), heads, spec.num_warps, unroll=1):
+        stop = cutlass.select_(fresh, heads, 0)
+        for query_row in cutlass.range(cute.arch.warp_idx(), stop, spec.num_warps, unroll=1):
             pairs = cute.make_rmem_tensor(len(columns), Int32)
             pairs.fill(0)
             for i, column in enumerate(columns):

@@ -55,13 +55,13 @@ def allocate(spec: KernelSpec) -> Shared:
         layout, swizzle = tile.ring_layout(shape), tile.swizzle(shape)
         rings.append(smem.allocate_tensor(ELEMENT_TYPES[math_type], layout, byte_alignment=1024, swizzle=swizzle))
     query = smem.allocate_tensor(ELEMENT_TYPES[spec.element_type], query_layout(spec), byte_alignment=128)
-    inverses = smem.allocate_tensor(Float32, cute.make_layout((TILE_M, 2)), byte_alignment=16)
     merge = merge_tensors(spec, smem.allocate_array(Float32, spec.merge_floats, byte_alignment=16))
     barriers = smem.allocate_array(Int64, 2 * spec.num_stages + 2)
     shapes = spec.num_stages, 8, OPENING_WORDS, 32
     holes, schedule, opening, pages = (smem.allocate_tensor(Int32, cute.make_layout(n), byte_alignment=16) for n in shapes)
     declined = smem.allocate_tensor(Int8, cute.make_layout(MOST_PIECES), byte_alignment=16)
     scales = make_scale_rings(spec, smem)
+    inverses = smem.allocate_tensor(Float32, cute.make_layout((TILE_M, 2)), byte_alignment=16)
     return Shared(tuple(rings), scales, query, inverses, merge, barriers, holes, schedule, opening, pages, declined)
 
 
