@@ -84,7 +84,7 @@ COSTS: dict[Arch, ArchCosts] = {
 COSTS_OF_8_BITS: dict[Arch, ArchCosts] = {
     "sm90": ArchCosts(
         start_us=2.8,
-        second_cta_us=0.6,
+        second_cta_us=0.95,  # 1 x 128k: two CTAs an SM end 0.1 to 1.2 us later
         bandwidth=4.62e6,
         tile_bytes=263.0,
         idle_weight=0.0,

@@ -14,7 +14,7 @@ from cute_kernels.config import SHARE_BYTES, DecodeConfig, supports
 from cute_kernels.cost_model import ASSUMED_SEQ_LEN, COSTS, COSTS_OF_8_BITS, TERMS, Cost, predict_us
 from cute_kernels.heuristics import SHAPES, SHAPES_OF_8_BITS, candidates, choose
 from cute_kernels.spec import kernel_spec
-from tests.cpu.measured_launches import E4M3, HALF, INT8_TOKEN, OVERSTATED, RAGGED, SHORT, TWO, UNIFORM, W4, W8, K
+from tests.cpu.measured_launches import E4M3, HALF, INT8_TOKEN, OVERSTATED, RAGGED, SHORT, TWO, TWO8, UNIFORM, W4, W8, K
 
 SMS = 132
 STORAGES = {  # of what has 8 bits: what was measured, and the descriptor's fields
@@ -78,19 +78,19 @@ def test_predictions_are_near_what_was_measured(shape: tuple) -> None:
 
 
 @MEASURED_OF_8_BITS
-def test_choices_for_8_bits_lose_at_most_one_and_a_half_percent(storage: str, shape: tuple) -> None:
+def test_choices_for_8_bits_lose_at_most_one_percent_and_three_with_scales(storage: str, shape: tuple) -> None:
     table, fields = STORAGES[storage]
-    assert table[shape][chosen(*shape, **fields)] <= 1.015 * min(table[shape].values())
+    assert table[shape][chosen(*shape, **fields)] <= (1.03 if storage == "int8 token" else 1.01) * min(table[shape].values())
 
 
 @MEASURED_OF_8_BITS
 def test_predictions_for_8_bits_are_near_what_was_measured(storage: str, shape: tuple) -> None:
-    """Within 9% or 0.8 us; with scales up to 15% short: the model knows their bytes, not their work."""
+    """Within 9% or 0.7 us, or 1.2 us with two CTAs an SM; with scales up to 15% short: it knows their bytes, not their work."""
     table, fields = STORAGES[storage]
     least = 0.85 if storage == "int8 token" else 0.91
     for config, measured in table[shape].items():
         predicted = cost(shape, config, **fields).total_us
-        assert least * measured <= predicted <= max(1.09 * measured, measured + 0.8), config
+        assert least * measured <= predicted <= max(1.09 * measured, measured + (1.2 if config == TWO8 else 0.7)), config
 
 
 SHORT_ROWS = pytest.mark.parametrize(("storage", "shape"), [(storage, shape) for storage in SHORT for shape in SHORT[storage]])
