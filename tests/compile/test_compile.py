@@ -92,6 +92,7 @@ def test_sm90(head_dim: int, source: str, dtype: ElementType, tmp_path: Path) ->
     waits = [m.start() for m in re.finditer("ACQBULK", sass)]  # of the consumers, then of the producer
     assert len(waits) == 2
     assert "REDUX" in sass[waits[0] : waits[1]], "the share is found only after the wait"
+    assert len(re.findall(r"barrier\.sync 2,", ptx)) == 2  # of consumers and producer, in two branches: not "bar.sync"
 
 
 @pytest.mark.parametrize("target", ["sm_80", "sm_90a"])
