@@ -148,7 +148,7 @@ class KernelSpec:
 
     @property
     def lane_rows(self) -> int:
-        """Rows of a tensor-core tile in use that one lane holds, of its two: up to 8 query heads leave the others zero."""
+        """Rows of a tensor-core tile in use that one lane holds, of its two: up to 8 query heads leave the second unused."""
         return 1 if self.packed_rows <= TILE_M // 2 else 2
 
     @property

@@ -50,7 +50,7 @@ class ArchCosts:
 
 
 COSTS: dict[Arch, ArchCosts] = {
-    "sm90": ArchCosts(  # least squares over the measured cases and configurations, rounded; beside each, where it shows
+    "sm90": ArchCosts(  # near least squares over the measured launches, by hand; beside each, where it shows
         start_us=1.55,  # 1 x 1k, 1 x 8k; level_us is set beside it, since nearly every launch cuts rows
         second_cta_us=0.6,  # 64 x 512 and 64 x 1k: two CTAs an SM end 0.8 to 1.2 us later
         bandwidth=4.7e6,  # from 268 MB to 2.1 GB; a plain read's slope is 4.71e6

@@ -69,43 +69,59 @@ def test_choices_for_the_longest_row_of_ragged_batches_lose_at_most_two_percent(
     assert measured[chosen(*shape)] <= 1.02 * min(measured.values())
 
 
+OVERLONG = ((64, 512, 8, 1, 128), TWO)  # 0.9 us too long; not chosen there
+
+
 @pytest.mark.parametrize("shape", UNIFORM, ids=name)
 def test_predictions_are_near_what_was_measured(shape: tuple) -> None:
-    """Within 8% or 0.5 us; two CTAs an SM in a launch under 10 us, which are not chosen, up to 1.3 us too long."""
+    """Within 6.5% or 0.5 us, but for OVERLONG."""
     for config, measured in UNIFORM[shape].items():
-        most = 1.3 if config == TWO and measured < 10 else max(0.08 * measured, 0.5)
-        assert -max(0.08 * measured, 0.5) <= cost(shape, config).total_us - measured <= most, config
+        most = 0.91 if (shape, config) == OVERLONG else max(0.065 * measured, 0.5)
+        assert abs(cost(shape, config).total_us - measured) <= most, config
+
+
+WORST = ("int8 token", (256, 512, 32, 8, 128))  # 2.9% behind two CTAs an SM
 
 
 @MEASURED_OF_8_BITS
-def test_choices_for_8_bits_lose_at_most_one_percent_and_three_with_scales(storage: str, shape: tuple) -> None:
+def test_choices_for_8_bits_lose_at_most_one_percent(storage: str, shape: tuple) -> None:
     table, fields = STORAGES[storage]
-    assert table[shape][chosen(*shape, **fields)] <= (1.03 if storage == "int8 token" else 1.01) * min(table[shape].values())
+    assert table[shape][chosen(*shape, **fields)] <= (1.03 if (storage, shape) == WORST else 1.01) * min(table[shape].values())
 
 
 @MEASURED_OF_8_BITS
 def test_predictions_for_8_bits_are_near_what_was_measured(storage: str, shape: tuple) -> None:
-    """Within 9% or 0.7 us, or 1.2 us with two CTAs an SM; with scales up to 15% short: it knows their bytes, not their work."""
+    """Within 8% or 0.7 us; two CTAs an SM in a launch under 10 us, which are not chosen, up to 1.2 us too long.
+
+    With scales up to 14% short and 6% long: the model knows their bytes, not their work.
+    """
     table, fields = STORAGES[storage]
-    least = 0.85 if storage == "int8 token" else 0.91
+    least, most = (0.86, 1.06) if storage == "int8 token" else (0.92, 1.08)
     for config, measured in table[shape].items():
         predicted = cost(shape, config, **fields).total_us
-        assert least * measured <= predicted <= max(1.09 * measured, measured + (1.2 if config == TWO8 else 0.7)), config
+        slack = 1.2 if config == TWO8 and measured < 10 else 0.7
+        assert least * measured <= predicted <= max(most * measured, measured + slack), config
 
 
-SHORT_ROWS = pytest.mark.parametrize(("storage", "shape"), [(storage, shape) for storage in SHORT for shape in SHORT[storage]])
+SHORT_ROWS = pytest.mark.parametrize(
+    ("measured", "shape", "fields"),
+    [
+        pytest.param(measured, shape, STORAGES[storage][1] if storage in STORAGES else {}, id=f"{storage} {name(shape)}")
+        for storage, table in SHORT.items()
+        for shape, measured in table.items()
+    ],
+)
 
 
 @SHORT_ROWS
-def test_choices_for_short_rows_lose_at_most_three_percent(storage: str, shape: tuple) -> None:
-    measured, fields = SHORT[storage][shape], STORAGES.get(storage, (None, {}))[1]
-    assert measured[chosen(*shape, **fields)] <= 1.03 * min(measured.values())
+def test_choices_for_short_rows_lose_at_most_two_and_a_half_percent(measured: dict, shape: tuple, fields: dict) -> None:
+    assert measured[chosen(*shape, **fields)] <= 1.025 * min(measured.values())
 
 
 @SHORT_ROWS
-def test_predictions_for_short_rows_are_within_a_third_of_what_was_measured(storage: str, shape: tuple) -> None:
-    for config, measured in SHORT[storage][shape].items():
-        assert abs(cost(shape, config, **STORAGES.get(storage, (None, {}))[1]).total_us / measured - 1) <= 1 / 3, config
+def test_predictions_for_short_rows_are_within_a_third_of_what_was_measured(measured: dict, shape: tuple, fields: dict) -> None:
+    for config, us in measured.items():
+        assert abs(cost(shape, config, **fields).total_us / us - 1) <= 1 / 3, config
 
 
 @pytest.mark.parametrize(
@@ -166,7 +182,8 @@ def test_the_stream_grows_with_its_bytes() -> None:
     for config in (W4, W8, TWO, HALF):
         by_length = [cost((8, tokens, 32, 8, 128), config).stream_us for tokens in range(256, 9000, 256)]
         assert by_length == sorted(set(by_length))
-        totals = [cost((8, 2**k, 32, 8, 128), config).total_us for k in range(6, 20)]  # shorter ones take turns on fewer CTAs
+        shortest = 6 if config == TWO else 4  # below, its CTAs are fewer and take more turns
+        totals = [cost((8, 2**k, 32, 8, 128), config).total_us for k in range(shortest, 20)]
         assert totals == sorted(set(totals))
 
 
