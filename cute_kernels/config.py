@@ -32,7 +32,7 @@ QUERY_BYTES = 2
 SCALE_BYTES = 4  # of a token's scale in shared memory
 WEIGHT_BITS = 14  # softmax weights reach 2 ** 14 where P is f16, so that those 2 ** 38 times smaller still count
 TWO_CTAS_HEAD_DIM = 128  # above, two CTAs need more registers than an SM has
-MERGE_PADDING = 8  # f32 between rows of the merge buffer: a warp's stores then hit every bank
+MERGE_PADDING = {2: 8, 1: 16}  # f32 between rows of the merge buffer: then a warp's stores, of 8 or 16 bytes, hit every bank
 PIECE_ELEMENTS = {1: 49_152, 2: 16_384}  # of K and V that stream while a piece is opened, merged and stored, by CTAs an SM
 SHARE_BYTES = 32_768  # KV bytes of the smallest share of a CTA
 MIN_TILES = 2  # no cut leaves less of a row on either side
@@ -226,7 +226,12 @@ class KernelSpec:
 
         At least what the combine needs (device/combine.py): four of each thread.
         """
-        return self.num_warps * max(self.packed_rows * (self.padded_head_dim + MERGE_PADDING + 2), 4 * 32)
+        return self.num_warps * max(self.packed_rows * (self.merge_columns + 2), 4 * 32)
+
+    @property
+    def merge_columns(self) -> int:
+        """f32 from a row of the merge buffer to the next."""
+        return self.padded_head_dim + MERGE_PADDING[self.v_bytes]
 
     @property
     def min_ctas_per_sm(self) -> int:

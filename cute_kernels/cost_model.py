@@ -14,7 +14,7 @@ from .spec import kernel_spec
 
 ASSUMED_SEQ_LEN = 4096  # tokens a row where the descriptor gives no max_seq_len: believing a stream long costs most if wrong
 LONE_COLUMNS = 128  # of the head that lone_weight is for
-CROWDING = 1.5  # what a CTA does beside another on its SM, as a multiple of the same alone
+CROWDING, CROWDED_ROWS = 1.5, 4  # what a CTA does beside another on its SM, as a multiple of the same alone, at so many rows
 MOST_CUT = 2  # pieces of a share that are parts of cut rows: of the row it continues and of the row it opens
 
 
@@ -32,6 +32,7 @@ class ArchCosts:
     level_us: a state through the workspace, from its store to its sum. word_us: a word of states that a thread adds up.
     merge_us: a warp's sums merged with the others', where a thread has not all parts of its columns.
     turn_us: from a CTA's piece to its next, with one tile between: what short rows take where the stream does not hide it.
+    row_crowding: how much CROWDING grows, for turns, with each packed row past CROWDED_ROWS.
     """
 
     start_us: float
@@ -47,6 +48,7 @@ class ArchCosts:
     word_us: float
     merge_us: float
     turn_us: float
+    row_crowding: float
 
 
 COSTS: dict[Arch, ArchCosts] = {
@@ -64,6 +66,7 @@ COSTS: dict[Arch, ArchCosts] = {
         word_us=0.11,  # 64 x 512 with 8/1: 4 warps end 0.5 us after 8
         merge_us=0.04,  # 1 x 8k, 1 x 32k: 16 parts a row
         turn_us=1.5,  # 1024 x 64: 64 rows a CTA take 98 us, of which the stream hides 61
+        row_crowding=0.125,  # 4,096 x 64 with 8/1: two CTAs an SM take twice as long for a turn as one
     ),
     "sm80": ArchCosts(  # not measured since the first version: two CTAs an SM from 400 MB on, as found then
         start_us=3.5,
@@ -79,23 +82,44 @@ COSTS: dict[Arch, ArchCosts] = {
         word_us=0.0,
         merge_us=0.0,
         turn_us=0.0,
+        row_crowding=0.0,
     ),
 }
-COSTS_OF_8_BITS: dict[Arch, ArchCosts] = {
+COSTS_OF_8_BITS: dict[Arch, ArchCosts] = {  # measured with e4m3
     "sm90": ArchCosts(
-        start_us=2.8,
-        second_cta_us=0.95,  # 1 x 128k: two CTAs an SM end 0.1 to 1.2 us later
-        bandwidth=4.62e6,
-        tile_bytes=263.0,
+        start_us=2.05,
+        second_cta_us=0.95,  # 1 x 128k: two CTAs an SM end 0.1 to 1.4 us later
+        bandwidth=4.72e6,
+        tile_bytes=480.0,
         idle_weight=0.0,
-        lone_weight=0.022,  # 64 x 8k: one CTA an SM ends 1.0 to 3.5 us after two; 32 x 4k at head_dim 64: 3 us
-        drain_us=0.075,  # a KB holds twice the tokens, to be converted first: at 1 x 8k tiles of 8 KB end 0.3 to 0.7 us before 16
+        lone_weight=0.032,  # 64 x 8k: one CTA an SM ends 0.2 to 3.6 us after two
+        drain_us=0.09,  # a KB holds twice the tokens, to be converted first: at 1 x 1k tiles of 8 KB end 0.9 us before 16
         warp_us=0.0,
         part_us=0.09,
         level_us=0.7,
         word_us=0.02,
         merge_us=0.0,
-        turn_us=2.6,  # 256 x 200: 16 rows a CTA take 45 us, 8 on each of two 34
+        turn_us=2.6,  # 256 x 200: 16 rows a CTA take 42 us, 8 on each of two 33
+        row_crowding=0.0,  # 4,096 x 64 with 8/1: 1.6 times as long
+    ),
+    "sm80": COSTS["sm80"],
+}
+COSTS_OF_TOKEN_SCALES: dict[Arch, ArchCosts] = {  # of 8-bit caches or others; measured with int8
+    "sm90": ArchCosts(
+        start_us=2.4,
+        second_cta_us=0.9,  # 64 x 1k: two CTAs an SM end 0.9 to 1.7 us later
+        bandwidth=4.7e6,
+        tile_bytes=530.0,  # 64 x 8k: tiles of 8 KB end 1.2 to 2.7 us after 16; a tile's scales are as many instructions
+        idle_weight=0.0,
+        lone_weight=0.017,
+        drain_us=0.11,  # 1 x 1k: tiles of 8 KB end 1.1 us before 16
+        warp_us=0.0,
+        part_us=0.09,
+        level_us=0.7,
+        word_us=0.03,  # 64 x 8k with 8/1: 8 warps end 0.14 us before 4
+        merge_us=0.0,
+        turn_us=2.7,  # 256 x 200: 16 rows a CTA take 47 to 50 us, 8 on each of two 37
+        row_crowding=0.0,
     ),
     "sm80": COSTS["sm80"],
 }
@@ -138,7 +162,7 @@ def predict_us(problem: DecodeProblem, config: DecodeConfig, arch: Arch, target:
 
 def cost_of(problem: DecodeProblem, spec: KernelSpec, ctas_per_sm: int, sm_count: int) -> Cost:
     """What `problem` is expected to take with the kernel of `spec` and `ctas_per_sm` CTAs on each of `sm_count` SMs."""
-    costs = (COSTS_OF_8_BITS if problem.has_8_bits else COSTS)[spec.arch]
+    costs = costs_of(problem)[spec.arch]
     grid = grid_ctas(problem.units, sm_count, ctas_per_sm)
     slices, pieces, parts = expected_schedule(problem, spec, grid)
     stream = stream_us(kv_bytes(problem), spec, costs, ctas_per_sm, grid, sm_count)
@@ -151,8 +175,15 @@ def cost_of(problem: DecodeProblem, spec: KernelSpec, ctas_per_sm: int, sm_count
         drain_us=costs.drain_us * spec.tile_bytes / 1024 + costs.warp_us * spec.num_warps,
         pieces_us=pieces_us(spec, costs, pieces / slices if parts > 1 else 0.0, -(-slices * problem.units // sm_count)),
         combine_us=combine_us(spec, costs, parts),
-        turns_us=max(0.0, turns_us(costs, pieces / slices, ctas_per_sm) - stream),
+        turns_us=max(0.0, turns_us(spec, costs, pieces / slices, ctas_per_sm) - stream),
     )
+
+
+def costs_of(problem: DecodeProblem) -> dict[Arch, ArchCosts]:
+    """The constants of a problem's caches."""
+    if "token" in (problem.k_scale.granularity, problem.v_scale.granularity):
+        return COSTS_OF_TOKEN_SCALES
+    return COSTS_OF_8_BITS if problem.has_8_bits else COSTS
 
 
 def row_tokens(problem: DecodeProblem) -> int:
@@ -187,9 +218,10 @@ def pieces_us(spec: KernelSpec, costs: ArchCosts, pieces: float, shares: int) ->
     return costs.part_us * spec.packed_rows * min(MOST_CUT, pieces) * CROWDING ** (shares - 1)
 
 
-def turns_us(costs: ArchCosts, pieces: float, ctas_per_sm: int) -> float:
+def turns_us(spec: KernelSpec, costs: ArchCosts, pieces: float, ctas_per_sm: int) -> float:
     """The turns between a CTA's pieces, side by side with those of another CTA of its SM."""
-    return costs.turn_us * CROWDING ** (ctas_per_sm - 1) * max(0.0, pieces - 1)
+    crowding = CROWDING + costs.row_crowding * max(0, spec.packed_rows - CROWDED_ROWS)
+    return costs.turn_us * crowding ** (ctas_per_sm - 1) * max(0.0, pieces - 1)
 
 
 def combine_us(spec: KernelSpec, costs: ArchCosts, parts: int) -> float:

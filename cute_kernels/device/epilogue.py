@@ -42,7 +42,8 @@ def share_state(spec: cutlass.Constexpr, merge: tuple, thr_mma, state: WarpState
         row = lane // 4 + 8 * r
         if row < heads:
             for c in cutlass.range_constexpr(cute.size(outputs, mode=[1])):
-                acc[row, value_column(spec, coords[r, c][1]), order] = outputs[r, c] * unit
+                value = outputs[r, c] if cutlass.const_expr(state.owed is None) else outputs[r, c] + state.owed[r]
+                acc[row, value_column(spec, coords[r, c][1]), order] = value * unit
             if lane % 4 == 0:
                 row_max[row, order] = state.row_max[r] * (1.0 if cutlass.const_expr(inverses is None) else inverses[r])
                 row_sum[row, order] = total * unit
@@ -50,7 +51,10 @@ def share_state(spec: cutlass.Constexpr, merge: tuple, thr_mma, state: WarpState
 
 @cute.jit
 def merge_row(spec: cutlass.Constexpr, row_max, row_sum, row: Int32, scaling: Scaling):
-    """Weights of the warps' states of one row, and its lse in base 2 (-inf when empty)."""
+    """(weights of the warps' states of one row, a factor on their sum, its lse in base 2, -inf when empty).
+
+    The factor is known later than the weights, so it does not go into them: that would hold up the sum.
+    """
     weights = cute.make_rmem_tensor(spec.num_warps, Float32)
     peak = -Float32.inf
     for w in cutlass.range_constexpr(spec.num_warps):
@@ -65,18 +69,16 @@ def merge_row(spec: cutlass.Constexpr, row_max, row_sum, row: Int32, scaling: Sc
     inverse = scaling.value * cute.arch.rcp_approx(total)
     if total == 0.0:  # an empty state, whatever its scales; NaN is not one
         lse, inverse = -Float32.inf, Float32(0.0)
-    for w in cutlass.range_constexpr(spec.num_warps):
-        weights[w] = weights[w] * inverse
-    return weights, lse
+    return weights, inverse, lse
 
 
 @cute.jit
-def merged(spec: cutlass.Constexpr, acc, weights, row: Int32, column: Int32) -> Float32:
+def merged(spec: cutlass.Constexpr, acc, weights, inverse: Float32, row: Int32, column: Int32) -> Float32:
     """One element of the merged output."""
     value = Float32(0.0)
     for w in cutlass.range_constexpr(spec.num_warps):
         value += weights[w] * acc[row, column, w]
-    return value
+    return value * inverse
 
 
 @cute.jit
@@ -90,9 +92,9 @@ def store_final(spec: cutlass.Constexpr, merge: tuple, piece: Piece, out, lse, s
     targets = cute.zipped_divide(target, (1, width))
     for i in cutlass.range(cute.arch.thread_idx()[0], piece.heads * per_row, spec.num_warps * 32, unroll=1):
         row, column = quotient(i, per_row), remainder(i, per_row)
-        weights, row_lse = merge_row(spec, row_max, row_sum, row, scaling)
+        weights, inverse, row_lse = merge_row(spec, row_max, row_sum, row, scaling)
         for c in cutlass.range_constexpr(width):
-            values[c] = merged(spec, acc, weights, row, column * width + c).to(out.element_type)
+            values[c] = merged(spec, acc, weights, inverse, row, column * width + c).to(out.element_type)
         cute.autovec_copy(values, targets[(0, None), (row, column)])
         if column == 0:
             lse[piece.row, piece.head + row] = row_lse * lse_factor(spec)
@@ -106,8 +108,8 @@ def store_partial(spec: cutlass.Constexpr, merge: tuple, piece: Piece, words, sl
     work, pairs = piece.heads * per_row, cutlass.const_expr(pairs_of(spec))
     for index in cutlass.range(cute.arch.thread_idx()[0] * pairs, work, threads * pairs, unroll=1):
         row, values = quotient(index, per_row), cute.make_rmem_tensor((2, pairs), Float32)
-        weights, row_lse = merge_row(spec, row_max, row_sum, row, scaling)
+        weights, inverse, row_lse = merge_row(spec, row_max, row_sum, row, scaling)
         for c in cutlass.range_constexpr(2 * pairs):
-            values[c] = merged(spec, acc, weights, row, 2 * remainder(index, per_row) + c)
+            values[c] = merged(spec, acc, weights, inverse, row, 2 * remainder(index, per_row) + c)
         for j in cutlass.range_constexpr(pairs):
             send(word_at(words, index + j, slot), values[0, j], values[1, j], row_lse, tag)

@@ -6,7 +6,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int8, Int32, Int64
 
-from ..config import MERGE_PADDING, MOST_PIECES, TILE_M, KernelSpec
+from ..config import MOST_PIECES, TILE_M, KernelSpec
 from . import tile
 from .kv_scale import ScaleRing, make_scale_rings
 from .pack_gqa import query_layout
@@ -40,7 +40,7 @@ class Shared:
 
 def merge_tensors(spec: KernelSpec, base: cute.Pointer) -> tuple:
     """Shared memory of the merge, f32: O [row, column, order], then row_max and row_sum [row, order]."""
-    rows, warps, columns = spec.packed_rows, spec.num_warps, spec.padded_head_dim + MERGE_PADDING
+    rows, warps, columns = spec.packed_rows, spec.num_warps, spec.merge_columns
     states = cute.make_layout((rows, warps), stride=(warps, 1))
     acc = cute.make_layout((rows, columns, warps), stride=(columns, 1, rows * columns))
     row_max = base + rows * columns * warps

@@ -85,8 +85,8 @@ def test_sm90(head_dim: int, source: str, dtype: ElementType, tmp_path: Path) ->
     assert len(re.findall(r"ldmatrix\S*\.x4\.", ptx)) == steps
     assert_no_spills(sass)
     slow_paths = [m.start() for m in re.finditer(r"BRA\.DIV", sass)]  # of shuffles, where a warp is not taken to be converged
-    assert len(slow_paths) <= {192: 6, 256: 3}.get(head_dim, 2)
-    if head_dim <= 128:  # two steps of the combine, once a launch
+    assert len(slow_paths) <= {192: 8, 256: 5}.get(head_dim, 4)
+    if head_dim <= 128:  # in the combine, once a launch: where lanes meet again, then its two steps
         assert all(start > sass.rindex("HMMA") for start in slow_paths)
     assert sass.index("UTMAPF") < sass.index("ACQBULK"), "what is asked for ahead waits for the kernel before"
     waits = [m.start() for m in re.finditer("ACQBULK", sass)]  # of the consumers, then of the producer

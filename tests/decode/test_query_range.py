@@ -13,6 +13,7 @@ from decode.storage import STORAGES
 import cute_kernels as ck
 
 LENGTHS = (0, 1, 17, 64, 129, 1000)
+INT8_HEAD = {"kv_dtype": ck.KVDtype.INT8, "k_scale": ck.KVScale.HEAD, "v_scale": ck.KVScale.HEAD}
 STORED = pytest.mark.parametrize("storage", STORAGES)
 EVERY_BACKEND = pytest.mark.parametrize("backend", BACKENDS)
 DTYPES = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["f16", "bf16"])
@@ -20,7 +21,8 @@ DTYPES = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=[
 
 def inputs_of(storage: str, dtype: torch.dtype, backend: str, **changes: object) -> Inputs:
     """Inputs of a batch whose longest row is cut."""
-    shape = Shape(lengths=LENGTHS, dtype=dtype, max_seq_len=4096, **STORAGES[storage], **changes)
+    stored = {**STORAGES, "int8 head": INT8_HEAD}[storage]
+    shape = Shape(lengths=LENGTHS, dtype=dtype, max_seq_len=4096, **stored, **changes)
     return make_inputs(shape, device_of(backend))
 
 
@@ -89,6 +91,29 @@ def test_one_element_of_a_query_dominates(dtype: torch.dtype, storage: str, back
         for page in pages.tolist():
             inputs.k[page, :, :, 5] = live
         assert not inputs.tokens(inputs.k, row).float()[..., 5].any()
+    check(inputs, backend)
+
+
+@EVERY_BACKEND
+@pytest.mark.parametrize("storage", [*STORAGES, "int8 head"])
+@DTYPES
+def test_a_token_without_values_takes_nearly_all_weight(dtype: torch.dtype, storage: str, backend: str) -> None:
+    """An attention sink: the output is that of the other tokens, of e ** -16 of its weight each."""
+    inputs = inputs_of(storage, dtype, backend, softmax_scale=1.0)
+    shape, group = inputs.shape, inputs.shape.num_heads // inputs.shape.num_kv_heads
+    zero, high = (torch.full((), value, device=inputs.k.device).to(inputs.k.dtype) for value in (0.0, 64.0))
+    inputs.q.zero_()
+    for row, pages in enumerate(inputs.rows):
+        if not shape.lengths[row]:
+            continue
+        for page in pages.tolist():
+            inputs.k[page, :, :, 0] = zero
+        first = int(pages[0])
+        inputs.k[first, :, 0, 0] = high
+        inputs.v[first, :, 0] = 0
+        if inputs.v_scale is not None and inputs.v_scale.dim() == 3:
+            inputs.v_scale[first, 0] = 2.0**-14
+        inputs.q[row, :, 0] = (16 / inputs.real("k", row)[:, 0, 0]).repeat_interleave(group)
     check(inputs, backend)
 
 
