@@ -29,7 +29,7 @@ from perf.providers.read import vectors
 from perf.providers.sdpa import Sdpa
 from perf.report import problems, summary
 from perf.resume import Deadline
-from perf.timing import Timing, host_time, summarize
+from perf.timing import HostRounds, Timing, host_time, summarize
 
 CPU = torch.device("cpu")
 CASE = Case(4, 2, 16, 4, Rows(((3, 7),)))
@@ -61,11 +61,26 @@ def test_summarize_divides_replays_by_calls():
 
 def test_host_time_counts_calls_and_synchronizes_between_chunks():
     calls, syncs = [], []
-    timing = host_time(lambda: calls.append(1), 100, 20, lambda: syncs.append(len(calls)))
-    assert len(calls) == 101
-    assert syncs == [1, 21, 41, 61, 81, 101]
+    timing = host_time(lambda: calls.append(1), 100, 20, lambda: syncs.append(len(calls)), HostRounds(2, 0.0))
+    assert len(calls) == 201
+    assert syncs == [1, 21, 41, 61, 81, 101, 101, 121, 141, 161, 181, 201]
     assert timing.replays == 5
     assert 0 < timing.p20 <= timing.median <= timing.p80 < 1000
+
+
+def test_host_time_is_that_of_the_least_disturbed_round(monkeypatch):
+    """Calls of 3, 2 and 5 us in three rounds of 40, on a clock that only they move."""
+    made, now, pauses = [], [0.0], []
+
+    def call():
+        made.append(now[0])
+        now[0] += (3e-6, 2e-6, 5e-6)[max(0, len(made) - 2) // 40]
+
+    monkeypatch.setattr("perf.timing.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr("perf.timing.time.sleep", pauses.append)
+    timing = host_time(call, 40, 10, lambda: None, HostRounds(3, 0.25))
+    assert timing.median == pytest.approx(2.0) and timing.replays == 4
+    assert pauses == [0.0, 0.25, 0.25]
 
 
 def test_one_failing_provider_does_not_stop_the_rest():
