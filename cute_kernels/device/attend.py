@@ -10,8 +10,8 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import warp
 
-from ..config import TILE_M, KernelSpec
-from .kv_codec import decode_k, decode_v, is_biased, owed
+from ..config import ELEMENT_BYTES, TILE_M, KernelSpec
+from .kv_codec import HALVES, PARITIES, decode
 from .kv_scale import SMALLEST_UNIT, Scaling, column_scales, scale_columns, settle_scales, widen_unit
 from .mask import mask_holes, mask_scores, zero_rows
 from .pack_gqa import fragments, query_step
@@ -26,14 +26,12 @@ class WarpState:
     """The running attention state of one warp: f32 O accumulator, row maxima and sums (this thread's part).
 
     unit: what sums and O are in units of, Int32 [1], where V has a scale a token (kv_scale.py); None elsewhere.
-    owed: what O lacks in each row since the last tile, where V's elements are biased (kv_codec.py); None elsewhere.
     """
 
     acc_o: cute.Tensor
     row_max: cute.Tensor
     row_sum: cute.Tensor
     unit: cute.Tensor | None
-    owed: cute.Tensor | None
 
 
 @dataclass(frozen=True)
@@ -65,9 +63,8 @@ def make_mmas(spec: KernelSpec) -> tuple[cute.TiledMma, cute.TiledMma]:
 def make_state(spec: KernelSpec, thr_mma: cute.ThrMma) -> WarpState:
     """A state in registers; reset_state gives it values."""
     acc_o = cute.make_rmem_tensor(thr_mma.partition_shape_C((TILE_M, spec.padded_head_dim)), Float32)
-    row_max, row_sum, lacking = (cute.make_rmem_tensor(spec.lane_rows, Float32) for _ in range(3))
-    unit = cute.make_rmem_tensor(1, Int32) if spec.v_token_scale else None
-    return WarpState(acc_o, row_max, row_sum, unit, lacking if is_biased(spec) else None)
+    row_max, row_sum = (cute.make_rmem_tensor(spec.lane_rows, Float32) for _ in range(2))
+    return WarpState(acc_o, row_max, row_sum, cute.make_rmem_tensor(1, Int32) if spec.v_token_scale else None)
 
 
 def reset_state(state: WarpState):
@@ -77,14 +74,12 @@ def reset_state(state: WarpState):
     state.row_sum.fill(0.0)
     if state.unit is not None:
         state.unit.fill(SMALLEST_UNIT)
-    if state.owed is not None:
-        state.owed.fill(0.0)
 
 
 class TileReader:
     """Reads B fragments of one ring (K, or V transposed) through ldmatrix, 16 units of the contraction at a time."""
 
-    def __init__(self, spec: KernelSpec, tiled_mma: cute.TiledMma, lane: Int32, ring: cute.Tensor, is_v: bool):
+    def __init__(self, spec: KernelSpec, tiled_mma: cute.TiledMma, lane: Int32, ring: cute.Tensor, stored_type: str, is_v: bool):
         ring = transposed(ring) if is_v else ring
         atom = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(transpose=is_v, num_matrices=4), ring.element_type)
         self.copy = cute.make_tiled_copy_B(atom, tiled_mma)
@@ -92,10 +87,10 @@ class TileReader:
         self.source = self.thr_copy.partition_S(ring)
         self.thr_mma = tiled_mma.get_slice(lane)
         self.rows, self.element_type = cute.size(ring, mode=[0]), ring.element_type
-        self.spec = spec
+        self.stored_type, self.by_instruction = stored_type, spec.arch == "sm90"
         self.steps = cute.size(ring, mode=[1]) // 16
         of_8_bits = self.load_v if is_v else self.load_k
-        self.load = of_8_bits if (spec.v_bytes if is_v else spec.k_bytes) == 1 else self.load_units
+        self.load = of_8_bits if ELEMENT_BYTES[stored_type] == 1 else self.load_units
 
     def fragment(self, rows: int) -> cute.Tensor:
         """Registers for the B fragment of one k16 step, ((2, 2), rows / 8, 1)."""
@@ -114,7 +109,7 @@ class TileReader:
         found = self.fragment(self.rows), self.fragment(self.rows)
         for half, target in enumerate(map(registers, found)):
             for n in range(self.rows // 8):
-                target[0, n], target[1, n] = decode_k(self.spec, words[half, n])
+                target[0, n], target[1, n] = decode(self.stored_type, self.by_instruction, words[half, n], HALVES)
         return found
 
     def load_v(self, step: int, stage: Int32) -> tuple[cute.Tensor, ...]:
@@ -124,7 +119,7 @@ class TileReader:
         target = registers(found)
         for half in range(2):
             for n in range(self.rows // 8):
-                decoded = decode_v(self.spec, words[half, n])
+                decoded = decode(self.stored_type, self.by_instruction, words[half, n], PARITIES)
                 target[half, 2 * n], target[half, 2 * n + 1] = decoded
         return (found,)
 
@@ -143,8 +138,10 @@ def value_column(spec: KernelSpec, column: int) -> int:
 
 def make_readers(spec: KernelSpec, mmas: tuple, lane: Int32, shared: Shared) -> tuple[TileReader, TileReader]:
     """The readers of K and of V."""
-    parts = zip(mmas, shared.rings, (False, True), strict=True)
-    return tuple(TileReader(spec, mma, lane, ring, is_v) for mma, ring, is_v in parts)
+    readers = []
+    for mma, ring, stored, is_v in zip(mmas, shared.rings, (spec.k_type, spec.v_type), (False, True), strict=True):
+        readers.append(TileReader(spec, mma, lane, ring, stored, is_v))
+    return tuple(readers)
 
 
 def probabilities(acc_s: cute.Tensor, element_type: type) -> cute.Tensor:
@@ -189,13 +186,9 @@ def attend_tile(spec: cutlass.Constexpr, attention: Attention, shared: Shared, s
         weights_up = (up + spec.weight_bits, shrink)
     elif cutlass.const_expr(spec.weight_bits > 0):
         weights_up = (Float32(spec.weight_bits), Float32(1.0))
-    online_softmax(acc_s, state.acc_o, state.owed, state.row_max, state.row_sum, row_scales(attention), weights_up)
+    online_softmax(acc_s, state.acc_o, state.row_max, state.row_sum, row_scales(attention), weights_up)
     if cutlass.const_expr(spec.v_token_scale):
         scale_columns(acc_s, rows, column_scales(shared.scales[1], stage))
     p = probabilities(acc_s, ELEMENT_TYPES[spec.v_math])
-    if cutlass.const_expr(state.owed is not None):
-        lacking = owed(mma_v, p)
-        for r in cutlass.range_constexpr(rows):
-            state.owed[r] = lacking[2 * r]
     for step in cutlass.range_constexpr(reader_v.steps):
         cute.gemm(mma_v, state.acc_o, p[None, None, step], reader_v.load(step, stage)[0][None, None, 0], state.acc_o)

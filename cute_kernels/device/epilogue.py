@@ -42,8 +42,7 @@ def share_state(spec: cutlass.Constexpr, merge: tuple, thr_mma, state: WarpState
         row = lane // 4 + 8 * r
         if row < heads:
             for c in cutlass.range_constexpr(cute.size(outputs, mode=[1])):
-                value = outputs[r, c] if cutlass.const_expr(state.owed is None) else outputs[r, c] + state.owed[r]
-                acc[row, value_column(spec, coords[r, c][1]), order] = value * unit
+                acc[row, value_column(spec, coords[r, c][1]), order] = outputs[r, c] * unit
             if lane % 4 == 0:
                 row_max[row, order] = state.row_max[r] * (1.0 if cutlass.const_expr(inverses is None) else inverses[r])
                 row_sum[row, order] = total * unit

@@ -16,7 +16,6 @@ from cutlass import Boolean, Float32, Int32, Int64
 
 from ..config import SCALE_BYTES, KernelSpec
 from .cp_async import copy_async
-from .kv_codec import decoded_unit
 from .registers import LANES, MAGNITUDE, as_bits, as_float, remainder, warp_max
 
 EXPONENT = 0x7F800000  # bits of an f32
@@ -65,7 +64,7 @@ def open_scaling(spec: cutlass.Constexpr, scales: tuple, kv_head: Int32, scale_l
         scale_log2 = scale_log2 * cutlass.select_(scale == 0.0, Float32(1.0), cute.arch.fmax(scale, -scale))
     if cutlass.const_expr(spec.v_scale == "head"):
         value = head_scale(scales[1], kv_head)
-    return Scaling(scale_log2, value / decoded_unit(spec), sign)
+    return Scaling(scale_log2, value, sign)
 
 
 def head_scale(scales: cute.Tensor, kv_head: Int32) -> Float32:

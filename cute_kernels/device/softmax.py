@@ -46,7 +46,6 @@ def finite_or_zero(value: Float32) -> Float32:
 def online_softmax(
     acc_s: cute.Tensor,
     acc_o: cute.Tensor,
-    owed: cute.Tensor | None,
     row_max: cute.Tensor,
     row_sum: cute.Tensor,
     row_scales: tuple,
@@ -55,7 +54,6 @@ def online_softmax(
     """acc_s becomes exp2((acc_s - row_max) * row_scale); row_max, row_sum and acc_o move to the new maximum.
 
     acc_s, acc_o: f32 accumulators of one warp; row_max, row_sum: f32 [rows in use]; row_sum holds this thread's columns only.
-    owed: f32 [rows in use], added to all of acc_o as it was, or None.
     weights_up: (what is added to the exponent, a factor on the sum and O so far), or None.
     """
     scores, outputs = rows_of(acc_s), rows_of(acc_o)
@@ -72,5 +70,4 @@ def online_softmax(
         scores[r, None].store(weights)
         row_sum[r] = weights.reduce(cute.ReductionOp.ADD, row_sum[r] * decay, 0)
         row_max[r] = peak
-        before = outputs[r, None].load() * decay
-        outputs[r, None].store(before if cutlass.const_expr(owed is None) else before + owed[r] * decay)
+        outputs[r, None].store(outputs[r, None].load() * decay)
