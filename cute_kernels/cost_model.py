@@ -108,10 +108,10 @@ COSTS_OF_TOKEN_SCALES: dict[Arch, ArchCosts] = {  # of 8-bit caches or others; m
     "sm90": ArchCosts(
         start_us=2.4,
         second_cta_us=0.9,  # 64 x 1k: two CTAs an SM end 0.9 to 1.7 us later
-        bandwidth=4.7e6,
-        tile_bytes=530.0,  # 64 x 8k: tiles of 8 KB end 1.2 to 2.7 us after 16; a tile's scales are as many instructions
+        bandwidth=4.56e6,
+        tile_bytes=150.0,  # 64 x 8k: tiles of 8 KB end 1.0 us after 16, at 128 x 4k 3.2
         idle_weight=0.0,
-        lone_weight=0.017,
+        lone_weight=0.003,  # 128 x 4k: two CTAs an SM end 1.1 us after one
         drain_us=0.11,  # 1 x 1k: tiles of 8 KB end 1.1 us before 16
         warp_us=0.0,
         part_us=0.09,

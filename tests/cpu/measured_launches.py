@@ -1,4 +1,9 @@
-"""Launches in one sweep on one H200, page 16: median us by configuration (tile_n, num_stages, num_warps, ctas_per_sm)."""
+"""Launches on H200s, page 16: median us by configuration (tile_n, num_stages, num_warps, ctas_per_sm).
+
+One sweep on one machine, but for: UNIFORM from 16 x 4k with 64/8 on and the last of RAGGED, on a machine 2% slower, by kernels
+whose combine took 0.1 to 0.5 us longer; INT8_TOKEN to 64 x 8k with 8/1, and 1 x 128k, on another as fast. The rest of INT8_TOKEN,
+and that of SHORT, is of a conversion that took less and is not in the tree (docs/notes/kernel-log.md).
+"""
 
 from __future__ import annotations
 
@@ -68,15 +73,15 @@ E4M3 = {  # without scales
     (32, 4 * K, 32, 8, 64): {(64, 16, 4, 1): 35.60, (64, 8, 4, 2): 35.48, (64, 16, 8, 1): 35.65},
 }
 INT8_TOKEN = {  # with an f16 scale a token and KV head, of K and of V
-    (64, 8 * K, 32, 8, 128): {T8: 246.92, TWO8: 247.32, W8_8: 247.98},
-    (128, 4 * K, 32, 8, 128): {T8: 248.95, TWO8: 249.39, W8_8: 251.03},
-    (32, 2 * K, 32, 32, 128): {T8: 124.28, TWO8: 124.72, W8_8: 124.16},
-    (8, 8 * K, 32, 8, 128): {T8: 35.05, TWO8: 35.13, W8_8: 34.80},
-    (16, 4 * K, 64, 8, 128): {T8: 34.29, TWO8: 36.27, W8_8: 34.29},
-    (64, 1 * K, 32, 8, 128): {T8: 34.35, TWO8: 35.77, W8_8: 34.84},
-    (64, 8 * K, 8, 1, 128): {T8: 36.07, TWO8: 36.52, W8_8: 36.05},
+    (64, 8 * K, 32, 8, 128): {T8: 247.34, TWO8: 248.50, W8_8: 248.34},
+    (128, 4 * K, 32, 8, 128): {T8: 248.52, TWO8: 249.58, W8_8: 251.74},
+    (32, 2 * K, 32, 32, 128): {T8: 127.74, TWO8: 125.64, W8_8: 124.91},
+    (8, 8 * K, 32, 8, 128): {T8: 35.29, TWO8: 35.47, W8_8: 34.73},
+    (16, 4 * K, 64, 8, 128): {T8: 34.60, TWO8: 36.48, W8_8: 34.38},
+    (64, 1 * K, 32, 8, 128): {T8: 35.08, TWO8: 35.66, W8_8: 35.28},
+    (64, 8 * K, 8, 1, 128): {T8: 36.52, TWO8: 36.77, W8_8: 36.01},
     (1, 8 * K, 32, 8, 128): {T8: 8.75, TWO8: 9.38, W8_8: 8.26},
-    (1, 128 * K, 32, 8, 128): {T8: 64.98, TWO8: 64.67, W8_8: 65.05},
+    (1, 128 * K, 32, 8, 128): {T8: 65.17, TWO8: 65.12, W8_8: 64.79},
     (1, 1 * K, 32, 8, 128): {T8: 5.78, TWO8: 5.53, W8_8: 4.65},
     (64, 512, 32, 8, 128): {T8: 19.81, TWO8: 21.53, W8_8: 19.77},
     (64, 512, 8, 1, 128): {T8: 7.96, TWO8: 7.54, W8_8: 7.11},
