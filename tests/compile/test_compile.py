@@ -88,6 +88,8 @@ def test_sm90(head_dim: int, source: str, dtype: ElementType, tmp_path: Path) ->
     assert len(slow_paths) <= {192: 8, 256: 5}.get(head_dim, 4)
     if head_dim <= 128:  # in the combine, once a launch: where lanes meet again, then its two steps
         assert all(start > sass.rindex("HMMA") for start in slow_paths)
+    combine = ptx[ptx.rindex("ld.relaxed.gpu.global.b128") :]  # from the poll on, which lanes leave one by one
+    assert combine.index("bar.warp.sync") < combine.index("shfl.sync.bfly"), "shuffles take their slow path"
     assert sass.index("UTMAPF") < sass.index("ACQBULK"), "what is asked for ahead waits for the kernel before"
     waits = [m.start() for m in re.finditer("ACQBULK", sass)]  # of the consumers, then of the producer
     assert len(waits) == 2

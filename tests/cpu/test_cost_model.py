@@ -11,7 +11,16 @@ from hypothesis import strategies as st
 
 import cute_kernels as ck
 from cute_kernels.config import SHARE_BYTES, DecodeConfig, supports
-from cute_kernels.cost_model import ASSUMED_SEQ_LEN, COSTS, COSTS_OF_8_BITS, COSTS_OF_TOKEN_SCALES, TERMS, Cost, predict_us
+from cute_kernels.cost_model import (
+    ASSUMED_SEQ_LEN,
+    COSTS,
+    COSTS_OF_8_BITS,
+    COSTS_OF_TOKEN_SCALES,
+    TERMS,
+    Cost,
+    costs_of,
+    predict_us,
+)
 from cute_kernels.heuristics import SHAPES, SHAPES_OF_8_BITS, candidates, choose
 from cute_kernels.spec import kernel_spec
 from tests.cpu.measured_launches import E4M3, HALF, INT8_TOKEN, OVERSTATED, RAGGED, SHORT, TWO, UNIFORM, W4, W8, K
@@ -229,6 +238,13 @@ def test_costs_print_and_add_up() -> None:
 
 def test_an_unknown_length_is_the_assumed_one() -> None:
     assert cost((3, None, 32, 8, 128), W8) == cost((3, ASSUMED_SEQ_LEN, 32, 8, 128), W8)
+
+
+@pytest.mark.parametrize("side", ["k_scale", "v_scale"])
+def test_scales_a_token_have_constants_of_their_own_at_8_bits(side: str) -> None:
+    for kv_dtype, expected in ((None, COSTS), (ck.KVDtype.E4M3, COSTS_OF_TOKEN_SCALES), (ck.KVDtype.INT8, COSTS_OF_TOKEN_SCALES)):
+        assert costs_of(problem(8, 8 * K, kv_dtype=kv_dtype, **{side: ck.KVScale.TOKEN})) is expected
+    assert costs_of(problem(8, 8 * K, kv_dtype=ck.KVDtype.INT8, **{side: ck.KVScale.HEAD})) is COSTS_OF_8_BITS
 
 
 def test_constants_are_no_gains() -> None:
