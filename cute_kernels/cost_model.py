@@ -87,19 +87,19 @@ COSTS: dict[Arch, ArchCosts] = {
 }
 COSTS_OF_8_BITS: dict[Arch, ArchCosts] = {  # measured with e4m3
     "sm90": ArchCosts(
-        start_us=2.05,
-        second_cta_us=0.95,  # 1 x 128k: two CTAs an SM end 0.1 to 1.4 us later
-        bandwidth=4.72e6,
+        start_us=2.01,
+        second_cta_us=0.93,  # 1 x 128k: two CTAs an SM end 0.1 to 1.4 us later
+        bandwidth=4.815e6,
         tile_bytes=480.0,
         idle_weight=0.0,
         lone_weight=0.032,  # 64 x 8k: one CTA an SM ends 0.2 to 3.6 us after two
-        drain_us=0.09,  # a KB holds twice the tokens, to be converted first: at 1 x 1k tiles of 8 KB end 0.9 us before 16
+        drain_us=0.0882,  # a KB holds twice the tokens, to be converted first: at 1 x 1k tiles of 8 KB end 0.9 us before 16
         warp_us=0.0,
-        part_us=0.09,
-        level_us=0.7,
-        word_us=0.02,
+        part_us=0.088,
+        level_us=0.686,
+        word_us=0.0196,
         merge_us=0.0,
-        turn_us=2.6,  # 256 x 200: 16 rows a CTA take 42 us, 8 on each of two 33
+        turn_us=2.55,  # 256 x 200: 16 rows a CTA take 42 us, 8 on each of two 33
         row_crowding=0.0,  # 4,096 x 64 with 8/1: 1.6 times as long
     ),
     "sm80": COSTS["sm80"],
