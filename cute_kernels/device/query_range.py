@@ -9,6 +9,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from ..config import ElementType, KernelSpec
+from .packed import widen_pair
 from .registers import as_bits, as_float, warp_max
 from .tracing import ELEMENT_TYPES
 
@@ -27,12 +28,12 @@ def rescale(spec: KernelSpec, pairs: cute.Tensor, sign: Float32) -> Float32:
         peaks = Int32(0)
         for i in range(cute.size(pairs)):
             peaks = larger_magnitudes(spec, peaks, pairs[i])
-        first, second = unpack(spec.element_type, peaks)
+        first, second = widen_pair(ELEMENT_TYPES[spec.element_type], peaks)
         peak = warp_max(as_bits(cute.arch.fmax(first, second)))  # of what is not negative, the bits are in order
         field = cutlass.max(1, cutlass.min(MOST, TOP - (peak >> 23)))
         factor, inverse = as_float(field << 23), as_float((INVERSE - field) << 23)
     for i in range(cute.size(pairs)):
-        first, second = unpack(spec.element_type, pairs[i])
+        first, second = widen_pair(ELEMENT_TYPES[spec.element_type], pairs[i])
         pairs[i] = pack(spec.k_math, first * (factor * sign), second * (factor * sign))
     return inverse
 
@@ -44,14 +45,6 @@ def larger_magnitudes(spec: KernelSpec, peaks: Int32, pair: Int32) -> Int32:
         f"max.{spec.element_type}x2 {{$w0}}, before, magnitudes; }}"
     )
     return cute.arch.inline_ptx(text, write_only_types=[Int32], read_only_args=[peaks, pair])
-
-
-def unpack(element_type: ElementType, pair: Int32) -> tuple[Float32, Float32]:
-    """The two elements of a word."""
-    word = cute.make_rmem_tensor(1, Int32)
-    word[0] = pair
-    elements = cute.make_tensor(cute.recast_ptr(word.iterator, dtype=ELEMENT_TYPES[element_type]), cute.make_layout(2))
-    return elements[0].to(Float32), elements[1].to(Float32)
 
 
 def pack(element_type: ElementType, first: Float32, second: Float32) -> Int32:
