@@ -109,7 +109,8 @@ def gather(spec: cutlass.Constexpr, words: cute.Tensor, parts: Parts, high: Int3
     for j in cutlass.range_constexpr(pairs):
         clear_state(states[None, j])
     others = (spec.num_warps * LANES) >> bits
-    for p in cutlass.range(cute.arch.thread_idx()[0] >> bits, parts.count, others * chunk, unroll=1):
+    for base in cutlass.range(0, parts.count, others * chunk, unroll=1):  # as often in all lanes of a warp: collect syncs them
+        p = base + (cute.arch.thread_idx()[0] >> bits)
         found = cute.make_rmem_tensor((3, chunk, pairs), Float32)
         collect(spec, words, parts, high, begin, others, p, found, declined)
         for j in cutlass.range_constexpr(pairs):

@@ -1,6 +1,7 @@
 """The combine of a row divided between its CTAs (device/crew.py): who takes its columns changes no bit."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import cutlass.cute as cute
 import pytest
@@ -9,6 +10,9 @@ from cutlass import Boolean
 from decode.harness import Inputs, Shape, assert_bitwise, assert_close, make_inputs, run, select, select_patched
 from decode.storage import STORAGES
 
+import cute_kernels as ck
+from cute_kernels import tuned
+from cute_kernels.config import DecodeConfig
 from cute_kernels.device import crew
 
 pytestmark = pytest.mark.gpu
@@ -58,6 +62,20 @@ def test_a_row_in_more_pieces_than_are_kept_apart_is_combined_by_its_last_cta(mo
     first = alone(inputs)
     assert_close(inputs, *first)
     assert_bitwise(alone(inputs), first)
+
+
+@pytest.mark.parametrize("config", [DecodeConfig(16, 16, 8, 1), DecodeConfig(32, 4, 4, 2)], ids=["8 warps", "4 warps, 2 CTAs"])
+def test_a_row_in_any_number_of_pieces(config: DecodeConfig) -> None:
+    """Beside each other on a line of columns, threads take turns at the pieces: no number of turns may leave lanes behind."""
+    shape = replace(SHAPES["8/1"], lengths=(40_000,), max_seq_len=40_000)
+    with tuned.forced(config):
+        plan = ck.PagedDecodePlan(shape.descriptor(), torch.device("cuda", 0), ck.PlanPreference(arch="sm90"))
+    spec = plan.explain().chosen.spec
+    assert (spec.tile_n, spec.num_warps) == (config.tile_n, config.num_warps)
+    for pieces in (2, 5, 9, 33, *range(63, 82), *range(127, plan.num_ctas + 1)):
+        length = spec.tile_n * (pieces * spec.min_share - spec.piece_cost)
+        inputs = make_inputs(replace(shape, lengths=(length,)), "cuda", seed=pieces)
+        assert_close(inputs, *run(plan, inputs))
 
 
 @ARCHES
