@@ -117,7 +117,9 @@ def plan(request: Request) -> None:
     chosen = request.explanation().chosen
     sku = sku_of(request.problem, chosen, request.preference)
     if request.as_json:
-        regions = [vars(region) for region in workspace_regions(request.problem, chosen.num_ctas, chosen.partition)]
+        regions = [
+            vars(region) for region in workspace_regions(request.problem, chosen.num_ctas, chosen.partition, chosen.unit_heads)
+        ]
         fields = {**vars(sku), "config": chosen.config and vars(chosen.config)}
         fields["precision_guarantee"] = vars(sku.precision_guarantee)
         console.print_json(json.dumps({**fields, "workspace_regions": regions}))
@@ -128,8 +130,8 @@ def plan(request: Request) -> None:
     for name in ("operation", "variant", "arch"):
         grid.add_row(name, getattr(sku, name))
     grid.add_row("config", _assignments(sku.config) if sku.config else "none: plain PyTorch")
-    grid.add_row("workspace", f"{workspace_bytes(request.problem, chosen.num_ctas, chosen.partition):,} bytes")
-    for region in workspace_regions(request.problem, chosen.num_ctas, chosen.partition):
+    grid.add_row("workspace", f"{workspace_bytes(request.problem, chosen.num_ctas, chosen.partition, chosen.unit_heads):,} bytes")
+    for region in workspace_regions(request.problem, chosen.num_ctas, chosen.partition, chosen.unit_heads):
         grid.add_row("", f"{region.name}: {region.nbytes:,} bytes at {region.offset:,}")
     grid.add_row("numerics", _assignments(sku.precision_guarantee))
     console.print(grid)

@@ -52,12 +52,16 @@ MAX_CP_ASYNC_TILE_N = 32  # each lane of a warp looks up the page of one token o
 
 @dataclass(frozen=True)
 class DecodeConfig:
-    """Knobs of one launch: KV tokens a tile, tiles in shared memory, consumer warps, and CTAs of the persistent grid an SM."""
+    """Knobs of one launch: KV tokens a tile, tiles in shared memory, consumer warps, CTAs of the persistent grid an SM.
+
+    unit_heads: KV heads that a CTA takes together.
+    """
 
     tile_n: int
     num_stages: int
     num_warps: int
     ctas_per_sm: int
+    unit_heads: int = 1
 
 
 @dataclass(frozen=True)
@@ -110,6 +114,12 @@ class KernelSpec:
     num_warps: int
     partition: Partition
     lse_base: LseBase
+    unit_heads: int = 1
+
+    @property
+    def unit_rows(self) -> int:
+        """Query heads of a unit's KV heads."""
+        return self.group_size * self.unit_heads
 
     @property
     def split(self) -> bool:
@@ -198,12 +208,12 @@ class KernelSpec:
     @property
     def packed_rows(self) -> int:
         """Rows of a tensor-core tile that hold a query head."""
-        return packed_rows(self.group_size)
+        return packed_rows(self.unit_rows)
 
     @property
     def m_tiles(self) -> int:
         """Tensor-core tiles that hold the query heads of one KV head."""
-        return m_tiles(self.group_size)
+        return m_tiles(self.unit_rows)
 
     @property
     def tile_bytes(self) -> int:
@@ -213,12 +223,12 @@ class KernelSpec:
     @property
     def piece_cost(self) -> int:
         """What opening a piece of work costs, in tiles."""
-        return max(1, PIECE_ELEMENTS[self.min_ctas_per_sm] // (2 * self.tile_n * self.padded_head_dim))
+        return max(1, PIECE_ELEMENTS[self.min_ctas_per_sm] // (2 * self.tile_n * self.padded_head_dim * self.unit_heads))
 
     @property
     def min_share(self) -> int:
         """Tiles of a CTA's smallest share: at least twice MIN_TILES, so that two cuts never meet."""
-        return max(2 * MIN_TILES, SHARE_BYTES // self.tile_bytes)
+        return max(2 * MIN_TILES, SHARE_BYTES // (self.tile_bytes * self.unit_heads))
 
     @property
     def merge_floats(self) -> int:
@@ -289,6 +299,8 @@ def supports(spec: KernelSpec) -> list[str]:
         reasons += _tma_reasons(spec)
     else:
         reasons += _cp_async_reasons(spec)
+        if spec.unit_heads > 1:
+            reasons.append(f"unit_heads={spec.unit_heads} needs the TMA mainloop")
     return reasons
 
 
@@ -321,4 +333,19 @@ def _tma_reasons(spec: KernelSpec) -> list[str]:
         reasons.append(f"TMA needs page_size to be a multiple of {MIN_BOX_ROWS}, got {spec.page_size}")
     if spec.box_rows > 256:
         reasons.append(f"a TMA box has at most 256 rows, got {spec.box_rows}")
+    if spec.unit_heads > 1:
+        reasons += _unit_reasons(spec)
+    return reasons
+
+
+def _unit_reasons(spec: KernelSpec) -> list[str]:
+    reasons = []
+    if spec.unit_heads > 2:
+        reasons.append(f"unit_heads={spec.unit_heads} is not 1 or 2")
+    if spec.unit_rows > TILE_M:
+        reasons.append(f"unit_heads={spec.unit_heads} of {spec.group_size} query heads each exceed the {TILE_M} rows of a tile")
+    if spec.num_warps % spec.unit_heads:
+        reasons.append(f"unit_heads={spec.unit_heads} does not divide num_warps={spec.num_warps}: a warp attends to one KV head")
+    if "head" in (spec.k_scale, spec.v_scale):
+        reasons.append(f"unit_heads={spec.unit_heads} takes no scale a KV head")
     return reasons

@@ -33,6 +33,7 @@ class ArchCosts:
     merge_us: a warp's sums merged with the others', where a thread has not all parts of its columns.
     turn_us: from a CTA's piece to its next, with one tile between: what short rows take where the stream does not hide it.
     row_crowding: how much CROWDING grows, for turns, with each packed row past CROWDED_ROWS.
+    pair_weight: how much shorter a stream takes where a CTA takes two KV heads, as a part of it. pair_us: what it takes more for.
     """
 
     start_us: float
@@ -49,6 +50,8 @@ class ArchCosts:
     merge_us: float
     turn_us: float
     row_crowding: float
+    pair_weight: float
+    pair_us: float
 
 
 COSTS: dict[Arch, ArchCosts] = {
@@ -67,6 +70,8 @@ COSTS: dict[Arch, ArchCosts] = {
         merge_us=0.04,  # 1 x 8k, 1 x 32k: 16 parts a row
         turn_us=1.5,  # 1024 x 64: 64 rows a CTA take 98 us, of which the stream hides 61
         row_crowding=0.125,  # 4,096 x 64 with 8/1: two CTAs an SM take twice as long for a turn as one
+        pair_weight=0.0,  # no candidate
+        pair_us=0.0,
     ),
     "sm80": ArchCosts(  # not measured since the first version: two CTAs an SM from 400 MB on, as found then
         start_us=3.5,
@@ -83,6 +88,8 @@ COSTS: dict[Arch, ArchCosts] = {
         merge_us=0.0,
         turn_us=0.0,
         row_crowding=0.0,
+        pair_weight=0.0,
+        pair_us=0.0,
     ),
 }
 COSTS_OF_8_BITS: dict[Arch, ArchCosts] = {  # measured with e4m3
@@ -101,6 +108,8 @@ COSTS_OF_8_BITS: dict[Arch, ArchCosts] = {  # measured with e4m3
         merge_us=0.0,
         turn_us=2.55,  # 256 x 200: 16 rows a CTA take 42 us, 8 on each of two 33
         row_crowding=0.0,  # 4,096 x 64 with 8/1: 1.6 times as long
+        pair_weight=0.0,  # no candidate
+        pair_us=0.0,
     ),
     "sm80": COSTS["sm80"],
 }
@@ -120,6 +129,8 @@ COSTS_OF_TOKEN_SCALES: dict[Arch, ArchCosts] = {  # of 8-bit caches; measured wi
         merge_us=0.0,
         turn_us=2.7,  # 256 x 200: 16 rows a CTA take 47 to 50 us, 8 on each of two 37
         row_crowding=0.0,
+        pair_weight=0.018,  # 128 x 4k on page 64: two heads a CTA end 1.3% before T8
+        pair_us=0.75,  # 64 x 1k: 0.7 us after one
     ),
     "sm80": COSTS["sm80"],
 }
@@ -163,17 +174,18 @@ def predict_us(problem: DecodeProblem, config: DecodeConfig, arch: Arch, target:
 def cost_of(problem: DecodeProblem, spec: KernelSpec, ctas_per_sm: int, sm_count: int) -> Cost:
     """What `problem` is expected to take with the kernel of `spec` and `ctas_per_sm` CTAs on each of `sm_count` SMs."""
     costs = costs_of(problem)[spec.arch]
-    grid = grid_ctas(problem.units, sm_count, ctas_per_sm)
+    units = problem.units(spec.unit_heads)
+    grid = grid_ctas(units, sm_count, ctas_per_sm)
     slices, pieces, parts = expected_schedule(problem, spec, grid)
     stream = stream_us(kv_bytes(problem), spec, costs, ctas_per_sm, grid, sm_count)
     return Cost(
         slices=slices,
         pieces=pieces,
         parts=parts,
-        start_us=costs.start_us + costs.second_cta_us * (ctas_per_sm - 1),
+        start_us=costs.start_us + costs.second_cta_us * (ctas_per_sm - 1) + costs.pair_us * (spec.unit_heads - 1),
         stream_us=stream,
         drain_us=costs.drain_us * spec.tile_bytes / 1024 + costs.warp_us * spec.num_warps,
-        pieces_us=pieces_us(spec, costs, pieces / slices if parts > 1 else 0.0, -(-slices * problem.units // sm_count)),
+        pieces_us=pieces_us(spec, costs, pieces / slices if parts > 1 else 0.0, -(-slices * units // sm_count)),
         combine_us=combine_us(spec, costs, parts),
         turns_us=max(0.0, turns_us(spec, costs, pieces / slices, ctas_per_sm) - stream),
     )
@@ -201,7 +213,7 @@ def expected_schedule(problem: DecodeProblem, spec: KernelSpec, grid: int) -> tu
     """(slices, pieces, parts of a cut row) of one unit, as device/work_scheduler.py makes them; 1 part where nothing is cut."""
     batch, tiles = problem.batch_size, -(-row_tokens(problem) // spec.tile_n)
     cost = batch * (tiles + spec.piece_cost)
-    slices = max(1, min(cost // spec.min_share, grid // problem.units))
+    slices = max(1, min(cost // spec.min_share, grid // problem.units(spec.unit_heads)))
     working = max(1, -(-slices * batch * tiles // max(cost, 1)))  # the others end before their row's first tile
     parts = min(working, slices // max(batch, 1) + 2)  # a row as long as x slices touches at most floor(x) + 2
     return slices, batch + working - 1, parts
@@ -211,7 +223,9 @@ def stream_us(nbytes: int, spec: KernelSpec, costs: ArchCosts, ctas_per_sm: int,
     """The KV bytes and their tiles at the bandwidth of the SMs that the grid fills; its fullest SM ends last."""
     idle = sm_count * -(-grid // sm_count) / grid - 1
     lone = costs.lone_weight * LONE_COLUMNS / spec.padded_head_dim if ctas_per_sm == 1 else 0.0
-    return nbytes * (1 + costs.tile_bytes / spec.tile_bytes) / costs.bandwidth * (1 + costs.idle_weight * idle + lone)
+    shared = costs.pair_weight if spec.unit_heads > 1 else 0.0
+    factor = 1 + costs.idle_weight * idle + lone - shared
+    return nbytes * (1 + costs.tile_bytes / spec.tile_bytes) / costs.bandwidth * factor
 
 
 def pieces_us(spec: KernelSpec, costs: ArchCosts, pieces: float, shares: int) -> float:
@@ -220,9 +234,9 @@ def pieces_us(spec: KernelSpec, costs: ArchCosts, pieces: float, shares: int) ->
 
 
 def turns_us(spec: KernelSpec, costs: ArchCosts, pieces: float, ctas_per_sm: int) -> float:
-    """The turns between a CTA's pieces, side by side with those of another CTA of its SM."""
+    """The turns between a CTA's pieces, side by side with those of another CTA of its SM. One of two KV heads takes as two."""
     crowding = CROWDING + costs.row_crowding * max(0, spec.packed_rows - CROWDED_ROWS)
-    return costs.turn_us * crowding ** (ctas_per_sm - 1) * max(0.0, pieces - 1)
+    return costs.turn_us * crowding ** (ctas_per_sm - 1) * max(0.0, spec.unit_heads * pieces - 1)
 
 
 def combine_us(spec: KernelSpec, costs: ArchCosts, parts: int) -> float:

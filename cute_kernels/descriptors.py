@@ -178,10 +178,9 @@ class DecodeProblem:
         scales = sum(scale.dtype.itemsize for scale in (self.k_scale, self.v_scale) if scale.granularity == "token")
         return self.head_dim * (self.kv_dtype.element_bytes + self.v_dtype.element_bytes) + scales
 
-    @property
-    def units(self) -> int:
-        """Units of work of a row: a KV head and at most TILE_M of its query heads each."""
-        return self.num_kv_heads * m_tiles(self.group_size)
+    def units(self, unit_heads: int) -> int:
+        """Units of work of a row: `unit_heads` KV heads and at most TILE_M of their query heads each."""
+        return max(1, self.num_kv_heads // unit_heads) * m_tiles(self.group_size * unit_heads)
 
     @property
     def element_type(self) -> str:

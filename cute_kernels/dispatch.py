@@ -132,6 +132,11 @@ class Candidate:
         """How rows are divided between CTAs; the CPU variant keeps them whole."""
         return "whole" if self.spec is None else self.spec.partition
 
+    @property
+    def unit_heads(self) -> int:
+        """KV heads that a CTA takes together."""
+        return 1 if self.spec is None else self.spec.unit_heads
+
 
 @dataclass(frozen=True)
 class Explanation:
@@ -196,19 +201,19 @@ def _evaluate(variant: Variant, problem: DecodeProblem, facts: DeviceFacts, pref
         return Candidate(variant.name, variant.arch, "rejected" if reasons else "fits", tuple(reasons))
     target = variant.target(facts) or variant.targets[-1][1]  # elsewhere: what it would lack besides the device
     config, source = _config(variant.arch, target, problem, facts, preference)
-    num_ctas = grid_ctas(problem.units, facts.sm_count, config.ctas_per_sm)
-    partition, why = _partition(problem, num_ctas, preference)
+    num_ctas = grid_ctas(problem.units(config.unit_heads), facts.sm_count, config.ctas_per_sm)
+    partition, why = _partition(problem, num_ctas, config.unit_heads, preference)
     spec = kernel_spec(problem, variant.arch, target, config, partition=partition)
-    reasons += supports(spec)
+    reasons += misfits(problem, spec)
     verdict: Verdict = "rejected" if reasons else "fits"
     cost = predict_us(problem, config, variant.arch, target, facts.sm_count)
     return Candidate(variant.name, variant.arch, verdict, tuple(reasons), config, spec, source + why, num_ctas, cost)
 
 
-def _partition(problem: DecodeProblem, num_ctas: int, preference: PlanPreference) -> tuple[Partition, str]:
+def _partition(problem: DecodeProblem, num_ctas: int, unit_heads: int, preference: PlanPreference) -> tuple[Partition, str]:
     """How rows are divided between CTAs, and why they must stay whole where they must."""
     partition: Partition = "invariant" if preference.batch_invariant else "balanced"
-    limit, needed = preference.max_workspace_bytes, workspace_bytes(problem, num_ctas, partition)
+    limit, needed = preference.max_workspace_bytes, workspace_bytes(problem, num_ctas, partition, unit_heads)
     if limit is not None and needed > limit:
         return "whole", f", whole rows: cutting them needs {needed:,} workspace bytes"
     return partition, ""
@@ -243,9 +248,17 @@ def _config(
         any_batch = replace(problem, batch_size=INVARIANT_BATCH, max_seq_len=None)
         return heuristics.choose(any_batch, arch, target, facts.sm_count), "heuristics for any batch"
     config, source = tuned.lookup(problem, arch, facts.slug), f"plans/{facts.slug}.json"
-    if config is None or supports(kernel_spec(problem, arch, target, config, partition="balanced")):
+    if config is None or misfits(problem, kernel_spec(problem, arch, target, config, partition="balanced")):
         config, source = heuristics.choose(problem, arch, target, facts.sm_count), "heuristics"
     return config, source
+
+
+def misfits(problem: DecodeProblem, spec: KernelSpec) -> list[str]:
+    """Every reason why the kernel of `spec` cannot serve `problem`: `supports`, and heads that its units do not divide."""
+    reasons = supports(spec)
+    if problem.num_kv_heads % spec.unit_heads:
+        reasons.append(f"unit_heads={spec.unit_heads} does not divide num_kv_heads={problem.num_kv_heads}")
+    return reasons
 
 
 def _config_line(candidate: Candidate) -> str:

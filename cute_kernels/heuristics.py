@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .config import SMEM_BYTES, TWO_CTAS_HEAD_DIM, Arch, DecodeConfig, Target, packed_rows, supports
+from .config import SMEM_BYTES, TILE_M, TWO_CTAS_HEAD_DIM, Arch, DecodeConfig, Target, packed_rows, supports
 from .cost_model import cost_of
 from .descriptors import DecodeProblem
 from .spec import kernel_spec
@@ -17,6 +17,9 @@ SHAPES_OF_8_BITS: dict[Arch, tuple[tuple[int, int, int], ...]] = {
     "sm90": ((8_192, 8, 1), (8_192, 4, 2), (16_384, 4, 1)),
     "sm80": SHAPES["sm80"],
 }
+# the same where tokens have scales and a CTA takes two KV heads: a line of scales has those of both
+PAIRED = (8_192, 8, 1)
+PAIRED_HEAD_DIM = 128  # larger ones were not measured
 LARGEST_TILE_N = {"sm90": 64, "sm80": 32}
 RING_BYTES = 131_072  # in flight on an SM, over all its CTAs: 64 KB cost 2 to 4%, 192 KB 0 to 1%
 SHALLOWEST = {"sm90": 1, "sm80": 2}  # stages a warp
@@ -40,7 +43,18 @@ def candidates(problem: DecodeProblem, arch: Arch, target: Target) -> list[Decod
         if ctas_per_sm == 1 or (target == "sm_90a" and problem.head_dim <= TWO_CTAS_HEAD_DIM):
             tile_n = tile_tokens(problem, arch, tile_bytes)
             found[ring(problem, tile_n, min(most_warps, limit), ctas_per_sm, arch, target)] = None
+    if arch == "sm90" and pairs_heads(problem):
+        tile_bytes, most_warps, ctas_per_sm = PAIRED
+        tile_n = tile_tokens(problem, arch, tile_bytes)
+        found[ring(problem, tile_n, min(most_warps, limit), ctas_per_sm, arch, target, unit_heads=2)] = None
     return list(found)
+
+
+def pairs_heads(problem: DecodeProblem) -> bool:
+    """Whether a CTA may take two KV heads: 8-bit caches with a scale a token, whose query heads fill half of a tile at most."""
+    scales = {problem.k_scale.granularity, problem.v_scale.granularity}
+    fits = problem.num_kv_heads % 2 == 0 and 2 * problem.group_size <= TILE_M // 2
+    return problem.has_8_bits and "token" in scales and "head" not in scales and fits and problem.head_dim <= PAIRED_HEAD_DIM
 
 
 def spills_with_8_warps(problem: DecodeProblem) -> bool:
@@ -64,13 +78,15 @@ def tile_tokens(problem: DecodeProblem, arch: Arch, tile_bytes: int) -> int:
     return max(16, min(LARGEST_TILE_N[arch], 1 << (max(tokens, 1).bit_length() - 1)))
 
 
-def ring(problem: DecodeProblem, tile_n: int, most_warps: int, ctas_per_sm: int, arch: Arch, target: Target) -> DecodeConfig:
+def ring(
+    problem: DecodeProblem, tile_n: int, most_warps: int, ctas_per_sm: int, arch: Arch, target: Target, unit_heads: int = 1
+) -> DecodeConfig:
     """The deepest ring within RING_BYTES, with the most warps that shared memory then allows."""
     deepest = RING_BYTES // ctas_per_sm // (tile_n * token_bytes(problem))
     for num_warps in (w for w in (8, 4, 2, 1) if w <= most_warps):
         shallowest = SHALLOWEST[arch] * num_warps
         for num_stages in range(max(deepest // num_warps * num_warps, shallowest), shallowest - 1, -num_warps):
-            config = DecodeConfig(tile_n, num_stages, num_warps, ctas_per_sm)
+            config = DecodeConfig(tile_n, num_stages, num_warps, ctas_per_sm, unit_heads)
             needed = kernel_spec(problem, arch, target, config, partition="balanced").smem_bytes
             if needed <= SMEM_BYTES[target] // ctas_per_sm:
                 return config

@@ -44,7 +44,7 @@ class DecodePlan(FlaggingPlan):
         device, problem, facts = rules.device, rules.problem, DeviceFacts.of(rules.device)
         explanation = explain(problem, facts, preference)
         chosen = explanation.chosen
-        grid = (problem, chosen.num_ctas, chosen.partition)
+        grid = (problem, chosen.num_ctas, chosen.partition, chosen.unit_heads)
         sku = sku_of(problem, chosen, preference)
         super().__init__(device, facts.sm_count, sku, explanation, workspace_bytes(*grid), workspace_regions(*grid))
         self.descriptor = descriptor

@@ -32,6 +32,7 @@ def kernel_spec(problem: DecodeProblem, arch: Arch, target: Target, config: Deco
         num_warps=config.num_warps,
         partition=partition,
         lse_base=problem.lse_base,
+        unit_heads=config.unit_heads,
     )
 
 

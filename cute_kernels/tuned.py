@@ -13,7 +13,7 @@ import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ EXACT = {
 }
 BUCKETS = ("num_kv_heads", "batch_size", "max_seq_len")
 KNOBS = tuple(knob.name for knob in fields(DecodeConfig))
+OPTIONAL_KNOBS = {knob.name for knob in fields(DecodeConfig) if knob.default is not MISSING}
 MEASURED = ("us", "heuristic_us", "commit")
 
 
@@ -166,8 +167,10 @@ def _entry(where: str, raw: Any) -> Entry:
     for name, kind in EXACT.items():
         if type(raw[name]) is not kind:
             raise InvalidPlanTable(f"{where}.{name}", raw[name], f"must be of type {kind.__name__}")
-    _check_keys(f"{where}.config", raw["config"], set(KNOBS))
-    for name in KNOBS:
+    given = set(raw["config"]) if isinstance(raw["config"], dict) else set()
+    knobs = set(KNOBS) - (OPTIONAL_KNOBS - given)
+    _check_keys(f"{where}.config", raw["config"], knobs)
+    for name in sorted(knobs):
         if type(raw["config"][name]) is not int or raw["config"][name] < 1:
             raise InvalidPlanTable(f"{where}.config.{name}", raw["config"][name], "must be an int of at least 1")
     buckets = tuple(_bucket(f"{where}.{name}", raw[name]) for name in BUCKETS)

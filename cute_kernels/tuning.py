@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise, product
 
 from .config import SMEM_BYTES, TWO_CTAS_HEAD_DIM, Arch, DecodeConfig, KernelSpec, Target, supports
 from .cost_model import predict_us
 from .descriptors import DecodeProblem
+from .heuristics import pairs_heads
 from .spec import kernel_spec
 from .tuned import Bucket, Entry, Measured, exact_of
 
@@ -34,11 +35,13 @@ EDGE = math.sqrt(2)  # how far an entry reaches beyond the first and last measur
 def sweep(problem: DecodeProblem, arch: Arch, target: Target, sm_count: int) -> list[DecodeConfig]:
     """Every configuration that `supports` allows and the cost model does not call hopeless, the cheapest prediction first."""
     specs: dict[DecodeConfig, KernelSpec] = {}
-    for tile_n, num_warps, ctas_per_sm, ring_bytes in product(TILES, WARPS, (1, 2), RING_BYTES):
-        one = kernel_spec(problem, arch, target, DecodeConfig(tile_n, num_warps, num_warps, ctas_per_sm), partition="balanced")
+    heads = (1, 2) if arch == "sm90" and pairs_heads(problem) else (1,)
+    for tile_n, num_warps, ctas_per_sm, ring_bytes, unit_heads in product(TILES, WARPS, (1, 2), RING_BYTES, heads):
+        shallow = DecodeConfig(tile_n, num_warps, num_warps, ctas_per_sm, unit_heads)
+        one = kernel_spec(problem, arch, target, shallow, partition="balanced")
         num_stages = ring_bytes // ctas_per_sm // one.tile_bytes // num_warps * num_warps
         if num_stages:
-            config = DecodeConfig(tile_n, num_stages, num_warps, ctas_per_sm)
+            config = replace(shallow, num_stages=num_stages)
             specs[config] = kernel_spec(problem, arch, target, config, partition="balanced")
     fitting = [config for config, spec in specs.items() if resident(spec, config) and not supports(spec)]
     predicted = {config: predict_us(problem, config, arch, target, sm_count).total_us for config in fitting}

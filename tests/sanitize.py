@@ -19,6 +19,8 @@ import torch
 from decode.harness import Inputs, Shape, make_inputs, run, select
 
 import cute_kernels as ck
+from cute_kernels import tuned
+from cute_kernels.config import DecodeConfig
 from cute_kernels.merge_states import reference_merge
 from cute_kernels.reference import decode_contiguous, decode_paged
 
@@ -38,7 +40,7 @@ NONE, HEAD, TOKEN, TOKEN_F16 = ck.KVScale.NONE, ck.KVScale.HEAD, ck.KVScale.TOKE
 class Case:
     """page_size 0: a contiguous cache, whose rows all have 700 tokens. group: query heads a KV head; there are two.
 
-    k_dtype, v_dtype: what the caches store; None is q's.
+    k_dtype, v_dtype: what the caches store; None is q's. config: instead of the one that the heuristics choose.
     """
 
     arch: str
@@ -52,11 +54,13 @@ class Case:
     v_dtype: ck.KVDtype | None = None
     k_scale: ck.KVScale = NONE
     v_scale: ck.KVScale = NONE
+    config: DecodeConfig | None = None
 
     def __str__(self) -> str:
         cache = f"{self.table_format}-page{self.page_size}" if self.page_size else "contiguous"
         element = "f16" if self.dtype == F16 else "bf16"
         own = f"{self.arch}-{cache}-{self.partition}-d{self.head_dim}-group{self.group}-{element}"
+        own += f"-{self.config.unit_heads}heads" if self.config else ""
         stored = ((self.k_dtype, self.k_scale), (self.v_dtype, self.v_scale))
         if stored == ((None, NONE), (None, NONE)):
             return own
@@ -74,6 +78,7 @@ class Case:
         return Shape(**heads, **table, dtype=self.dtype, **storage, **scales)
 
 
+PAIRED = DecodeConfig(16, 16, 8, 1, unit_heads=2)
 CASES = (
     Case("sm90", "dense", "whole", 64, 1, 8, BF16),
     Case("sm90", "dense", "balanced", 128, 4, 16, BF16),
@@ -101,6 +106,9 @@ CASES = (
     Case("sm90", "dense", "balanced", 256, 16, 64, BF16, E4M3, E4M3, TOKEN_F16, TOKEN),
     Case("sm90", "dense", "invariant", 128, 4, 0, BF16, INT8, INT8, TOKEN_F16, TOKEN_F16),
     Case("sm90", "dense", "balanced", 64, 4, 16, BF16, None, None, TOKEN, HEAD),
+    Case("sm90", "dense", "balanced", 128, 4, 16, BF16, INT8, INT8, TOKEN_F16, TOKEN_F16, PAIRED),
+    Case("sm90", "csr", "whole", 64, 2, 64, F16, E4M3, E4M3, TOKEN, TOKEN, PAIRED),
+    Case("sm90", "dense", "balanced", 128, 1, 0, BF16, None, INT8, NONE, TOKEN_F16, PAIRED),
     Case("sm80", "dense", "balanced", 128, 4, 1, BF16, E4M3, E4M3),
     Case("sm80", "csr", "invariant", 64, 1, 16, F16, E5M2, E5M2, HEAD, TOKEN),
     Case("sm80", "dense", "whole", 128, 16, 5, BF16, INT8, INT8, TOKEN_F16, TOKEN_F16),
@@ -145,7 +153,9 @@ def decode(case: Case) -> tuple[Result, Result]:
     inputs = make_inputs(case.shape, "cpu")
     if case.page_size:
         inputs.rows[BAD_ROW][0] = BAD_PAGE
-    plan = select(case.shape, case.arch, **PREFERENCES[case.partition])
+    with tuned.forced(case.config):
+        plan = select(case.shape, case.arch, **PREFERENCES[case.partition])
+    assert plan.explain().chosen.config == (case.config or plan.explain().chosen.config), plan.explain()
     assert (plan.workspace_size() > 0) == (case.partition != "whole"), plan.explain()
     on_gpu, table = to_gpu(inputs)
     got = run(plan, on_gpu, table=table)

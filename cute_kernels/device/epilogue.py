@@ -8,7 +8,7 @@ import math
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Boolean, Float32, Int32
 
 from ..config import TILE_M, KernelSpec
 from .attend import WarpState, value_column
@@ -26,6 +26,18 @@ def lse_factor(spec: KernelSpec) -> float:
     return 1.0 if spec.lse_base == "2" else LN_2
 
 
+def is_of(spec: KernelSpec, row: Int32, order: Int32) -> Boolean | bool:
+    """Whether the warp at a place in the merge attends to the KV head of a packed row: a unit's KV heads take turns."""
+    return spec.unit_heads == 1 or quotient(row, spec.group_size) == remainder(order, spec.unit_heads)
+
+
+def places_of(spec: KernelSpec, row: Int32) -> list:
+    """The places in the merge of the warps that attend to the KV head of a packed row."""
+    if spec.unit_heads == 1:
+        return list(range(spec.num_warps))
+    return [quotient(row, spec.group_size) + place for place in range(0, spec.num_warps, spec.unit_heads)]
+
+
 @cute.jit
 def share_state(spec: cutlass.Constexpr, merge: tuple, thr_mma, state: WarpState, inverses, heads: Int32, order: Int32):
     """A warp writes its state at its place in the merge, without the query's row factors and the unit that it is kept in.
@@ -40,7 +52,7 @@ def share_state(spec: cutlass.Constexpr, merge: tuple, thr_mma, state: WarpState
     for r in cutlass.range_constexpr(cute.size(state.row_max)):
         total = quad_sum(state.row_sum[r])
         row = lane // 4 + 8 * r
-        if row < heads:
+        if row < heads and is_of(spec, row, order):
             for c in cutlass.range_constexpr(cute.size(outputs, mode=[1])):
                 acc[row, value_column(spec, coords[r, c][1]), order] = outputs[r, c] * unit
             if lane % 4 == 0:
@@ -54,16 +66,17 @@ def merge_row(spec: cutlass.Constexpr, row_max, row_sum, row: Int32, scaling: Sc
 
     The factor is known later than the weights, so it does not go into them: that would hold up the sum.
     """
-    weights = cute.make_rmem_tensor(spec.num_warps, Float32)
+    places = places_of(spec, row)
+    weights = cute.make_rmem_tensor(len(places), Float32)
     peak = -Float32.inf
-    for w in cutlass.range_constexpr(spec.num_warps):
-        peak = cute.arch.fmax(peak, row_max[row, w])
+    for w in cutlass.range_constexpr(len(places)):
+        peak = cute.arch.fmax(peak, row_max[row, places[w]])
     shift = finite_or_zero(peak)
     total = Float32(0.0)
-    for w in cutlass.range_constexpr(spec.num_warps):
-        weight = cute.math.exp2((row_max[row, w] - shift) * scaling.log2, fastmath=True)
-        weights[w] = cutlass.select_(row_max[row, w] == -Float32.inf, Float32(0.0), weight)  # whatever the scale
-        total += weights[w] * row_sum[row, w]
+    for w in cutlass.range_constexpr(len(places)):
+        weight = cute.math.exp2((row_max[row, places[w]] - shift) * scaling.log2, fastmath=True)
+        weights[w] = cutlass.select_(row_max[row, places[w]] == -Float32.inf, Float32(0.0), weight)  # whatever the scale
+        total += weights[w] * row_sum[row, places[w]]
     lse = cute.math.log2(total, fastmath=True) + (shift * scaling.log2 - spec.weight_bits)
     inverse = scaling.value * cute.arch.rcp_approx(total)
     if total == 0.0:  # an empty state, whatever its scales; NaN is not one
@@ -74,9 +87,9 @@ def merge_row(spec: cutlass.Constexpr, row_max, row_sum, row: Int32, scaling: Sc
 @cute.jit
 def merged(spec: cutlass.Constexpr, acc, weights, inverse: Float32, row: Int32, column: Int32) -> Float32:
     """One element of the merged output."""
-    value = Float32(0.0)
-    for w in cutlass.range_constexpr(spec.num_warps):
-        value += weights[w] * acc[row, column, w]
+    value, places = Float32(0.0), places_of(spec, row)
+    for w in cutlass.range_constexpr(len(places)):
+        value += weights[w] * acc[row, column, places[w]]
     return value * inverse
 
 

@@ -77,7 +77,7 @@ class TmaMainloop:
     def order(self, piece: Piece) -> Int32:
         """This warp's place in the merge: the residue of its tiles in the piece, so it depends on the piece alone."""
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        return (warp - piece.issued) & (self.spec.num_warps - 1)  # num_warps is a power of two
+        return (warp - piece.issued * self.spec.unit_heads) & (self.spec.num_warps - 1)  # num_warps is a power of two
 
     @cute.jit
     def prepare(self, operands: tuple, barriers: cute.Pointer):
@@ -119,16 +119,18 @@ class TmaMainloop:
         pages = box_pages(spec, tables, start, length, piece.first, Int32(k.shape[0]))
         if unfinished(share, share.row, share.tile):
             prefetch_query(spec, problem.q, piece.row, piece.head, piece.heads)
-        most = cutlass.const_expr(min(32, max(1, spec.num_stages // AHEAD) * self.boxes))
+        most = cutlass.const_expr(min(32, max(1, spec.num_stages // AHEAD // spec.unit_heads) * self.boxes))
         for box in cutlass.range(cutlass.min((piece.stop - piece.first) * self.boxes, most), unroll=1):
-            place = self.box_at(piece, piece.first * self.boxes + box, cute.arch.shuffle_sync(pages, box))
-            cute.prefetch(atom_k, gmem_k[None, place])
-            cute.prefetch(atom_v, gmem_v[None, place])
+            page = cute.arch.shuffle_sync(pages, box)
+            for head in cutlass.range_constexpr(spec.unit_heads):
+                place = self.box_at(piece, piece.first * self.boxes + box, page, head)
+                cute.prefetch(atom_k, gmem_k[None, place])
+                cute.prefetch(atom_v, gmem_v[None, place])
 
-    def box_at(self, piece: Piece, index: Int32, page: Int32) -> tuple:
-        """The coordinates of box `index` of a row, which lies on `page`."""
+    def box_at(self, piece: Piece, index: Int32, page: Int32, head: int) -> tuple:
+        """The coordinates of box `index` of a row, which lies on `page`, for one of the unit's KV heads."""
         slot = remainder(index, self.spec.page_size // self.spec.box_rows) if self.spec.page_size else index
-        return (slot, 0, piece.kv_head, page)
+        return (slot, 0, piece.kv_head + head, page)
 
     @cute.jit
     def produce(self, problem: Problem, shared: Shared, scales: cutlass.Constexpr):
@@ -173,10 +175,11 @@ class TmaMainloop:
                 pages = upcoming
                 if cutlass.const_expr(spec.source == "paged" and not scales):
                     holes = find_holes(token_of_lane(spec, tile), piece.length, pages, num_pages, piece.row, problem.status)
-            if cutlass.const_expr(scales):
-                self.issue_scales(problem, shared, piece, i, pages, ahead * self.boxes)
-            else:
-                self.issue_boxes(problem, shared, piece, i, pages, ahead * self.boxes, holes)
+            for head in cutlass.range_constexpr(spec.unit_heads):
+                if cutlass.const_expr(scales):
+                    self.issue_scales(problem, shared, piece, i, head, pages, ahead * self.boxes)
+                else:
+                    self.issue_boxes(problem, shared, piece, i, head, pages, ahead * self.boxes, holes)
             if ahead == tiles_ahead // 2:  # the first tiles would wait for it: which pages to take is a select
                 upcoming = box_pages(spec, tables, piece.start, piece.length, tile - ahead + tiles_ahead, num_pages)
             if i == 0 and more:
@@ -188,6 +191,10 @@ class TmaMainloop:
     def open_next(self, problem: Problem, piece: Piece) -> tuple[Int32, Int32, Int32]:
         """(start, length, box_pages) of the piece after one of the share, or of nothing past the batch."""
         return open_boxes(self.spec, problem.tables, problem.k, *after(self.spec, piece), Int32(problem.q.shape[0]))
+
+    def ordinal(self, piece: Piece, i: Int32, head: int) -> Int32:
+        """Where in the share's stream the piece's tile i of a KV head is."""
+        return (piece.issued + i) * self.spec.unit_heads + head
 
     @cute.jit
     def await_stage(self, shared: Shared, ordinal: Int32) -> Int32:
@@ -203,9 +210,19 @@ class TmaMainloop:
         return remainder(ordinal, self.spec.num_stages), quotient(ordinal, self.spec.num_stages) & 1
 
     @cute.jit
-    def issue_boxes(self, problem: Problem, shared: Shared, piece: Piece, i: Int32, pages: Int32, lane: Int32, holes: Int32):
-        """K and V of the piece's tile i, box by box. Its pages, and its holes, are in the lanes from `lane` on."""
-        spec, stage = self.spec, self.await_stage(shared, piece.issued + i)
+    def issue_boxes(
+        self,
+        problem: Problem,
+        shared: Shared,
+        piece: Piece,
+        i: Int32,
+        head: cutlass.Constexpr,
+        pages: Int32,
+        lane: Int32,
+        holes: Int32,
+    ):
+        """K and V of the piece's tile i of a KV head, box by box. Its pages, and its holes, are in the lanes from `lane` on."""
+        spec, stage = self.spec, self.await_stage(shared, self.ordinal(piece, i, head))
         full = shared.barriers + stage
         atom_k, coords_k, atom_v, coords_v = problem.caches
         smem_k, gmem_k = self._partition(atom_k, coords_k, shared.rings[0], spec.rings[0])
@@ -216,21 +233,23 @@ class TmaMainloop:
             cute.arch.mbarrier_arrive_and_expect_tx(full, spec.tile_bytes)
         for box in cutlass.range_constexpr(self.boxes):
             page = cute.arch.shuffle_sync(pages, lane + box)
-            place = self.box_at(piece, (piece.first + i) * self.boxes + box, page)
+            place = self.box_at(piece, (piece.first + i) * self.boxes + box, page, head)
             cute.copy(atom_k, gmem_k[None, place], smem_k[None, box, stage], tma_bar_ptr=full, cache_policy=policy)
             cute.copy(atom_v, gmem_v[None, place], smem_v[None, box, stage], tma_bar_ptr=full, cache_policy=policy)
 
     @cute.jit
-    def issue_scales(self, problem: Problem, shared: Shared, piece: Piece, i: Int32, pages: Int32, lane: Int32):
-        """The scales of the piece's tile i, a token a lane, found before its stage is free. `lane`: as issue_boxes has it."""
-        found = self.find_scales(problem, piece, i, pages, lane)
-        stage = self.await_stage(shared, piece.issued + i)
+    def issue_scales(
+        self, problem: Problem, shared: Shared, piece: Piece, i: Int32, head: cutlass.Constexpr, pages: Int32, lane: Int32
+    ):
+        """The scales of that tile, a token a lane, found before its stage is free. `lane`: as issue_boxes has it."""
+        found = self.find_scales(problem, piece, i, head, pages, lane)
+        stage = self.await_stage(shared, self.ordinal(piece, i, head))
         fetch_scales(shared.scales, found, stage)
         arrive_after_copies(shared.barriers + stage)
         if cute.arch.lane_idx() == 0:  # for what this lane stored itself
             cute.arch.mbarrier_arrive(shared.barriers + stage)
 
-    def find_scales(self, problem: Problem, piece: Piece, i: Int32, pages: Int32, lane: Int32) -> list:
+    def find_scales(self, problem: Problem, piece: Piece, i: Int32, head: int, pages: Int32, lane: Int32) -> list:
         """Where the scales of the piece's tile i are: [K's, V's] of each 32 tokens. Its pages are in the lanes from `lane` on."""
         spec, num_pages, found = self.spec, Int32(problem.k.shape[0]), []
         for token in range(0, spec.tile_n, 32):
@@ -238,17 +257,17 @@ class TmaMainloop:
             page = cute.arch.shuffle_sync(pages, lane + cutlass.min(token // spec.box_rows, self.boxes - 1))
             position = (piece.first + i) * spec.tile_n + token
             inside = (position < piece.length) & (page >= 0) & (page < num_pages)
-            found.append(find_scales(spec, problem.scales, page, position, piece.kv_head, inside))
+            found.append(find_scales(spec, problem.scales, page, position, piece.kv_head + head, inside))
         return found
 
     @cute.jit
     def consume(self, piece: Piece, attention: Attention, problem: Problem, shared: Shared):
         """This warp's tiles of one piece: those whose place in the CTA's stream is its own modulo num_warps."""
         spec, barriers = self.spec, shared.barriers
-        for i in cutlass.range(self.order(piece), piece.stop - piece.first, spec.num_warps, unroll=1):
-            stage, parity = self.turn_of(piece.issued + i)
+        for i in cutlass.range(self.order(piece), (piece.stop - piece.first) * spec.unit_heads, spec.num_warps, unroll=1):
+            stage, parity = self.turn_of(piece.issued * spec.unit_heads + i)
             cute.arch.mbarrier_wait(barriers + stage, parity)
-            valid = piece.length - (piece.first + i) * spec.tile_n
+            valid = piece.length - (piece.first + quotient(i, spec.unit_heads)) * spec.tile_n
             holes = read_holes(spec, shared, stage)
             attend_tile(spec, attention, shared, stage, valid, holes)
             if valid < spec.tile_n:

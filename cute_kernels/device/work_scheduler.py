@@ -75,9 +75,9 @@ def block_of(tiles: Int32) -> Int32:
 
 
 def heads_of(spec: KernelSpec, unit: Int32) -> tuple[Int32, Int32, Int32]:
-    """(KV head, first query head, query heads) of a unit."""
-    kv_head, m_tile = quotient(unit, spec.m_tiles), remainder(unit, spec.m_tiles)
-    return kv_head, kv_head * spec.group_size + m_tile * TILE_M, cutlass.min(spec.group_size - m_tile * TILE_M, TILE_M)
+    """(first KV head, first query head, query heads) of a unit."""
+    kv_head, m_tile = quotient(unit, spec.m_tiles) * spec.unit_heads, remainder(unit, spec.m_tiles)
+    return kv_head, kv_head * spec.group_size + m_tile * TILE_M, cutlass.min(spec.unit_rows - m_tile * TILE_M, TILE_M)
 
 
 def make_piece(spec: KernelSpec, share: Share, row: Int32, start: Int32, length: Int32, first: Int32, issued: Int32) -> Piece:
@@ -246,7 +246,7 @@ def before_lane(inclusive: Int32) -> Int32:
 
 def locate(spec: KernelSpec, k: cute.Tensor) -> tuple[Int32, Int32, Int32, Int32]:
     """(unit, slice, units, slices that the grid has room for) of this CTA: what does not depend on lengths."""
-    units, cta = Int32(k.shape[1]) * spec.m_tiles, cute.arch.block_idx()[0]
+    units, cta = quotient(Int32(k.shape[1]), spec.unit_heads) * spec.m_tiles, cute.arch.block_idx()[0]
     return remainder(cta, units), quotient(cta, units), units, quotient(cute.arch.grid_dim()[0], units)
 
 

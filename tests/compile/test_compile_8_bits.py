@@ -81,6 +81,19 @@ def test_sm90(described: DecodeProblem, config: DecodeConfig, tmp_path: Path) ->
     assert_no_spills(sass)
 
 
+@pytest.mark.parametrize("storage", [(INT8, INT8), (BF16, INT8)], ids=["int8", "bf16 and int8"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_two_kv_heads_a_cta(head_dim: int, storage: Storage, tmp_path: Path) -> None:
+    """The producers' part is there twice, the consumers' once: a warp attends to the tiles of one of the heads."""
+    described = problem(head_dim, 4, storage, (NONE if storage[0] is BF16 else TOKEN_F16, TOKEN))
+    (config,) = (c for c in candidates(described, "sm90", "sm_90a") if c.unit_heads == 2)
+    spec = kernel_spec(described, "sm90", "sm_90a", config, partition="balanced")
+    ptx, sass = dump(spec, tmp_path)
+    check_tile(spec, ptx)
+    assert len(re.findall(r"cp\.async\.bulk\.tensor\.[45]d", ptx)) == 2 * 2 * spec.tile_n // spec.box_rows
+    assert_no_spills(sass)
+
+
 @pytest.mark.parametrize(
     ("target", "described"),
     [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 import cute_kernels as ck
 from cute_kernels import heuristics
 from cute_kernels.config import DecodeConfig, supports
-from cute_kernels.dispatch import PRETEND, VARIANTS, DeviceFacts, explain
+from cute_kernels.dispatch import PRETEND, VARIANTS, DeviceFacts, explain, misfits
 from cute_kernels.spec import kernel_spec
 from cute_kernels.workspace import workspace_bytes
 
@@ -245,6 +246,45 @@ def test_the_spec_is_what_changes_generated_code() -> None:
     partitions = [kernel_spec(problem(), "sm90", "sm_90a", config, partition=p) for p in ("whole", "balanced", "invariant")]
     assert [candidate.split for candidate in partitions] == [False, True, True]
     assert len(set(partitions)) == 3
+
+
+PAIRED = DecodeConfig(tile_n=32, num_stages=16, num_warps=8, ctas_per_sm=1, unit_heads=2)
+TOKEN_SCALES = {"kv_dtype": INT8, "k_scale": ck.KVScale.TOKEN_F16, "v_scale": ck.KVScale.TOKEN_F16}
+
+
+def test_two_kv_heads_a_cta_are_for_long_streams_with_scales_a_token() -> None:
+    large, small = (chosen(H200, batch_size=rows, max_seq_len=4096, **TOKEN_SCALES) for rows in (128, 8))
+    assert (large.config, large.num_ctas) == (PAIRED, 132), "4 units leave no SM of 132 idle, 8 leave 4"
+    assert (small.config.unit_heads, small.num_ctas) == (1, 128)
+    assert large.spec.packed_rows == 2 * small.spec.packed_rows == 8
+    others = [
+        {"k_scale": ck.KVScale.HEAD},
+        {"v_scale": ck.KVScale.TENSOR},
+        {"num_heads": 64},
+        {"num_heads": 36, "num_kv_heads": 9},
+    ]
+    others += [{"head_dim": 256}, {"k_scale": ck.KVScale.NONE, "v_scale": ck.KVScale.NONE}, {"page_size": 1}]
+    for other in others:
+        fields = {"batch_size": 128, "max_seq_len": 4096, **TOKEN_SCALES, **other}
+        assert chosen(H200, **fields).config.unit_heads == 1, other
+
+
+@pytest.mark.parametrize(
+    ("arch", "fields", "changes", "reason"),
+    [
+        ("sm90", {}, {"unit_heads": 4}, "unit_heads=4 is not 1 or 2"),
+        ("sm90", {"num_heads": 72}, {}, "9 query heads each exceed the 16 rows"),
+        ("sm90", {}, {"num_warps": 1}, "does not divide num_warps=1"),
+        ("sm90", {"k_scale": ck.KVScale.HEAD}, {}, "takes no scale a KV head"),
+        ("sm80", {}, {}, "needs the TMA mainloop"),
+        ("sm90", {"num_heads": 36, "num_kv_heads": 9}, {}, "does not divide num_kv_heads=9"),
+    ],
+)
+def test_where_a_cta_cannot_take_two_kv_heads(arch: str, fields: dict, changes: dict, reason: str) -> None:
+    described = problem(**fields)
+    spec = kernel_spec(described, arch, "sm_90a", replace(PAIRED, tile_n=16, **changes), partition="balanced")
+    (found,) = misfits(described, spec)
+    assert reason in found
 
 
 def test_heuristics_are_a_function_of_the_problem() -> None:

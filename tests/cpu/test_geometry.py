@@ -94,3 +94,6 @@ def test_workspace_regions() -> None:
         assert workspace_bytes(problem, 0, partition) == 0
     assert workspace_bytes(problem, 5, "balanced") == 11_520 + 128  # a word of 4 bytes a CTA, rounded up
     assert workspace_bytes(problem, 5, "whole") == 0
+    (paired, _), (single, _) = (workspace_regions(problem, 5, "balanced", unit_heads) for unit_heads in (2, 1))
+    assert paired.nbytes == 2 * single.nbytes
+    assert [problem.units(unit_heads) for unit_heads in (1, 2)] == [2, 1]

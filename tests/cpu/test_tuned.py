@@ -131,6 +131,16 @@ def test_lookup_matches_half_open_buckets(tmp_path: Path) -> None:
     assert tuned.lookup(problem(), "sm90", "a100", tmp_path) is None
 
 
+def test_knobs_with_a_default_may_be_left_out(tmp_path: Path) -> None:
+    paired = {**ENTRY, "config": {**ENTRY["config"], "unit_heads": 2}, "page_size": 64}
+    write(tmp_path, ENTRY, paired)
+    assert tuned.lookup(problem(), "sm90", "h200", tmp_path).unit_heads == 1
+    assert tuned.lookup(problem(page_size=64), "sm90", "h200", tmp_path).unit_heads == 2
+    for config in ({**ENTRY["config"], "unit_heads": 0}, {"tile_n": 32, "unit_heads": 1}, {**ENTRY["config"], "heads": 2}, 3):
+        with pytest.raises(ck.InvalidPlanTable, match="config"):
+            tuned.load(write(tmp_path, {**ENTRY, "config": config}))
+
+
 def test_dispatch_prefers_a_tuned_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path, ENTRY)
     monkeypatch.setattr(tuned, "plans_folder", lambda: tmp_path)
