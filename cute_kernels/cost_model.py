@@ -15,6 +15,7 @@ from .spec import kernel_spec
 ASSUMED_SEQ_LEN = 4096  # tokens a row where the descriptor gives no max_seq_len: believing a stream long costs most if wrong
 LONE_COLUMNS = 128  # of the head that lone_weight is for
 CROWDING, CROWDED_ROWS = 1.5, 4  # what a CTA does beside another on its SM, as a multiple of the same alone, at so many rows
+PAIRED_TURN = 1.6  # a turn of two KV heads, as a multiple of that of one: 256 x 200 of int8 with scales a token
 MOST_CUT = 2  # pieces of a share that are parts of cut rows: of the row it continues and of the row it opens
 
 
@@ -234,9 +235,9 @@ def pieces_us(spec: KernelSpec, costs: ArchCosts, pieces: float, shares: int) ->
 
 
 def turns_us(spec: KernelSpec, costs: ArchCosts, pieces: float, ctas_per_sm: int) -> float:
-    """The turns between a CTA's pieces, side by side with those of another CTA of its SM. One of two KV heads takes as two."""
+    """The turns between a CTA's pieces, side by side with those of another CTA of its SM."""
     crowding = CROWDING + costs.row_crowding * max(0, spec.packed_rows - CROWDED_ROWS)
-    return costs.turn_us * crowding ** (ctas_per_sm - 1) * max(0.0, spec.unit_heads * pieces - 1)
+    return costs.turn_us * PAIRED_TURN ** (spec.unit_heads - 1) * crowding ** (ctas_per_sm - 1) * max(0.0, pieces - 1)
 
 
 def combine_us(spec: KernelSpec, costs: ArchCosts, parts: int) -> float:

@@ -90,14 +90,11 @@ def test_predictions_are_near_what_was_measured(shape: tuple) -> None:
         assert abs(cost(shape, config).total_us - measured) <= most, config
 
 
-BEHIND = {  # by 2.2%: eight warps behind four; by 2.3%: four behind eight
-    ("int8 token", (256, 512, 32, 8, 128)),
-    ("int8 token", (32, 2 * K, 32, 32, 128)),
-}
+BEHIND = {("int8 token", (256, 512, 32, 8, 128))}  # by 2.2%: eight warps behind four
 
 
 @MEASURED_OF_8_BITS
-def test_choices_for_8_bits_lose_at_most_one_percent_but_for_two(storage: str, shape: tuple) -> None:
+def test_choices_for_8_bits_lose_at_most_one_percent_but_for_one(storage: str, shape: tuple) -> None:
     table, fields = STORAGES[storage]
     most = 1.025 if (storage, shape) in BEHIND else 1.01
     assert table[shape][chosen(*shape, **fields)] <= most * min(table[shape].values())

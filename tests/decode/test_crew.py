@@ -66,15 +66,20 @@ def test_a_row_in_more_pieces_than_are_kept_apart_is_combined_by_its_last_cta(mo
 
 @pytest.mark.parametrize("config", [DecodeConfig(16, 16, 8, 1), DecodeConfig(32, 4, 4, 2)], ids=["8 warps", "4 warps, 2 CTAs"])
 def test_a_row_in_any_number_of_pieces(config: DecodeConfig) -> None:
-    """Beside each other on a line of columns, threads take turns at the pieces: no number of turns may leave lanes behind."""
-    shape = replace(SHAPES["8/1"], lengths=(40_000,), max_seq_len=40_000)
+    """Beside each other on a line of columns, threads take turns at the pieces: no number of turns may leave lanes behind.
+
+    Slices of the smallest share, then as many as there are CTAs, of more; cuts in what opening the row costs are none.
+    """
+    shape = replace(SHAPES["8/1"], lengths=(128_000,), max_seq_len=128_000)
     with tuned.forced(config):
         plan = ck.PagedDecodePlan(shape.descriptor(), torch.device("cuda", 0), ck.PlanPreference(arch="sm90"))
     spec = plan.explain().chosen.spec
     assert (spec.tile_n, spec.num_warps) == (config.tile_n, config.num_warps)
-    for pieces in (2, 5, 9, 33, *range(63, 82), *range(127, plan.num_ctas + 1)):
-        length = spec.tile_n * (pieces * spec.min_share - spec.piece_cost)
-        inputs = make_inputs(replace(shape, lengths=(length,)), "cuda", seed=pieces)
+    costs = [slices * spec.min_share for slices in (5, 9, 33, *range(63, 82), *range(127, plan.num_ctas + 1))]
+    costs += [plan.num_ctas * step for step in range(spec.min_share + 1, spec.min_share + 12)]
+    for cost in costs:
+        length = spec.tile_n * (cost - spec.piece_cost)
+        inputs = make_inputs(replace(shape, lengths=(length,)), "cuda", seed=cost)
         assert_close(inputs, *run(plan, inputs))
 
 
