@@ -94,6 +94,7 @@ class KernelSpec:
     vector_bytes: bytes one cp.async moves (16 for TMA). page_size: 0 when contiguous.
     partition: how rows are divided between CTAs. "whole": not at all; "balanced": wherever the shares of the CTAs end;
     "invariant": at places that depend on the row's length only. Parts of a row meet in the workspace.
+    unit_heads: KV heads of a unit, the share of a row that one CTA works on at a time.
     """
 
     arch: Arch
@@ -212,7 +213,7 @@ class KernelSpec:
 
     @property
     def m_tiles(self) -> int:
-        """Tensor-core tiles that hold the query heads of one KV head."""
+        """Tensor-core tiles that hold the query heads of a unit's KV heads."""
         return m_tiles(self.unit_rows)
 
     @property

@@ -17,7 +17,7 @@ SHAPES_OF_8_BITS: dict[Arch, tuple[tuple[int, int, int], ...]] = {
     "sm90": ((8_192, 8, 1), (8_192, 4, 2), (16_384, 4, 1)),
     "sm80": SHAPES["sm80"],
 }
-# the same where tokens have scales and a CTA takes two KV heads: a line of scales has those of both
+# the same where tokens have scales and a CTA takes two KV heads: a sector of scales has those of both
 PAIRED = (8_192, 8, 1)
 PAIRED_HEAD_DIM = 128  # larger ones were not measured
 LARGEST_TILE_N = {"sm90": 64, "sm80": 32}
@@ -53,8 +53,8 @@ def candidates(problem: DecodeProblem, arch: Arch, target: Target) -> list[Decod
 def pairs_heads(problem: DecodeProblem) -> bool:
     """Whether a CTA may take two KV heads: 8-bit caches with a scale a token, whose query heads fill half of a tile at most."""
     scales = {problem.k_scale.granularity, problem.v_scale.granularity}
-    fits = problem.num_kv_heads % 2 == 0 and 2 * problem.group_size <= TILE_M // 2
-    return problem.has_8_bits and "token" in scales and "head" not in scales and fits and problem.head_dim <= PAIRED_HEAD_DIM
+    fits = problem.num_kv_heads % 2 == 0 and 2 * problem.group_size <= TILE_M // 2 and problem.head_dim <= PAIRED_HEAD_DIM
+    return problem.has_8_bits and "token" in scales and scales <= {"token", "none"} and fits
 
 
 def spills_with_8_warps(problem: DecodeProblem) -> bool:

@@ -4,7 +4,8 @@ Scales of tokens have a producer warp of their own: beside the boxes they took a
 there are none, that warp looks ahead; with two CTAs an SM a warp more would leave too few registers to each.
 
 Tile i lies in stage i % num_stages and belongs to warp i % num_warps. num_stages is a multiple of num_warps, so a stage always
-has the same reader: with several, a fast one passes a parity that an older phase satisfied and reads garbage.
+has the same reader: with several, a fast one passes a parity that an older phase satisfied and reads garbage. Where a unit has
+two KV heads, a stretch of tokens is a tile of the first, then one of the second: as num_warps is even, a warp has tiles of one.
 """
 
 import cutlass

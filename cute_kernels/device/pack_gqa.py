@@ -1,4 +1,4 @@
-"""Packs the query heads that share one KV head into the rows of one tensor-core tile.
+"""Packs the query heads that share one KV head, or those of the two of a unit, into the rows of one tensor-core tile.
 
 Row r of m-tile m is query head kv_head * group_size + m * TILE_M + r. Columns past head_dim are zero on load. Rows past the group
 are zero, or hold whatever shared memory held: no row of a product depends on another, and these are never stored. The tile is

@@ -1,7 +1,7 @@
 """A balanced schedule without a planning step: each CTA derives its share of all work from the rows' lengths.
 
-A unit is one KV head and one m-tile. CTA i works for unit i % units, so CTAs that read the same pages are neighbours, and on
-slice i // units of the batch: rows laid end to end cost their KV tiles plus spec.piece_cost each, and the slices cut that line
+A unit is one or two KV heads and an m-tile. CTA i works for unit i % units, so CTAs that read the same pages are neighbours, and
+on slice i // units of the batch: rows laid end to end cost their KV tiles plus spec.piece_cost each, and the slices cut that line
 into equal parts. So every batch is balanced to a tile however ragged, and a captured graph stays balanced when lengths
 change. A row that a cut splits leaves partial states. No slice is smaller than spec.min_share: a small batch uses fewer CTAs.
 

@@ -45,6 +45,15 @@ def test_a_sweep_holds_only_what_can_be_built_and_is_not_hopeless(head_dim, arch
         assert heuristics.choose(shape, arch, target, 132) in found
 
 
+def test_a_sweep_tries_two_kv_heads_a_cta_where_they_fit() -> None:
+    stored = {"kv_dtype": ck.KVDtype.INT8, "k_scale": ck.KVScale.TOKEN_F16, "v_scale": ck.KVScale.TOKEN_F16}
+    found = sweep(problem(**stored), "sm90", "sm_90a", 132)
+    assert {config.unit_heads for config in found} == {1, 2}
+    assert heuristics.choose(problem(**stored), "sm90", "sm_90a", 132) in found
+    for other in ({}, {**stored, "num_heads": 64}, {**stored, "v_scale": ck.KVScale.TENSOR}):
+        assert {config.unit_heads for config in sweep(problem(**other), "sm90", "sm_90a", 132)} == {1}
+
+
 def test_finalists_are_close_to_the_fastest() -> None:
     assert finalists({A: 10.4, B: 10.0, C: 10.6}) == [B, A]
     many = {DecodeConfig(16, stages, 1, 1): 10 + stages / 100 for stages in range(1, 20)}

@@ -15,7 +15,7 @@ from cute_kernels.config import DecodeConfig
 
 pytestmark = pytest.mark.gpu
 E4M3, INT8 = ck.KVDtype.E4M3, ck.KVDtype.INT8
-NONE, TOKEN, TOKEN_F16 = ck.KVScale.NONE, ck.KVScale.TOKEN, ck.KVScale.TOKEN_F16
+TOKEN, TOKEN_F16 = ck.KVScale.TOKEN, ck.KVScale.TOKEN_F16
 PAIRED = DecodeConfig(32, 16, 8, 1, 2)
 LENGTHS = (0, 1, 31, 32, 33, 257, 20_000, 65, 5000, 0, 700)
 INT8_TOKEN = {"kv_dtype": INT8, "k_scale": TOKEN_F16, "v_scale": TOKEN_F16}
