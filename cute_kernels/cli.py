@@ -116,10 +116,9 @@ def plan(request: Request) -> None:
     """What would run for a shape: variant, config, workspace and numerics."""
     chosen = request.explanation().chosen
     sku = sku_of(request.problem, chosen, request.preference)
+    launch = (request.problem, chosen.num_ctas, chosen.partition, chosen.unit_heads)
     if request.as_json:
-        regions = [
-            vars(region) for region in workspace_regions(request.problem, chosen.num_ctas, chosen.partition, chosen.unit_heads)
-        ]
+        regions = [vars(region) for region in workspace_regions(*launch)]
         fields = {**vars(sku), "config": chosen.config and vars(chosen.config)}
         fields["precision_guarantee"] = vars(sku.precision_guarantee)
         console.print_json(json.dumps({**fields, "workspace_regions": regions}))
@@ -130,8 +129,8 @@ def plan(request: Request) -> None:
     for name in ("operation", "variant", "arch"):
         grid.add_row(name, getattr(sku, name))
     grid.add_row("config", _assignments(sku.config) if sku.config else "none: plain PyTorch")
-    grid.add_row("workspace", f"{workspace_bytes(request.problem, chosen.num_ctas, chosen.partition, chosen.unit_heads):,} bytes")
-    for region in workspace_regions(request.problem, chosen.num_ctas, chosen.partition, chosen.unit_heads):
+    grid.add_row("workspace", f"{workspace_bytes(*launch):,} bytes")
+    for region in workspace_regions(*launch):
         grid.add_row("", f"{region.name}: {region.nbytes:,} bytes at {region.offset:,}")
     grid.add_row("numerics", _assignments(sku.precision_guarantee))
     console.print(grid)

@@ -300,8 +300,8 @@ def supports(spec: KernelSpec) -> list[str]:
         reasons += _tma_reasons(spec)
     else:
         reasons += _cp_async_reasons(spec)
-        if spec.unit_heads > 1:
-            reasons.append(f"unit_heads={spec.unit_heads} needs the TMA mainloop")
+    if spec.unit_heads > 1:
+        reasons += _unit_reasons(spec)
     return reasons
 
 
@@ -334,13 +334,13 @@ def _tma_reasons(spec: KernelSpec) -> list[str]:
         reasons.append(f"TMA needs page_size to be a multiple of {MIN_BOX_ROWS}, got {spec.page_size}")
     if spec.box_rows > 256:
         reasons.append(f"a TMA box has at most 256 rows, got {spec.box_rows}")
-    if spec.unit_heads > 1:
-        reasons += _unit_reasons(spec)
     return reasons
 
 
 def _unit_reasons(spec: KernelSpec) -> list[str]:
     reasons = []
+    if spec.arch != "sm90":
+        reasons.append(f"unit_heads={spec.unit_heads} needs the TMA mainloop")
     if spec.unit_heads > 2:
         reasons.append(f"unit_heads={spec.unit_heads} is not 1 or 2")
     if spec.unit_rows > TILE_M:

@@ -34,7 +34,8 @@ class ArchCosts:
     merge_us: a warp's sums merged with the others', where a thread has not all parts of its columns.
     turn_us: from a CTA's piece to its next, with one tile between: what short rows take where the stream does not hide it.
     row_crowding: how much CROWDING grows, for turns, with each packed row past CROWDED_ROWS.
-    pair_weight: how much shorter a stream takes where a CTA takes two KV heads, as a part of it. pair_us: what it takes more for.
+    pair_weight: how much shorter a stream takes where a CTA takes two KV heads, as a part of it. pair_us: what such a launch
+    takes more, however long it is.
     """
 
     start_us: float

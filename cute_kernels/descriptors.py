@@ -180,7 +180,7 @@ class DecodeProblem:
 
     def units(self, unit_heads: int) -> int:
         """Units of work of a row: `unit_heads` KV heads and at most TILE_M of their query heads each."""
-        return max(1, self.num_kv_heads // unit_heads) * m_tiles(self.group_size * unit_heads)
+        return self.num_kv_heads // unit_heads * m_tiles(self.group_size * unit_heads)
 
     @property
     def element_type(self) -> str:

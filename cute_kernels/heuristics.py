@@ -39,22 +39,21 @@ def candidates(problem: DecodeProblem, arch: Arch, target: Target) -> list[Decod
     """What the choice is made from, without duplicates."""
     found: dict[DecodeConfig, None] = {}
     limit = 4 if spills_with_8_warps(problem) else 8
-    for tile_bytes, most_warps, ctas_per_sm in (SHAPES_OF_8_BITS if problem.has_8_bits else SHAPES)[arch]:
+    shapes = [(*shape, 1) for shape in (SHAPES_OF_8_BITS if problem.has_8_bits else SHAPES)[arch]]
+    if pairs_heads(problem, arch):
+        shapes.append((*PAIRED, 2))
+    for tile_bytes, most_warps, ctas_per_sm, unit_heads in shapes:
         if ctas_per_sm == 1 or (target == "sm_90a" and problem.head_dim <= TWO_CTAS_HEAD_DIM):
             tile_n = tile_tokens(problem, arch, tile_bytes)
-            found[ring(problem, tile_n, min(most_warps, limit), ctas_per_sm, arch, target)] = None
-    if arch == "sm90" and pairs_heads(problem):
-        tile_bytes, most_warps, ctas_per_sm = PAIRED
-        tile_n = tile_tokens(problem, arch, tile_bytes)
-        found[ring(problem, tile_n, min(most_warps, limit), ctas_per_sm, arch, target, unit_heads=2)] = None
+            found[ring(problem, tile_n, min(most_warps, limit), ctas_per_sm, arch, target, unit_heads)] = None
     return list(found)
 
 
-def pairs_heads(problem: DecodeProblem) -> bool:
+def pairs_heads(problem: DecodeProblem, arch: Arch) -> bool:
     """Whether a CTA may take two KV heads: 8-bit caches with a scale a token, whose query heads fill half of a tile at most."""
     scales = {problem.k_scale.granularity, problem.v_scale.granularity}
     fits = problem.num_kv_heads % 2 == 0 and 2 * problem.group_size <= TILE_M // 2 and problem.head_dim <= PAIRED_HEAD_DIM
-    return problem.has_8_bits and "token" in scales and scales <= {"token", "none"} and fits
+    return arch == "sm90" and problem.has_8_bits and "token" in scales and scales <= {"token", "none"} and fits
 
 
 def spills_with_8_warps(problem: DecodeProblem) -> bool:
@@ -79,7 +78,7 @@ def tile_tokens(problem: DecodeProblem, arch: Arch, tile_bytes: int) -> int:
 
 
 def ring(
-    problem: DecodeProblem, tile_n: int, most_warps: int, ctas_per_sm: int, arch: Arch, target: Target, unit_heads: int = 1
+    problem: DecodeProblem, tile_n: int, most_warps: int, ctas_per_sm: int, arch: Arch, target: Target, unit_heads: int
 ) -> DecodeConfig:
     """The deepest ring within RING_BYTES, with the most warps that shared memory then allows."""
     deepest = RING_BYTES // ctas_per_sm // (tile_n * token_bytes(problem))

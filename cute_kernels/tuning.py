@@ -35,7 +35,7 @@ EDGE = math.sqrt(2)  # how far an entry reaches beyond the first and last measur
 def sweep(problem: DecodeProblem, arch: Arch, target: Target, sm_count: int) -> list[DecodeConfig]:
     """Every configuration that `supports` allows and the cost model does not call hopeless, the cheapest prediction first."""
     specs: dict[DecodeConfig, KernelSpec] = {}
-    heads = (1, 2) if arch == "sm90" and pairs_heads(problem) else (1,)
+    heads = (1, 2) if pairs_heads(problem, arch) else (1,)
     for tile_n, num_warps, ctas_per_sm, ring_bytes, unit_heads in product(TILES, WARPS, (1, 2), RING_BYTES, heads):
         shallow = DecodeConfig(tile_n, num_warps, num_warps, ctas_per_sm, unit_heads)
         one = kernel_spec(problem, arch, target, shallow, partition="balanced")

@@ -27,7 +27,7 @@ def workspace_regions(
 ) -> tuple[WorkspaceRegion, ...]:
     """The regions of a grid of `num_ctas` CTAs; none where rows stay whole or the batch is empty. Lengths do not matter.
 
-    partial_states: words [SLOTS num_ctas, min(group_size unit_heads, 16), padded head_dim / 2] of out, lse and a tag, as
+    partial_states: words [SLOTS num_ctas, min(group_size x unit_heads, 16), padded head_dim / 2] of out, lse and a tag, as
     device/partials.py lays them out. announcements: i32 [num_ctas], of CTAs that have started, where the combine of a row is
     divided between them. What they hold before a launch is ignored.
     """

@@ -132,7 +132,7 @@ def merge_threads(spec: cutlass.Constexpr, states: cute.Tensor, width: Int32, bu
     Lanes of a warp by shuffles, warps through `buffer` [4, pair, thread].
     """
     thread, pairs = cute.arch.thread_idx()[0], cutlass.const_expr(pairs_of(spec))
-    cute.arch.sync_warp()  # lanes that had more parts than others
+    cute.arch.sync_warp()  # lanes may be apart behind the branches of merge_parts
     for step in cutlass.range_constexpr(LINE_WORDS.bit_length() - 1, LANES.bit_length() - 1):
         if width <= cutlass.const_expr(1 << step):
             for j in cutlass.range_constexpr(pairs):

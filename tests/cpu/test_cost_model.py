@@ -280,7 +280,7 @@ def test_every_choice_is_supported_or_none_is(
         for config in candidates(described, *device[:2])
     }
     shapes = (SHAPES if kv_dtype is None else SHAPES_OF_8_BITS)[device[0]]
-    assert 1 <= len(reasons) <= len(shapes) + (device[0] == "sm90" and pairs_heads(described))
+    assert 1 <= len(reasons) <= len(shapes) + pairs_heads(described, device[0])
     config = choose(described, *device)
     assert config == choose(replace(described), *device)
     assert reasons[config] == [] or all(reasons.values())
