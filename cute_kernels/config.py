@@ -235,9 +235,14 @@ class KernelSpec:
     def merge_floats(self) -> int:
         """f32 of the buffer in which the warps' states merge: of each warp and packed row its padded output, maximum and sum.
 
-        At least what the combine needs (device/combine.py): four of each thread.
+        At least what the combine needs (device/combine.py): four of each thread's pairs of columns.
         """
-        return self.num_warps * max(self.packed_rows * (self.merge_columns + 2), 4 * 32)
+        return self.num_warps * max(self.packed_rows * (self.merge_columns + 2), 4 * 32 * self.column_pairs)
+
+    @property
+    def column_pairs(self) -> int:
+        """Neighbouring pairs of columns that a thread takes together: two where a row has more pairs than the CTA threads."""
+        return 1 if self.packed_rows * self.padded_head_dim // 2 <= 32 * self.num_warps else 2
 
     @property
     def merge_columns(self) -> int:

@@ -13,7 +13,7 @@ from cutlass import Boolean, Float32, Int32
 from ..config import TILE_M, KernelSpec
 from .attend import WarpState, value_column
 from .kv_scale import Scaling, unit_of
-from .partials import pairs_of, send, word_at
+from .partials import send, word_at
 from .registers import quotient, remainder
 from .softmax import finite_or_zero, quad_sum, rows_of
 from .work_scheduler import Piece
@@ -98,7 +98,7 @@ def store_final(spec: cutlass.Constexpr, merge: tuple, piece: Piece, out, lse, s
     """A whole row: the merged state is the result, in out [batch, num_heads, head_dim] and lse [batch, num_heads]."""
     acc, row_max, row_sum = merge
     target = cute.domain_offset((piece.head, 0), out[piece.row, None, None])
-    width = 2 * pairs_of(spec) if cutlass.const_expr(spec.head_dim % 4 == 0) else math.gcd(spec.head_dim, 2)
+    width = 2 * spec.column_pairs if cutlass.const_expr(spec.head_dim % 4 == 0) else math.gcd(spec.head_dim, 2)
     per_row = cutlass.const_expr(spec.head_dim // width)
     values = cute.make_rmem_tensor(width, out.element_type)
     targets = cute.zipped_divide(target, (1, width))
@@ -117,7 +117,7 @@ def store_partial(spec: cutlass.Constexpr, merge: tuple, piece: Piece, words, sl
     """A part of a row: the merged state goes to its slot of the workspace."""
     acc, row_max, row_sum = merge
     per_row, threads = cutlass.const_expr(spec.padded_head_dim // 2), cutlass.const_expr(spec.num_warps * 32)
-    work, pairs = piece.heads * per_row, cutlass.const_expr(pairs_of(spec))
+    work, pairs = piece.heads * per_row, cutlass.const_expr(spec.column_pairs)
     for index in cutlass.range(cute.arch.thread_idx()[0] * pairs, work, threads * pairs, unroll=1):
         row, values = quotient(index, per_row), cute.make_rmem_tensor((2, pairs), Float32)
         weights, inverse, row_lse = merge_row(spec, row_max, row_sum, row, scaling)

@@ -41,11 +41,6 @@ def is_tagged(word: Int32, tag: Int32) -> Boolean:
     return (word & Int32(MAGNITUDE)) == tag
 
 
-def pairs_of(spec: KernelSpec) -> int:
-    """Neighbouring pairs of columns that a thread takes together: two where a row has more pairs than the CTA threads."""
-    return 1 if state_words(spec, spec.packed_rows) <= spec.num_warps * 32 else 2
-
-
 def word_at(words: cute.Tensor, index: Int32, slot: Int32) -> cute.Pointer:
     """The word of a pair of columns in a slot."""
     return words.iterator + cute.crd2idx((0, index, slot), words.layout)

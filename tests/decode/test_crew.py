@@ -64,13 +64,21 @@ def test_a_row_in_more_pieces_than_are_kept_apart_is_combined_by_its_last_cta(mo
     assert_bitwise(alone(inputs), first)
 
 
-@pytest.mark.parametrize("config", [DecodeConfig(16, 16, 8, 1), DecodeConfig(32, 4, 4, 2)], ids=["8 warps", "4 warps, 2 CTAs"])
-def test_a_row_in_any_number_of_pieces(config: DecodeConfig) -> None:
+FORCED = {  # few warps, which only a tuned plan has, merge more in the combine than states of theirs take
+    "8 warps": (DecodeConfig(16, 16, 8, 1), {}),
+    "4 warps, 2 CTAs": (DecodeConfig(32, 4, 4, 2), {}),
+    "2 warps": (DecodeConfig(32, 8, 2, 1), {"num_heads": 2, "head_dim": 96}),
+    "1 warp": (DecodeConfig(32, 4, 1, 1), {"num_heads": 1}),
+}
+
+
+@pytest.mark.parametrize(("config", "heads"), FORCED.values(), ids=FORCED)
+def test_a_row_in_any_number_of_pieces(config: DecodeConfig, heads: dict[str, int]) -> None:
     """Beside each other on a line of columns, threads take turns at the pieces: no number of turns may leave lanes behind.
 
     Slices of the smallest share, then as many as there are CTAs, of more; cuts in what opening the row costs are none.
     """
-    shape = replace(SHAPES["8/1"], lengths=(128_000,), max_seq_len=128_000)
+    shape = replace(SHAPES["8/1"], lengths=(128_000,), max_seq_len=128_000, **heads)
     with tuned.forced(config):
         plan = ck.PagedDecodePlan(shape.descriptor(), torch.device("cuda", 0), ck.PlanPreference(arch="sm90"))
     spec = plan.explain().chosen.spec
