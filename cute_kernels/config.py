@@ -240,9 +240,14 @@ class KernelSpec:
         return self.num_warps * max(self.packed_rows * (self.merge_columns + 2), 4 * 32 * self.column_pairs)
 
     @property
+    def row_pairs(self) -> int:
+        """Pairs of neighbouring columns of a packed row's output."""
+        return self.padded_head_dim // 2
+
+    @property
     def column_pairs(self) -> int:
-        """Neighbouring pairs of columns that a thread takes together: two where a row has more pairs than the CTA threads."""
-        return 1 if self.packed_rows * self.padded_head_dim // 2 <= 32 * self.num_warps else 2
+        """Neighbouring pairs of columns that a thread takes together: two where a state has more pairs than the CTA threads."""
+        return 1 if self.packed_rows * self.row_pairs <= 32 * self.num_warps else 2
 
     @property
     def merge_columns(self) -> int:

@@ -172,8 +172,7 @@ def normalised(state: cute.Tensor) -> tuple[Float32, Float32, Float32]:
 @cute.jit
 def store_pair(spec: cutlass.Constexpr, state: cute.Tensor, columns: Columns, index: Int32, out: cute.Tensor, lse: cute.Tensor):
     """Writes a combined pair of columns, and the lse beside a head's first pair."""
-    pairs = spec.padded_head_dim // 2
-    head, column = columns.head + quotient(index, pairs), remainder(index, pairs) * 2
+    head, column = columns.head + quotient(index, spec.row_pairs), remainder(index, spec.row_pairs) * 2
     first, second, row_lse = normalised(state)
     for c in cutlass.range_constexpr(2):
         if column + c < spec.head_dim:

@@ -116,7 +116,7 @@ def store_final(spec: cutlass.Constexpr, merge: tuple, piece: Piece, out, lse, s
 def store_partial(spec: cutlass.Constexpr, merge: tuple, piece: Piece, words, slot: Int32, tag: Int32, scaling: Scaling):
     """A part of a row: the merged state goes to its slot of the workspace."""
     acc, row_max, row_sum = merge
-    per_row, threads = cutlass.const_expr(spec.padded_head_dim // 2), cutlass.const_expr(spec.num_warps * 32)
+    per_row, threads = cutlass.const_expr(spec.row_pairs), cutlass.const_expr(spec.num_warps * 32)
     work, pairs = piece.heads * per_row, cutlass.const_expr(spec.column_pairs)
     for index in cutlass.range(cute.arch.thread_idx()[0] * pairs, work, threads * pairs, unroll=1):
         row, values = quotient(index, per_row), cute.make_rmem_tensor((2, pairs), Float32)

@@ -28,7 +28,7 @@ def open_workspace(spec: KernelSpec, workspace: cute.Tensor) -> cute.Tensor:
 
 def state_words(spec: KernelSpec, heads: Int32 | int) -> Int32 | int:
     """Words of a state of `heads` packed rows."""
-    return heads * (spec.padded_head_dim // 2)
+    return heads * spec.row_pairs
 
 
 def declining(tag: Int32) -> Int32:

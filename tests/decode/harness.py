@@ -12,6 +12,8 @@ import torch.nn.functional as F
 from decode.storage import fill, make_scale, stored
 
 import cute_kernels as ck
+from cute_kernels import tuned
+from cute_kernels.config import DecodeConfig
 
 BACKENDS = [
     pytest.param("cpu", id="cpu"),
@@ -182,6 +184,15 @@ def select(shape: Shape, backend: str, **preference: object) -> ck.PagedDecodePl
     """A plan forced onto `backend`."""
     plan = ck.PagedDecodePlan if shape.page_size else ck.FlashDecodingPlan
     return plan.select(shape.descriptor(), device_of(backend), ck.PlanPreference(arch=backend, **preference))
+
+
+def select_forced(shape: Shape, config: DecodeConfig, **preference: object) -> ck.PagedDecodePlan | ck.FlashDecodingPlan:
+    """A plan of the SM90 variant with this configuration, made anew: `select` would remember it."""
+    plan = ck.PagedDecodePlan if shape.page_size else ck.FlashDecodingPlan
+    with tuned.forced(config):
+        made = plan(shape.descriptor(), torch.device("cuda", 0), ck.PlanPreference(arch="sm90", **preference))
+    assert made.explain().chosen.config == config, made.explain()
+    return made
 
 
 def select_patched(monkeypatch: pytest.MonkeyPatch, owner: object, name: str, value: object, shape: Shape, backend: str):

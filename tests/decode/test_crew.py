@@ -7,11 +7,9 @@ import cutlass.cute as cute
 import pytest
 import torch
 from cutlass import Boolean
-from decode.harness import Inputs, Shape, assert_bitwise, assert_close, make_inputs, run, select, select_patched
+from decode.harness import Inputs, Shape, assert_bitwise, assert_close, make_inputs, run, select, select_forced, select_patched
 from decode.storage import STORAGES
 
-import cute_kernels as ck
-from cute_kernels import tuned
 from cute_kernels.config import DecodeConfig
 from cute_kernels.device import crew
 
@@ -79,10 +77,8 @@ def test_a_row_in_any_number_of_pieces(config: DecodeConfig, heads: dict[str, in
     Slices of the smallest share, then as many as there are CTAs, of more; cuts in what opening the row costs are none.
     """
     shape = replace(SHAPES["8/1"], lengths=(128_000,), max_seq_len=128_000, **heads)
-    with tuned.forced(config):
-        plan = ck.PagedDecodePlan(shape.descriptor(), torch.device("cuda", 0), ck.PlanPreference(arch="sm90"))
+    plan = select_forced(shape, config)
     spec = plan.explain().chosen.spec
-    assert (spec.tile_n, spec.num_warps) == (config.tile_n, config.num_warps)
     costs = [slices * spec.min_share for slices in (5, 9, 33, *range(63, 82), *range(127, plan.num_ctas + 1))]
     costs += [plan.num_ctas * step for step in range(spec.min_share + 1, spec.min_share + 12)]
     for cost in costs:

@@ -7,10 +7,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from decode.harness import Inputs, Shape, assert_bitwise, assert_close, make_inputs, run
+from decode.harness import Inputs, Shape, assert_bitwise, assert_close, make_inputs, run, select_forced
 
 import cute_kernels as ck
-from cute_kernels import tuned
 from cute_kernels.config import DecodeConfig
 
 pytestmark = pytest.mark.gpu
@@ -33,18 +32,10 @@ SHAPES = {
 }
 
 
-def plan_of(shape: Shape, config: DecodeConfig = PAIRED, **preference: object) -> ck.PagedDecodePlan | ck.FlashDecodingPlan:
-    klass = ck.PagedDecodePlan if shape.page_size else ck.FlashDecodingPlan
-    with tuned.forced(config):
-        plan = klass(shape.descriptor(), torch.device("cuda", 0), ck.PlanPreference(arch="sm90", **preference))
-    assert plan.explain().chosen.unit_heads == config.unit_heads
-    return plan
-
-
 @pytest.mark.parametrize("preference", [{}, {"max_workspace_bytes": 0}], ids=["balanced", "whole"])
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_against_f64(shape: Shape, preference: dict) -> None:
-    inputs, plan = make_inputs(shape, "cuda"), plan_of(shape, **preference)
+    inputs, plan = make_inputs(shape, "cuda"), select_forced(shape, PAIRED, **preference)
     first = run(plan, inputs)
     assert_close(inputs, *first)
     assert_bitwise(run(plan, inputs), first)
@@ -56,21 +47,21 @@ def test_against_f64(shape: Shape, preference: dict) -> None:
 def test_other_rings(config: DecodeConfig) -> None:
     shape = SHAPES["32/8 int8 token"]
     inputs = make_inputs(shape, "cuda")
-    assert_close(inputs, *run(plan_of(shape, config), inputs))
+    assert_close(inputs, *run(select_forced(shape, config), inputs))
 
 
 def test_one_long_row_that_every_cta_has_a_part_of() -> None:
     for config in (PAIRED, DecodeConfig(32, 8, 4, 2, 2)):  # in 33 and in 66 pieces
         shape = replace(SHAPES["32/8 int8 token"], lengths=(30_000,))
         inputs = make_inputs(shape, "cuda")
-        assert_close(inputs, *run(plan_of(shape, config), inputs))
+        assert_close(inputs, *run(select_forced(shape, config), inputs))
 
 
 @pytest.mark.parametrize("head", [0, 1])
 def test_a_head_without_numbers_leaves_the_other_as_it_was(head: int) -> None:
     """Its rows see the other's keys as well, and are not to be used."""
     shape = replace(SHAPES["8/2 int8 token, rows of a few tokens"], lengths=LENGTHS)
-    inputs, plan = make_inputs(shape, "cuda"), plan_of(shape)
+    inputs, plan = make_inputs(shape, "cuda"), select_forced(shape, PAIRED)
     out, lse = run(plan, inputs)
     other = slice(4 * (1 - head), 4 * (2 - head))
     for spoiled in (spoil(inputs, head, math.nan), spoil(inputs, head, math.inf)):
@@ -89,7 +80,7 @@ def spoil(inputs: Inputs, head: int, value: float) -> Inputs:
 
 def test_a_graph_with_changing_lengths() -> None:
     shape = replace(SHAPES["32/8 int8 token"], max_seq_len=20_000)
-    inputs, plan = make_inputs(shape, "cuda", dead=None), plan_of(shape)
+    inputs, plan = make_inputs(shape, "cuda", dead=None), select_forced(shape, PAIRED)
     table, out = inputs.table(), torch.empty_like(inputs.q)
     lse = torch.empty(inputs.q.shape[:2], device="cuda")
     workspace = torch.empty(plan.workspace_size(), dtype=torch.uint8, device="cuda")
