@@ -43,7 +43,7 @@ def compiled_specs() -> list[Spec]:
 
 
 def compile_decode(spec: KernelSpec) -> Callable[..., None]:
-    """Returns fn(q, k, v, table0, table1, table2, k_scale, v_scale, out, lse, workspace, softmax_scale, num_ctas, tag, status).
+    """Returns fn(q, k, v, table0, table1, table2, k_scale, v_scale, out, lse, workspace, softmax_scale, num_ctas, status).
 
     Compiled once, without a GPU. Raises Unsupported when `supports` rejects the spec, CompileFailed when the compiler fails.
     """

@@ -68,8 +68,9 @@ class PlanPreference:
 
     max_workspace_bytes: rows stay whole where cutting them needs more. arch: force "sm90", "sm80" or "cpu"; Unsupported if it
     cannot serve. deterministic: every variant is. batch_invariant: a row's bits may not depend on the rest of the batch.
-    validate: a debugging aid. `run` first checks lengths and page ids on the device, which synchronises with it and cannot
-    be captured in a graph, and raises InvalidArgument for the first bad row.
+    validate, check_workspace: debugging aids. `run` first checks lengths and page ids on the device, or that the workspace holds
+    nothing foreign, which synchronises with the device and cannot be captured in a graph; it raises InvalidArgument for the
+    first bad row or byte.
     """
 
     max_workspace_bytes: int | None = None
@@ -77,6 +78,7 @@ class PlanPreference:
     deterministic: bool = True
     batch_invariant: bool = False
     validate: bool = False
+    check_workspace: bool = False
 
     def __post_init__(self) -> None:
         limit = self.max_workspace_bytes
@@ -84,7 +86,7 @@ class PlanPreference:
             raise InvalidArgument("max_workspace_bytes", f"got {limit!r}, must be an int of at least 0, or None")
         if self.arch not in (None, "sm90", "sm80", "cpu"):
             raise InvalidArgument("arch", f'got {self.arch!r}, must be "sm90", "sm80", "cpu" or None')
-        for name in ("deterministic", "batch_invariant", "validate"):
+        for name in ("deterministic", "batch_invariant", "validate", "check_workspace"):
             if not isinstance(getattr(self, name), bool):
                 raise InvalidArgument(name, f"got {getattr(self, name)!r}, must be a bool")
 

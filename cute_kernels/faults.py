@@ -21,7 +21,8 @@ from .page_table import PageTable
 
 FaultKind = Literal["page", "length", "indptr", "slot", "position"]
 KINDS: tuple[FaultKind, ...] = ("page", "length", "indptr", "slot", "position")  # the codes 1 to 5 on the device
-STATUS_WORDS = 4  # int32: the plan's tag, row, kind, value; 16 bytes that a kernel stores at once
+STATUS_WORDS = 4  # int32: REPORTED, row, kind, value; 16 bytes that a kernel stores at once
+REPORTED = 1  # the first status word of a plan that has met a fault
 BLOCK_PLANS = 1024  # plans whose status words share one allocation
 INT32_MIN, INT32_MAX = -(2**31), 2**31 - 1
 ARGUMENTS = {

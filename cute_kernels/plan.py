@@ -21,7 +21,7 @@ from .page_table import PageTable
 from .plan_base import LAUNCH_ERRORS, SKU_ARCH, FlaggingPlan, PrecisionGuarantee, Sku, selected
 from .plan_parts import MAX_CHECKED, refuse_compile_in_capture
 from .seen import Setting, Shortcut, never, shortcut
-from .workspace import workspace_bytes, workspace_regions
+from .workspace import check_clean, workspace_bytes, workspace_regions
 
 MAX_SHORTCUTS = 512  # runs whose tensors it remembers, one a K cache
 NO_PAGE_TABLE = ("none", (None, None, None))  # what stands for the PageTable of a contiguous cache
@@ -51,9 +51,10 @@ class DecodePlan(FlaggingPlan):
         self.num_ctas = chosen.num_ctas
         self._launch = _launch_of(chosen.spec, descriptor)
         self._rules = rules
-        self._validate = preference.validate
+        self._validate, self._check_workspace = preference.validate, preference.check_workspace
+        self._inspects = self._validate or self._check_workspace
         status = self._words.data_ptr() if chosen.spec else self._words  # the reference writes the words themselves
-        self._constants = (descriptor.scale, self.num_ctas, self._tag, status)
+        self._constants = (descriptor.scale, self.num_ctas, status)
         device_index = device.index if self._several_gpus else None
         views = (rules.nhd, rules.scale_shapes)
         hold = _hold_of(chosen.spec)
@@ -90,7 +91,7 @@ class DecodePlan(FlaggingPlan):
             pass  # not a tensor: the check names it
         if passage is None:
             passage = self._check(key, Operands(q, k, v, *table, k_scale, v_scale, out, lse, workspace))
-        if passage is not Passage.DIRECT or stream is not None or self._validate or (self._several_gpus and self._elsewhere()):
+        if passage is not Passage.DIRECT or stream is not None or self._inspects or (self._several_gpus and self._elsewhere()):
             self._run_slowly(passage, Operands(q, k, v, *table, k_scale, v_scale, out, lse, workspace), stream)
             return out, lse
         last_q = self._last_q.get(id(k))
@@ -133,6 +134,9 @@ class DecodePlan(FlaggingPlan):
         with self._on(stream):
             if self._validate:
                 self._check_metadata(operands)
+            if self._check_workspace:
+                self._refuse_capture("check_workspace")
+                check_clean(operands.workspace, self._workspace_regions)
             if passage is Passage.EMPTY:
                 operands.out.zero_()
                 operands.lse.fill_(-math.inf)
@@ -229,7 +233,8 @@ class PagedDecodePlan(DecodePlan):
         """Launches on the current or the given stream and returns (out, lse), both fully written.
 
         q, out: [batch, num_heads, head_dim], also with one unit query axis; caches: 4-D in the descriptor's layout; lse: f32
-        [batch, num_heads]; workspace: uint8 [workspace_size() or more]. Allocates only the outputs that are not given.
+        [batch, num_heads]; workspace: uint8 [workspace_size() or more], as `new_workspace` gives it: zeroed once, then written by
+        launches of plans only, one at a time. Allocates only the outputs that are not given.
         An fp8 cache may be handed over as bytes (uint8).
 
         k_scale, v_scale: what the descriptor's KVScales say, on the plan's device. "tensor": f32 [] or [1]; "head": f32

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import secrets
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator
@@ -11,11 +10,12 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
 from .dispatch import Explanation, PlanPreference
 from .errors import InvalidArgument, LaunchFailed, Unsupported
-from .faults import Fault, new_status, read
-from .workspace import WorkspaceRegion
+from .faults import REPORTED, Fault, new_status, read
+from .workspace import WorkspaceRegion, new_workspace
 
 MAX_PLANS = 256  # plans that `remembered` keeps
 LAUNCH_ERRORS = (RuntimeError, TypeError, ValueError)  # what a compiled kernel raises where it refuses its operands
@@ -92,6 +92,17 @@ class Plan:
         """Exact bytes of the workspace that `run` needs; 0 where none is needed."""
         return self._workspace_bytes
 
+    def new_workspace(self) -> Tensor:
+        """A zeroed workspace for `run`, uint8 [workspace_size()] on the plan's device.
+
+        From now on it is left to launches of plans, of this one and any others, one launch at a time. Waits for its zeroing;
+        inside a graph capture the zeroing is a node of the graph.
+        """
+        return new_workspace(self._workspace_bytes, self.device)
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.sku.operation} by {self._name}: {self._explanation.problem}>"
+
     def workspace_regions(self) -> tuple[WorkspaceRegion, ...]:
         """The named regions of the workspace, in bytes."""
         return self._workspace_regions
@@ -129,7 +140,7 @@ class FlaggingPlan(Plan):
         workspace_regions: tuple[WorkspaceRegion, ...] = (),
     ) -> None:
         super().__init__(device, sm_count, sku, explanation, workspace_bytes, workspace_regions)
-        self._tag = secrets.randbits(31) | 1  # marks this plan's words in memory that may hold anything
+        self._tag = REPORTED
         self._words = new_status(device)
 
     def status(self) -> Fault | None:

@@ -1,4 +1,4 @@
-"""Plans and workspaces behind the functional API: derived from the tensors, selected once, kept."""
+"""The plans behind the functional API: derived from the tensors, selected once, kept."""
 
 from __future__ import annotations
 
@@ -14,15 +14,14 @@ from .descriptors import MAX_EXTENT, FlashDecodingDescriptor, KVDtype, KVLayout,
 from .errors import InvalidArgument, InvalidProblem
 from .kv_scale import KVScale, scale_of
 from .page_table import PageTable
-from .plan import DecodePlan, FlashDecodingPlan, PagedDecodePlan
+from .plan import FlashDecodingPlan, PagedDecodePlan
 from .plan_base import MAX_PLANS
+from .workspace_cache import stream_workspace
 
-MAX_WORKSPACES = 64
 STORED_AS = {kv_dtype.value: kv_dtype for kv_dtype in KVDtype}
 KV_DTYPES = {kv_dtype.torch_dtype: kv_dtype for kv_dtype in KVDtype}
 
 _layout = functools.cache(KVLayout)
-_workspaces: dict[tuple[DecodePlan, int], Tensor] = {}
 
 
 def run_paged(
@@ -59,7 +58,7 @@ def run_paged(
     shape = (batch, heads, k_cache.shape[head_axis], dim, page_size, q.dtype)
     fields = (*shape, *cache, table.format, None, None, max_seq_len, softmax_scale, lse_base, *rest)
     plan = _plan(PagedDecodePlan, PagedDecodeDescriptor, fields, q.device)
-    workspace = _workspace(plan)
+    workspace = stream_workspace(plan.workspace_size(), plan.device)
     plan.run(q, k_cache, v_cache, table, k_scale=k_scale, v_scale=v_scale, out=out, lse=lse, workspace=workspace)
 
 
@@ -81,7 +80,8 @@ def run_contiguous(
     storage = _storage(k, v, k_scale, v_scale, kv_dtype, k.shape[1])
     fields = (batch, heads, k.shape[1], k.shape[2], dim, q.dtype, softmax_scale, lse_base, alignment(k, v), *storage)
     plan = _plan(FlashDecodingPlan, FlashDecodingDescriptor, fields, q.device)
-    plan.run(q, k, v, k_scale=k_scale, v_scale=v_scale, out=out, lse=lse, workspace=_workspace(plan))
+    workspace = stream_workspace(plan.workspace_size(), plan.device)
+    plan.run(q, k, v, k_scale=k_scale, v_scale=v_scale, out=out, lse=lse, workspace=workspace)
 
 
 def alignment(*tensors: Tensor) -> int:
@@ -98,22 +98,6 @@ def alignment(*tensors: Tensor) -> int:
 def _plan(kind: Any, describe: Callable[..., Any], fields: tuple[Any, ...], device: torch.device) -> Any:
     """The plan of `describe(*fields)`: `select` keeps it too, but this spares a call the descriptor."""
     return kind.select(describe(*fields), device)
-
-
-def _workspace(plan: DecodePlan) -> Tensor | None:
-    """The plan's workspace for the current stream; a fresh one inside a capture, where it belongs to the graph's pool."""
-    nbytes = plan.workspace_size()
-    if nbytes == 0:
-        return None
-    if torch.cuda.is_current_stream_capturing():
-        return torch.empty(nbytes, dtype=torch.uint8, device=plan.device)
-    key = (plan, torch.cuda.current_stream(plan.device).cuda_stream)
-    workspace = _workspaces.get(key)
-    if workspace is None:
-        if len(_workspaces) >= MAX_WORKSPACES:
-            _workspaces.clear()
-        workspace = _workspaces[key] = torch.empty(nbytes, dtype=torch.uint8, device=plan.device)
-    return workspace
 
 
 def _query_extents(q: Tensor) -> tuple[int, int, int]:

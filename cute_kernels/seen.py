@@ -1,12 +1,12 @@
 """The operands of a run, remembered by weak reference: a run with the same tensors again need not be checked again.
 
-Telling tensors apart by identity costs a third of describing them (`checks.signature`). A remembered operand passes as the
-same when it is the same object at the same address; `set_`, `.data =`, a resize that moves and a freed storage show as
-another address. q must also have its number of bytes, since the kernel takes the batch from it.
+Telling tensors apart by identity costs half of describing them (`checks.signature`). A remembered operand passes as the
+same when it is the same object at the same address, of the same dtype and number of bytes: what `set_`, `.data =`, a resize
+or a freed storage make of it is checked anew.
 
-What this does not see is a change of extents or strides in place, at the same address (`transpose_`, `as_strided_`,
-`resize_` within the storage). That stays within memory that was checked, since a storage never shrinks in place: q counts as
-it is at the launch, every other operand as it was when it was remembered.
+What this does not see is a change of extents or strides in place that keeps all of these (`transpose_`, `as_strided_`). That
+stays within memory that was checked, since a storage never shrinks in place: q counts as it is at the launch, every other
+operand as it was when it was remembered.
 
 All but q are remembered in the form that a launch takes (`hold`), since making that anew costs a tenth of a microsecond an
 operand, and a whole one for a view. Held is the storage, not the tensor: with the first of the tensors that dies, the
@@ -34,12 +34,12 @@ ABSENT: Callable[[], None] = type(None)  # the reference to an operand that is N
 class Setting(NamedTuple):
     """What all launches of a plan share.
 
-    constants: softmax_scale, num_ctas, tag and status. nhd: the caches are turned to HND first. scale_shapes: those of
+    constants: softmax_scale, num_ctas and status. nhd: the caches are turned to HND first. scale_shapes: those of
     k_scale and v_scale that a kernel takes. device_index: the GPU that must be current, None where there is no choice. name:
     what runs where, for LaunchFailed. hold: a detached tensor as the launch takes it.
     """
 
-    constants: tuple[float, int, int, int | Tensor]
+    constants: tuple[float, int, int | Tensor]
     takes_workspace: bool
     nhd: bool
     scale_shapes: tuple[tuple[int, ...], tuple[int, ...]]
@@ -78,12 +78,14 @@ def shortcut(
     A reference to a dead tensor gives None, as ABSENT does, hence the addresses of absent operands, 0. Written flat: loops
     cost a microsecond more.
     """
-    (scale, num_ctas, tag, status), takes_workspace, nhd, scale_shapes, device_index, name, hold = setting
+    (scale, num_ctas, status), takes_workspace, nhd, scale_shapes, device_index, name, hold = setting
     table_format, table = page_table
     operands = (q, k, v, *table, out, lse, workspace)
     q_, k_, v_, t0_, t1_, t2_, out_, lse_, w_ = [ABSENT if operand is None else ref(operand, forget) for operand in operands]
     at_q, at_k, at_v, at_t0, at_t1, at_t2, at_out, at_lse, at_w = [0 if t is None else t.data_ptr() for t in operands]
-    nbytes, scaled = q.nbytes, k_scale is not None or v_scale is not None
+    by_q, by_k, by_v, by_t0, by_t1, by_t2, by_out, by_lse, by_w = [0 if t is None else t.nbytes for t in operands]
+    of_q, of_k, of_v, of_t0, of_t1, of_t2, of_out, of_lse, of_w = [None if t is None else t.dtype for t in operands]
+    scaled = k_scale is not None or v_scale is not None
     # detached before a view is made of them: a view keeps the tensor that it is of
     views = kernel_views(nhd, scale_shapes, k.detach(), v.detach(), detached(k_scale), detached(v_scale))
     others = [detached(t) for t in (*table, out, lse, workspace if takes_workspace else None)]
@@ -107,13 +109,16 @@ def shortcut(
             if not (
                 q_() is q and k_() is k and v_() is v and out_() is out and lse_() is lse
                 and t0_() is t0 and t1_() is t1 and t2_() is t2 and w_() is workspace
-                and q.data_ptr() == at_q and k.data_ptr() == at_k and v.data_ptr() == at_v
-                and out.data_ptr() == at_out and lse.data_ptr() == at_lse
-                and (0 if t0 is None else t0.data_ptr()) == at_t0
-                and (0 if t1 is None else t1.data_ptr()) == at_t1
-                and (0 if t2 is None else t2.data_ptr()) == at_t2
-                and (0 if workspace is None else workspace.data_ptr()) == at_w
-                and q.nbytes == nbytes and described == table_format
+                and q.data_ptr() == at_q and q.nbytes == by_q and q.dtype is of_q
+                and k.data_ptr() == at_k and k.nbytes == by_k and k.dtype is of_k
+                and v.data_ptr() == at_v and v.nbytes == by_v and v.dtype is of_v
+                and out.data_ptr() == at_out and out.nbytes == by_out and out.dtype is of_out
+                and lse.data_ptr() == at_lse and lse.nbytes == by_lse and lse.dtype is of_lse
+                and (t0 is None or (t0.data_ptr() == at_t0 and t0.nbytes == by_t0 and t0.dtype is of_t0))
+                and (t1 is None or (t1.data_ptr() == at_t1 and t1.nbytes == by_t1 and t1.dtype is of_t1))
+                and (t2 is None or (t2.data_ptr() == at_t2 and t2.nbytes == by_t2 and t2.dtype is of_t2))
+                and (workspace is None or (workspace.data_ptr() == at_w and workspace.nbytes == by_w and workspace.dtype is of_w))
+                and described == table_format
                 and (scaled or (k_scale is None and v_scale is None))
             ):
                 return None
@@ -123,7 +128,7 @@ def shortcut(
         if device_index is not None and torch.cuda.current_device() != device_index:
             return None
         try:
-            launch(q, keys, values, held_0, held_1, held_2, k_scales, v_scales, outs, lses, space, scale, num_ctas, tag, status)
+            launch(q, keys, values, held_0, held_1, held_2, k_scales, v_scales, outs, lses, space, scale, num_ctas, status)
         except LAUNCH_ERRORS as error:
             raise LaunchFailed(f"{name}: {error}") from error
         return out, lse
@@ -133,7 +138,9 @@ def shortcut(
 
 def _with_scales(again: Shortcut, forget: Callable[[object], None], k_scale: Tensor | None, v_scale: Tensor | None) -> Shortcut:
     """`again` for these scales only."""
-    (k_, at_k), (v_, at_v) = ((ABSENT, 0) if t is None else (ref(t, forget), t.data_ptr()) for t in (k_scale, v_scale))
+    (k_, at_k, by_k, of_k), (v_, at_v, by_v, of_v) = (
+        (ABSENT, 0, 0, None) if t is None else (ref(t, forget), t.data_ptr(), t.nbytes, t.dtype) for t in (k_scale, v_scale)
+    )
 
     def again_scaled(
         q: Tensor,
@@ -148,8 +155,8 @@ def _with_scales(again: Shortcut, forget: Callable[[object], None], k_scale: Ten
         try:
             if not (
                 k_() is k_scale and v_() is v_scale
-                and (0 if k_scale is None else k_scale.data_ptr()) == at_k
-                and (0 if v_scale is None else v_scale.data_ptr()) == at_v
+                and (k_scale is None or (k_scale.data_ptr() == at_k and k_scale.nbytes == by_k and k_scale.dtype is of_k))
+                and (v_scale is None or (v_scale.data_ptr() == at_v and v_scale.nbytes == by_v and v_scale.dtype is of_v))
             ):
                 return None
         except AttributeError:  # no tensor: the check names it

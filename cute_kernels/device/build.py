@@ -51,7 +51,7 @@ def arguments(spec: KernelSpec) -> tuple:
     workspace = make_fake_tensor(cutlass.Uint8, (cute.sym_int64(),), (1,), assumed_align=16) if spec.split else None
     stream = make_fake_stream(use_tvm_ffi_env_stream=True)
     tensors = (query[0], *caches, *fake_tables(spec.table_format), *scales, query[1], lse, workspace)
-    return (*tensors, Float32(1.0), Int32(1), Int32(1), Int64(0), stream)
+    return (*tensors, Float32(1.0), Int32(1), Int64(0), stream)
 
 
 def build(spec: KernelSpec, options: str = ""):

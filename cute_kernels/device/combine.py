@@ -15,7 +15,7 @@ from cutlass import Boolean, Float32, Int8, Int32
 from ..config import LINE_WORDS, MOST_PIECES, PARTS_IN_FLIGHT, KernelSpec
 from .epilogue import lse_factor
 from .pack_gqa import sync_consumers
-from .partials import is_tagged, receive, send, state_words, word_at
+from .partials import WRITTEN, receive, send, state_words, word_at
 from .registers import LANES, quotient, remainder
 from .softmax import finite_or_zero
 from .work_scheduler import Piece
@@ -25,13 +25,12 @@ IN_FLIGHT = 16  # words a thread waits for together where one CTA combines a row
 
 @dataclass(frozen=True)
 class Parts:
-    """The states to combine. opened: slot of piece 0; continued: of 1; stride: to the next. tag: of their words."""
+    """The states to combine. opened: slot of piece 0; continued: of 1; stride: to the next."""
 
     count: Int32
     opened: Int32
     continued: Int32
     stride: Int32
-    tag: Int32
 
 
 @dataclass(frozen=True)
@@ -225,7 +224,7 @@ def collect(
     for j in cutlass.range_constexpr(pairs):
         for i in cutlass.range_constexpr(chunk):
             asked = (p + i * others < parts.count) & (begin < high)
-            seen[i, j] = cutlass.select_(asked, 0, parts.tag)
+            seen[i, j] = cutlass.select_(asked, Int32(0), WRITTEN)
             found[2, i, j] = cutlass.select_(asked, found[2, i, j], -Float32.inf)
     waiting = Boolean(True)
     while waiting:
@@ -234,10 +233,10 @@ def collect(
             for i in cutlass.range_constexpr(chunk):
                 word = part_at(spec, words, parts, begin + j, p + i * others)
                 known = (found[0, i, j], found[1, i, j], found[2, i, j], seen[i, j])
-                found[0, i, j], found[1, i, j], found[2, i, j], seen[i, j] = receive(word, parts.tag, known)
+                found[0, i, j], found[1, i, j], found[2, i, j], seen[i, j] = receive(word, known)
         for j in cutlass.range_constexpr(pairs):
             for i in cutlass.range_constexpr(chunk):
-                waiting = waiting | (not is_tagged(seen[i, j], parts.tag))
+                waiting = waiting | (seen[i, j] == 0)
     cute.arch.sync_warp()  # lanes leave that loop one by one, and stay apart: 0.1 to 0.5 us, 1 us more where shuffles follow
     clear, signs = Float32(0.0), Int32(0)
     for j in cutlass.range_constexpr(pairs):

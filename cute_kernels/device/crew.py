@@ -2,7 +2,7 @@
 
 A CTA may wait for those of a lower index, which the hardware starts no later than itself; for one of a higher index only once
 that has announced its start, or two grids could wait for each other's SMs. A CTA that does not find the row's last one
-announced declines, by the sign of its words' tags, and the last, which may wait for all, combines those columns too.
+announced declines, by the mark of its words, and the last, which may wait for all, combines those columns too.
 """
 
 from dataclasses import dataclass
@@ -19,11 +19,12 @@ from .problem import Problem
 from .shared import Shared
 from .work_scheduler import Share, first_slice, heads_of, inside_row, last_slice, tiles_of
 
+RUNNING = 1  # an announcement
 MOST_READS = 3  # of an announcement by the producer while its last tiles come
 
 
 def announcement(spec: KernelSpec, problem: Problem, cta: Int32) -> Int64:
-    """The address of the word, behind all states, in which a CTA says that it has started: the tag while it runs."""
+    """The address of the word, behind all states, in which a CTA says that it has started: RUNNING, else 0."""
     states = open_workspace(spec, problem.workspace)
     return Int64((states.iterator + cute.size(states.layout) + cta).toint())
 
@@ -40,7 +41,7 @@ def announce(spec: KernelSpec, problem: Problem, word: Int32):
 def is_announced(spec: KernelSpec, problem: Problem, cta: Int32) -> Boolean:
     """Whether a CTA has started and runs."""
     text, address = "ld.relaxed.gpu.global.s32 {$w0}, [{$r0}];", announcement(spec, problem, cta)
-    return cute.arch.inline_ptx(text, write_only_types=[Int32], read_only_args=[address]) == problem.status[1]
+    return cute.arch.inline_ptx(text, write_only_types=[Int32], read_only_args=[address]) == RUNNING
 
 
 @dataclass(frozen=True)
@@ -153,10 +154,10 @@ def declines(shared: Shared, share: Share) -> Boolean:
     return declined
 
 
-def crew_parts(crew: Crew, share: Share, tag: Int32) -> Parts:
+def crew_parts(crew: Crew, share: Share) -> Parts:
     """The row's pieces."""
     stride = 2 * share.units
-    return Parts(crew.pieces, crew.opened, crew.opened - 1 + stride, stride, tag)
+    return Parts(crew.pieces, crew.opened, crew.opened - 1 + stride, stride)
 
 
 def crew_columns(spec: KernelSpec, crew: Crew, share: Share, place: Int32) -> Columns:

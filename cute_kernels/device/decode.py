@@ -14,6 +14,7 @@ from ..config import MAX_BLOCKS, KernelSpec
 from .attend import Attention, make_mmas, make_readers, make_state, reset_state
 from .combine import Columns, Parts, all_columns, combine_columns, merge_buffer
 from .crew import (
+    RUNNING,
     announce,
     begin_crew,
     clear_declined,
@@ -26,11 +27,11 @@ from .crew import (
 )
 from .epilogue import share_state, store_final, store_partial
 from .kv_scale import Scaling, open_scaling
-from .kv_source import open_row, open_row_or_nothing
+from .kv_source import REPORTED, open_row, open_row_or_nothing
 from .mainloop_sm80 import CpAsyncMainloop
 from .mainloop_sm90 import TmaMainloop
 from .pack_gqa import fetch_query, hold_query, read_inverses, read_query, settle_query, sync_consumers
-from .partials import declining, open_workspace
+from .partials import DECLINED, WRITTEN, open_workspace
 from .problem import Problem
 from .registers import quotient
 from .shared import Shared, allocate
@@ -75,18 +76,17 @@ class DecodeKernel:
         workspace: cute.Tensor | None,
         softmax_scale: Float32,
         num_ctas: Int32,
-        tag: Int32,
         status: Int64,
         stream,
     ):
         """q, out [batch, num_heads, head_dim]; k, v [pages, num_kv_heads, page_size, head_dim] (contiguous: a page per row).
 
-        k_scale, v_scale: [1], [num_kv_heads], or a token's (kv_scale.fetch_scales), or None. tag: marks this plan's words, odd
-        and positive; status: address of the plan's 4 int32 status words.
+        k_scale, v_scale: [1], [num_kv_heads], or a token's (kv_scale.fetch_scales), or None. workspace: zero, as each launch
+        leaves it, or None where rows stay whole. status: address of the plan's 4 int32 status words.
         """
         tables = tuple(t for t in (table0, table1, table2) if t is not None)
         caches, scales = self.mainloop.operands(k, v), (k_scale, v_scale)
-        self.decode(q, k, caches, scales, tables, out, lse, workspace, softmax_scale * LOG2_E, (status, tag)).launch(
+        self.decode(q, k, caches, scales, tables, out, lse, workspace, softmax_scale * LOG2_E, (status, Int32(REPORTED))).launch(
             grid=(num_ctas, 1, 1),
             block=(self.threads, 1, 1),
             smem=self.spec.smem_bytes,
@@ -124,7 +124,7 @@ class DecodeKernel:
         if cutlass.const_expr(self.overlap):
             cute.arch.griddepcontrol_wait()
         if cutlass.const_expr(self.divides):
-            announce(self.spec, problem, problem.status[1])
+            announce(self.spec, problem, Int32(RUNNING))
         opening = self.mainloop.open_share(problem, shared)
         share = opening.share
         spec, lane = self.spec, cute.arch.lane_idx()
@@ -183,11 +183,11 @@ class DecodeKernel:
         spec = self.spec
         if piece.first > 0 or piece.stop < piece.tiles:
             if cutlass.const_expr(spec.split):
-                words, tag = open_workspace(spec, problem.workspace), problem.status[1]
+                words, mark = open_workspace(spec, problem.workspace), Int32(WRITTEN)
                 slot = self.slot_of(shared, share, piece)
                 if cutlass.const_expr(self.divides):
-                    tag = cutlass.select_(declines(shared, share), declining(tag), tag)
-                store_partial(spec, shared.merge, piece, words, slot, tag, scaling)
+                    mark = cutlass.select_(declines(shared, share), DECLINED, mark)
+                store_partial(spec, shared.merge, piece, words, slot, mark, scaling)
                 if cutlass.const_expr(spec.partition == "invariant"):
                     self.combine_alone(problem, shared, share, piece, slot)
         else:
@@ -197,7 +197,7 @@ class DecodeKernel:
     def combine_alone(self, problem: Problem, shared: Shared, share: Share, piece: Piece, slot: Int32):
         """Combines the blocks of a row that this CTA works on alone, after its last one."""
         if piece.stop == piece.tiles and not self.continued(share, piece):
-            parts = self.blocks(slot, piece, problem.status[1])
+            parts = self.blocks(slot, piece)
             self.combine(problem, shared, parts, all_columns(self.spec, piece, parts))
 
     @cute.jit
@@ -221,27 +221,26 @@ class DecodeKernel:
         region = 2 * owner + (others | (piece.end < piece.tiles))
         return region * MAX_BLOCKS + quotient(piece.first, block_of(piece.tiles))
 
-    def blocks(self, last: Int32, piece: Piece, tag: Int32) -> Parts:
+    def blocks(self, last: Int32, piece: Piece) -> Parts:
         """All blocks of a row whose last one is in slot `last`."""
         count = quotient(piece.tiles + block_of(piece.tiles) - 1, block_of(piece.tiles))
         first = last - count + 1
-        return Parts(count, first, first + 1, Int32(1), tag)
+        return Parts(count, first, first + 1, Int32(1))
 
     @cute.jit
     def finish(self, problem: Problem, shared: Shared, share: Share):
         """Combines the row that this share began inside: all of it, if it ended it, or this CTA's part of its columns."""
-        tag = problem.status[1]
         if share.tile > 0 and unfinished(share, share.row, share.tile):
             if cutlass.const_expr(self.divides):
-                self.finish_columns(problem, shared, share, tag)
+                self.finish_columns(problem, shared, share)
             else:
-                self.finish_blocks(problem, shared, share, tag)
+                self.finish_blocks(problem, shared, share)
 
     @cute.jit
-    def finish_columns(self, problem: Problem, shared: Shared, share: Share, tag: Int32):
+    def finish_columns(self, problem: Problem, shared: Shared, share: Share):
         """This CTA's columns of the row, and as its last one those of CTAs that decline."""
         crew = take_crew(self.spec, shared)
-        parts, place = crew_parts(crew, share, tag), crew.place
+        parts, place = crew_parts(crew, share), crew.place
         if declines(shared, share):
             place = crew.crew
         while place < crew.crew:
@@ -249,7 +248,7 @@ class DecodeKernel:
             place = next_place(self.spec, shared, share, crew.crew, place)
 
     @cute.jit
-    def finish_blocks(self, problem: Problem, shared: Shared, share: Share, tag: Int32):
+    def finish_blocks(self, problem: Problem, shared: Shared, share: Share):
         """All of the row, under the invariant partition, if this share ended it."""
         spec = self.spec
         start, length = open_row(spec, problem.tables, problem.k, share.row)
@@ -257,5 +256,5 @@ class DecodeKernel:
         if piece.end == piece.tiles:
             slot, block = self.slot_of(shared, share, piece), block_of(piece.tiles)
             last = slot - quotient(piece.first, block) + quotient(piece.tiles - 1, block)
-            parts = self.blocks(last, piece, tag)
+            parts = self.blocks(last, piece)
             self.combine(problem, shared, parts, all_columns(spec, piece, parts))

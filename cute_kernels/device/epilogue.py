@@ -113,7 +113,7 @@ def store_final(spec: cutlass.Constexpr, merge: tuple, piece: Piece, out, lse, s
 
 
 @cute.jit
-def store_partial(spec: cutlass.Constexpr, merge: tuple, piece: Piece, words, slot: Int32, tag: Int32, scaling: Scaling):
+def store_partial(spec: cutlass.Constexpr, merge: tuple, piece: Piece, words, slot: Int32, mark: Int32, scaling: Scaling):
     """A part of a row: the merged state goes to its slot of the workspace."""
     acc, row_max, row_sum = merge
     per_row, threads = cutlass.const_expr(spec.row_pairs), cutlass.const_expr(spec.num_warps * 32)
@@ -124,4 +124,4 @@ def store_partial(spec: cutlass.Constexpr, merge: tuple, piece: Piece, words, sl
         for c in cutlass.range_constexpr(2 * pairs):
             values[c] = merged(spec, acc, weights, inverse, row, 2 * remainder(index, per_row) + c)
         for j in cutlass.range_constexpr(pairs):
-            send(word_at(words, index + j, slot), values[0, j], values[1, j], row_lse, tag)
+            send(word_at(words, index + j, slot), values[0, j], values[1, j], row_lse, mark)

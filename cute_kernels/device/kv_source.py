@@ -15,6 +15,7 @@ from ..config import KernelSpec
 from .partials import store_words
 
 LONGEST = 2**31 - 1
+REPORTED = 1  # the first status word, where there is a fault
 PAGE_FAULT, LENGTH_FAULT, INDPTR_FAULT, SLOT_FAULT, POSITION_FAULT = 1, 2, 3, 4, 5  # kinds in the status words
 
 

@@ -1,18 +1,18 @@
 """Partial states in the workspace: 16-byte words that announce themselves.
 
-A word holds two neighbouring columns of a piece's normalised output, the piece's lse (base 2) and a tag. It is written and read
-as one atomic access, so a reader that sees the tag has the word: no counter, no fence (the idea of NCCL's LL protocol). The
-reader clears what it has read. The tag is random per plan: what the workspace held before its first launch is no data. Its sign
-is a message (crew.py): a negative one declines.
+A word holds two neighbouring columns of a piece's normalised output, the piece's lse (base 2) and a mark. It is written and read
+as one atomic access, so a reader that sees a mark has the word: no counter, no fence (the idea of NCCL's LL protocol). A word
+without a mark is zero: a workspace is zeroed once, and each launch clears every word that it has read, so that it leaves the
+workspace as it found it. The mark's sign is a message (crew.py): DECLINED.
 """
 
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, Int64
+from cutlass import Float32, Int32, Int64
 
 from ..config import SLOTS, KernelSpec
-from .registers import MAGNITUDE, SIGN
 
-WORD = 4  # 32-bit parts: first value, second value, lse, tag
+WORD = 4  # 32-bit parts: first value, second value, lse, mark
+WRITTEN, DECLINED = 1, -1  # marks: a state; a state whose CTA leaves its columns to the row's last one
 
 
 def open_workspace(spec: KernelSpec, workspace: cute.Tensor) -> cute.Tensor:
@@ -31,25 +31,15 @@ def state_words(spec: KernelSpec, heads: Int32 | int) -> Int32 | int:
     return heads * spec.row_pairs
 
 
-def declining(tag: Int32) -> Int32:
-    """A tag that says that the piece's CTA leaves its columns to the row's last one."""
-    return tag | Int32(SIGN)
-
-
-def is_tagged(word: Int32, tag: Int32) -> Boolean:
-    """Whether a word's tag is this one, of either sign."""
-    return (word & Int32(MAGNITUDE)) == tag
-
-
 def word_at(words: cute.Tensor, index: Int32, slot: Int32) -> cute.Pointer:
     """The word of a pair of columns in a slot."""
     return words.iterator + cute.crd2idx((0, index, slot), words.layout)
 
 
 @cute.jit
-def send(word: cute.Pointer, first: Float32, second: Float32, lse: Float32, tag: Int32):
+def send(word: cute.Pointer, first: Float32, second: Float32, lse: Float32, mark: Int32):
     """Writes a word."""
-    store_words(word.toint(), first, second, lse, tag)
+    store_words(word.toint(), first, second, lse, mark)
 
 
 def store_words(address: Int64, first, second, third, fourth):
@@ -62,14 +52,13 @@ def store_words(address: Int64, first, second, third, fourth):
 
 
 @cute.jit
-def receive(word: cute.Pointer, tag: Int32, known: tuple) -> tuple[Float32, Float32, Float32, Int32]:
-    """Reads a word (first, second, lse, tag), unless `known` is it already: by a predicate, so that loads stay in flight."""
+def receive(word: cute.Pointer, known: tuple) -> tuple[Float32, Float32, Float32, Int32]:
+    """Reads a word (first, second, lse, mark), unless `known` is it already: by a predicate, so that loads stay in flight."""
     return cute.arch.inline_ptx(
-        "{ .reg .pred absent; .reg .b32 found; .reg .b64 lo, hi; .reg .b128 word; "
-        "and.b32 found, {$r4}, 0x7fffffff; setp.ne.s32 absent, found, {$r5}; "
+        "{ .reg .pred absent; .reg .b64 lo, hi; .reg .b128 word; setp.eq.s32 absent, {$r4}, 0; "
         "mov.b64 lo, {{$r1}, {$r2}}; mov.b64 hi, {{$r3}, {$r4}}; mov.b128 word, {lo, hi}; "
         "@absent ld.relaxed.gpu.global.b128 word, [{$r0}]; "
         "mov.b128 {lo, hi}, word; mov.b64 {{$w0}, {$w1}}, lo; mov.b64 {{$w2}, {$w3}}, hi; }",
         write_only_types=[Float32, Float32, Float32, Int32],
-        read_only_args=[word.toint(), *known, tag],
+        read_only_args=[word.toint(), *known],
     )

@@ -10,7 +10,7 @@ class Problem:
     """q, out [batch, num_heads, head_dim]; lse [batch, num_heads]; the caches as the mainloop takes them.
 
     k [pages, num_kv_heads, page_size, head_dim] gives extents only. scales: K's and V's, or None (kv_scale.py). tables: the page
-    table's tensors. workspace: its bytes, or None where rows stay whole. status: where faults are reported, and the plan's tag.
+    table's tensors. workspace: its bytes, or None where rows stay whole. status: where faults are reported, and by which word.
     """
 
     q: cute.Tensor

@@ -112,14 +112,14 @@ def test_a_contiguous_cache_has_no_metadata() -> None:
 
 
 def test_what_a_kernel_writes_is_read(pretend_h200: list) -> None:
-    """[tag, row, kind, value]; words that do not hold the plan's tag are not the plan's."""
+    """[REPORTED, row, kind, value]; words of zeros say nothing."""
     plan = ck.PagedDecodePlan.select(DENSE.descriptor, "cpu")
-    *_, tag, address = plan._constants
+    *_, address = plan._constants
     assert address == plan._words.data_ptr()
     for kind, name in enumerate(("page", "length", "indptr"), 1):
-        plan._words.copy_(torch.tensor([tag, 3, kind, -5], dtype=torch.int32))
+        plan._words.copy_(torch.tensor([1, 3, kind, -5], dtype=torch.int32))
         assert plan.status() == Fault(3, name, -5)
-        plan._words[0] = tag - 1
+        plan._words[0] = 0
         assert plan.status() is None
     plan.clear_status()
     assert plan._words.tolist() == [0] * 4

@@ -151,19 +151,3 @@ def test_contiguous_compiles_as_one_graph() -> None:
     q, k = torch.randn(2, 8, 64), torch.randn(2, 2, 33, 64)
     compiled = torch.compile(ck.decode_attention, fullgraph=True, backend="aot_eager")
     assert torch.equal(compiled(q, k, k)[0], ck.decode_attention(q, k, k)[0])
-
-
-def test_one_workspace_a_plan_and_stream(pretend_h200: list, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kept between calls, apart between streams; inside a capture each call has its own."""
-    stream = type("Stream", (), {"cuda_stream": 1})
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    plan = ck.PagedDecodePlan.select(replace(CASE.descriptor, max_seq_len=131_072), "cpu")
-    first = plan_cache._workspace(plan)
-    assert first is not None
-    assert first.numel() == plan.workspace_size() > 0
-    assert plan_cache._workspace(plan) is first
-    stream.cuda_stream = 2
-    assert plan_cache._workspace(plan) is not first
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    assert plan_cache._workspace(plan) is not plan_cache._workspace(plan)

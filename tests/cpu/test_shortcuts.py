@@ -141,6 +141,48 @@ def test_a_tensor_that_moved_is_checked(
     assert len(pretend_h200) == launches + (error is None)
 
 
+SAME_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.float32}  # another dtype of so many bytes; of f32 int32
+TABLE = {"table": 0, "seq_lens": 1}
+
+
+def operand_of(good: Arguments, name: str) -> torch.Tensor:
+    return good["page_table"].operands[TABLE[name]] if name in TABLE else good[name]
+
+
+@pytest.mark.parametrize("name", ["q", "k_cache", "v_cache", "out", "lse", "workspace", "table", "seq_lens"])
+@pytest.mark.parametrize("change", ["dtype", "shorter"])
+def test_data_at_the_same_address_is_checked(pretend_h200: list, checked: list, name: str, change: str) -> None:
+    """`.data =` of the same memory as another dtype, or of less of it: checked anew, so refused."""
+    plan = ck.PagedDecodePlan.select(CASE.descriptor, "cpu")
+    good = arguments(plan)
+    settle(plan, good, checked)
+    launches, tensor = len(pretend_h200), operand_of(good, name)
+    address, before = tensor.data_ptr(), tensor.dtype
+    other = torch.int32 if before == torch.float32 else SAME_SIZE[before.itemsize]
+    tensor.data = tensor.data.view(other) if change == "dtype" else tensor.data[: max(1, len(tensor) // 8)]
+    assert tensor.data_ptr() == address
+    with pytest.raises(ck.CuteKernelsError):
+        plan.run(**good)
+    assert len(checked) == 1
+    assert len(pretend_h200) == launches
+
+
+def test_scales_at_the_same_address_are_checked(pretend_h200: list, checked: list) -> None:
+    descriptor = replace(CASE.descriptor, kv_dtype=ck.KVDtype.E4M3, k_scale=ck.KVScale.HEAD, v_scale=ck.KVScale.HEAD)
+    plan = ck.PagedDecodePlan.select(descriptor, "cpu")
+    good = arguments(plan)
+    for cache in ("k_cache", "v_cache"):
+        good[cache] = good[cache].nan_to_num().to(torch.float8_e4m3fn)
+    good["workspace"] = plan.new_workspace()
+    for name, change in (("k_scale", lambda t: t.view(torch.int32)), ("v_scale", lambda t: t[:1])):
+        good |= {"k_scale": torch.ones(2), "v_scale": torch.ones(2)}
+        settle(plan, good, checked)
+        good[name].data = change(good[name].data)
+        with pytest.raises(ck.CuteKernelsError, match=name):
+            plan.run(**good)
+        assert len(checked) == 1
+
+
 ABSENT: list[tuple[str, object, type[Exception]]] = [
     ("q", None, ck.InvalidArgument),
     ("v_cache", None, ck.InvalidArgument),

@@ -153,7 +153,7 @@ def test_append_then_decode(table_format: str, backend: str) -> None:
     decode = ck.PagedDecodeDescriptor(ROWS, 6, 3, 64, PAGE, BF16, table_format=table_format, **storage)
     arch = "sm80" if backend == "sm90" else backend  # TMA brings pages of 8 tokens or more, these have 4
     plan = ck.PagedDecodePlan.select(decode, device, ck.PlanPreference(arch=arch))
-    workspace = torch.empty(plan.workspace_size(), dtype=torch.uint8, device=device)
+    workspace = plan.new_workspace()
     q = torch.randn(ROWS, 6, 64).bfloat16().to(device)
     out, _ = plan.run(q, *caches, on_device, **scales, workspace=workspace)
     codes, found = ck.quantize_kv(v, K.E4M3, S.TOKEN_F16)

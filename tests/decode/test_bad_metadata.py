@@ -252,10 +252,10 @@ def test_validate_names_the_row_before_anything_is_written(
     broken.operands[operand][place] = value
     _, faults = equivalent(inputs, broken)
     out, lse = torch.full_like(clean[0], 3.0), torch.full_like(clean[1], 3.0)
-    workspace = torch.full((plan.workspace_size(),), 0xCD, dtype=torch.uint8, device=out.device)
+    workspace = plan.new_workspace()
     with pytest.raises(ck.InvalidArgument) as error:
         plan.run(inputs.q, inputs.k, inputs.v, broken, out=out, lse=lse, workspace=workspace)
     row, value = map(int, re.search(r"row (\d+)\b.*? (-?\d+)\b", str(error.value)).groups())
     assert row == min(faults)[0] and (row, value) in {(row, value) for row, _, value in faults}
-    assert (out == 3.0).all() and (lse == 3.0).all() and (workspace == 0xCD).all()
+    assert (out == 3.0).all() and (lse == 3.0).all() and not workspace.any()
     assert_bitwise(run(plan, inputs), clean)

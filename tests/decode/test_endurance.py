@@ -33,7 +33,7 @@ class Buffers:
     def __init__(self, plan: ck.PagedDecodePlan, inputs: Inputs) -> None:
         self.plan, self.inputs, self.table = plan, inputs, inputs.table()
         self.out, self.lse = torch.empty_like(inputs.q), torch.empty(inputs.q.shape[:2], device="cuda")
-        self.workspace = torch.full((plan.workspace_size(),), 0xCD, dtype=torch.uint8, device="cuda")
+        self.workspace = plan.new_workspace()
 
     def run(self) -> Result:
         self.out.fill_(NAN), self.lse.fill_(NAN)
@@ -224,7 +224,7 @@ def test_large_batches(batch: int, batch_invariant: bool, storage: str, arch: st
     table, seq_lens = below(pool, batch, width), below(41, batch)
     plan = select(shape, arch, batch_invariant=batch_invariant)
     out, lse = torch.full_like(q, NAN), torch.full((batch, 4), NAN, device="cuda")
-    workspace = torch.full((plan.workspace_size(),), 0xCD, dtype=torch.uint8, device="cuda")
+    workspace = plan.new_workspace()
     outputs = {"out": out, "lse": lse, "workspace": workspace}
     plan.run(q, inputs.k, inputs.v, ck.PageTable.dense(table, seq_lens), **inputs.scales, **outputs)
     empty = seq_lens == 0

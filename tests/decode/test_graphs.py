@@ -82,11 +82,11 @@ def _replay(plan: ck.PagedDecodePlan | ck.FlashDecodingPlan, launch: Launch, set
     """Runs every set eagerly, then REPLAYS random ones by a graph; returns the eager results, which each replay equalled."""
     expected = []
     for inputs in sets:
-        workspace = torch.full((plan.workspace_size(),), 0xCD, dtype=torch.uint8, device="cuda")
+        workspace = plan.new_workspace()
         expected.append(launch(inputs, workspace=workspace))
     held = tuple(torch.empty_like(tensor) for tensor in sets[0])
     out, lse = (torch.empty_like(tensor) for tensor in expected[0])
-    workspace = torch.empty(plan.workspace_size(), dtype=torch.uint8, device="cuda")
+    workspace = plan.new_workspace()
     _copy(held, sets[0])
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -97,10 +97,9 @@ def _replay(plan: ck.PagedDecodePlan | ck.FlashDecodingPlan, launch: Launch, set
         index = picks.randrange(len(sets))
         _copy(held, sets[index])
         out.fill_(NAN), lse.fill_(NAN)
-        if replay % 2:  # every other replay finds what the one before it left
-            workspace.fill_(0xFF)
         graph.replay()
         wrong[index] += differing_rows((out, lse), expected[index]).sum()
+    assert not workspace.any(), "a launch leaves the workspace as it found it"
     assert wrong.tolist() == [0] * len(sets), "rows that differ from the eager run, by set"
     assert differing_rows(expected[1], expected[2]).any(), "sets that agree would hide a graph that ignores them"
     return expected

@@ -100,7 +100,7 @@ class Probes:
 
 def launcher(plan: ck.PagedDecodePlan, probes: Probes) -> Callable[..., Result]:
     """launch(q, table, seq_lens, out=, lse=) with the probes' pool and a workspace that is kept from launch to launch."""
-    workspace = torch.full((plan.workspace_size(),), 0xCD, dtype=torch.uint8, device=probes.q.device)
+    workspace = plan.new_workspace()
     pool, kept = probes.pool, {**probes.pool.scales, "workspace": workspace}
 
     def launch(q: torch.Tensor, table: torch.Tensor, seq_lens: torch.Tensor, **outputs: torch.Tensor) -> Result:
@@ -196,7 +196,7 @@ def test_contiguous_rows(length: int, backend: str) -> None:
     q, k, v = (torch.randn(size, device=device, generator=generator).to(shape.dtype) for size in sizes)
 
     def results(rows: torch.Tensor, plan: ck.FlashDecodingPlan) -> Result:
-        workspace = torch.full((plan.workspace_size(),), 0xCD, dtype=torch.uint8, device=device)
+        workspace = plan.new_workspace()
         return plan.run(q[rows], k[rows], v[rows], workspace=workspace)
 
     def plan_of(size: int) -> ck.FlashDecodingPlan:

@@ -83,7 +83,7 @@ def test_a_graph_with_changing_lengths() -> None:
     inputs, plan = make_inputs(shape, "cuda", dead=None), select_forced(shape, PAIRED)
     table, out = inputs.table(), torch.empty_like(inputs.q)
     lse = torch.empty(inputs.q.shape[:2], device="cuda")
-    workspace = torch.empty(plan.workspace_size(), dtype=torch.uint8, device="cuda")
+    workspace = plan.new_workspace()
 
     def launch() -> None:
         plan.run(inputs.q, inputs.k, inputs.v, table, **inputs.scales, out=out, lse=lse, workspace=workspace)
