@@ -39,10 +39,10 @@ class Ours:
     def prepare(self, inputs: Inputs) -> Sequence[Candidate]:
         plan = self.select(inputs)
         run: Callable[..., Result] = plan.run
-        size, device = plan.workspace_size(), plan.device
+        size = plan.workspace_size()
         out = torch.empty_like(inputs.sets[0].q)
         lse = torch.empty(out.shape[:2], dtype=torch.float32, device=device)
-        workspace = torch.empty(size, dtype=torch.uint8, device=device) if size else None
+        workspace = plan.new_workspace() if size else None
         tables = () if inputs.pages is None else (page_table(inputs.case, inputs.pages),)
         calls = [partial(run, s.q, s.k, s.v, *tables, **scales(s), out=out, lse=lse, workspace=workspace) for s in inputs.sets]
         again: Callable[..., object] = type(plan).select

@@ -65,7 +65,9 @@ def test_a_foreign_byte_is_named(pretend_h200: list, region: int) -> None:
     assert len(pretend_h200) == 1
     where = plan.workspace_regions()[region]
     workspace[where.offset + where.nbytes - 1] = 7
-    with pytest.raises(ck.InvalidArgument, match=rf"workspace: .*{where.name}.*first 7 at byte {where.offset + where.nbytes - 1}"):
+    with pytest.raises(
+        ck.InvalidArgument, match=rf"workspace: .*{where.name}.*first 7 at byte {where.offset + where.nbytes - 1}"
+    ):
         plan.run(*inputs, workspace=workspace)
     assert len(pretend_h200) == 1, "nothing was launched"
     plan_of().run(*inputs, workspace=workspace)  # unchecked, as every launch but a debugged one

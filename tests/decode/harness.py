@@ -195,28 +195,34 @@ def select_forced(shape: Shape, config: DecodeConfig, **preference: object) -> c
     return made
 
 
-def select_patched(monkeypatch: pytest.MonkeyPatch, owner: object, name: str, value: object, shape: Shape, backend: str):
+def select_patched(
+    monkeypatch: pytest.MonkeyPatch, owner: object, name: str, value: object, shape: Shape, backend: str, **preference: object
+):
     """A plan whose kernel is compiled anew with another `owner.name`."""
     with monkeypatch.context() as patch:
         patch.setattr("cute_kernels.compile._kernels", {})
         patch.setattr("cute_kernels.plan_base._plans", OrderedDict())
         patch.setattr(owner, name, value)
-        return select(shape, backend)
+        return select(shape, backend, **preference)
 
 
 def device_of(backend: str) -> str:
     return "cpu" if backend == "cpu" else "cuda"
 
 
-def run(plan, inputs: Inputs, fill: float = NAN, table: ck.PageTable | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Runs with every output and the workspace prefilled with hostile values."""
+def run(
+    plan, inputs: Inputs, fill: float = NAN, table: ck.PageTable | None = None, concurrent: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Runs with every output prefilled with hostile values; waits for it, and finds the workspace clean, unless `concurrent`."""
     shape, q = inputs.shape, inputs.q
     out, lse = torch.full_like(q, fill), torch.full(q.shape[:2], fill, device=q.device)
-    workspace = torch.full((plan.workspace_size(),), 0xCD, dtype=torch.uint8, device=q.device)
-    if not shape.page_size:
-        return plan.run(q, inputs.k, inputs.v, **inputs.scales, out=out, lse=lse, workspace=workspace)
-    caches = [c.transpose(1, 2) if shape.order == "NHD" else c for c in (inputs.k, inputs.v)]
-    return plan.run(q, *caches, table or inputs.table(), **inputs.scales, out=out, lse=lse, workspace=workspace)
+    workspace = plan.new_workspace()
+    caches = [c.transpose(1, 2) if shape.page_size and shape.order == "NHD" else c for c in (inputs.k, inputs.v)]
+    tables = (table or inputs.table(),) if shape.page_size else ()
+    plan.run(q, *caches, *tables, **inputs.scales, out=out, lse=lse, workspace=workspace)
+    if not concurrent:
+        assert not workspace.any(), "a launch leaves the workspace as it found it"
+    return out, lse
 
 
 def attend(inputs: Inputs, row: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

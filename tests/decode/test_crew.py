@@ -100,7 +100,7 @@ def test_a_grid_that_starts_piece_by_piece(arch: str) -> None:
         found = []
         for plan, x, table, stream in zip(plans, inputs, tables, streams, strict=True):
             with torch.cuda.stream(stream):
-                found.append(run(plan, x, table=table))
+                found.append(run(plan, x, table=table, concurrent=True))
         torch.cuda.synchronize()
         for result, wanted in zip(found, expected, strict=True):
             assert_bitwise(result, wanted)

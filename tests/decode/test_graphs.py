@@ -93,7 +93,7 @@ def _replay(plan: ck.PagedDecodePlan | ck.FlashDecodingPlan, launch: Launch, set
         launch(held, out=out, lse=lse, workspace=workspace)
     wrong = torch.zeros(len(sets), dtype=torch.int64, device="cuda")
     picks = random.Random(16)
-    for replay in range(REPLAYS):
+    for _ in range(REPLAYS):
         index = picks.randrange(len(sets))
         _copy(held, sets[index])
         out.fill_(NAN), lse.fill_(NAN)
