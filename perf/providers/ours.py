@@ -39,7 +39,7 @@ class Ours:
     def prepare(self, inputs: Inputs) -> Sequence[Candidate]:
         plan = self.select(inputs)
         run: Callable[..., Result] = plan.run
-        size = plan.workspace_size()
+        size, device = plan.workspace_size(), plan.device
         out = torch.empty_like(inputs.sets[0].q)
         lse = torch.empty(out.shape[:2], dtype=torch.float32, device=device)
         workspace = plan.new_workspace() if size else None
