@@ -42,7 +42,7 @@ class Ours:
         size, device = plan.workspace_size(), plan.device
         out = torch.empty_like(inputs.sets[0].q)
         lse = torch.empty(out.shape[:2], dtype=torch.float32, device=device)
-        workspace = torch.empty(size, dtype=torch.uint8, device=device) if size else None
+        workspace = torch.zeros(size, dtype=torch.uint8, device=device) if size else None
         tables = () if inputs.pages is None else (page_table(inputs.case, inputs.pages),)
         calls = [partial(run, s.q, s.k, s.v, *tables, **scales(s), out=out, lse=lse, workspace=workspace) for s in inputs.sets]
         again: Callable[..., object] = type(plan).select
