@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import cast
 
 import torch
@@ -15,11 +17,14 @@ from perf.cases import Bar, Case
 from perf.correctness import EXACT, OURS, GateResult, check
 from perf.inputs import ROTATED_BYTES, Inputs, make_inputs
 from perf.providers.base import Candidate, NotSupported, Provider, Result
-from perf.timing import Clock, Rotation, Timing, host_time
+from perf.record import machine
+from perf.timing import Clock, Preceded, Rotation, Timing, added, host_time
 
 HOST_BYTES = 64 * 2**20  # host time does not depend on the size: it is taken on cases up to this one
 HOST_CHUNKS = 10  # pauses in which the device catches up, so that the launch queue never fills
 DEVICE = "device"
+IN_STREAM = "in_stream"
+PREPARE_S = "prepare_s"
 
 
 class DeviceFailed(Exception):
@@ -36,6 +41,7 @@ class Limits:
 
     replays: of a measurement; trials: replays that choose among a provider's candidates. memory_bytes: what K and V of all
     sets may take; rotated_bytes: what they have to exceed. host_calls: calls of a host time; 0 records none.
+    in_stream: replays of a time behind another kernel; 0 records none.
     """
 
     replays: int
@@ -43,14 +49,16 @@ class Limits:
     memory_bytes: int
     rotated_bytes: int = ROTATED_BYTES
     host_calls: int = 2000
+    in_stream: int = 11
 
 
 @dataclass(frozen=True)
 class Outcome:
     """What came of one provider on one case; a record is made of it.
 
-    metric: "device", or "host." and the step. us: microseconds of one call. Without it, `not_supported`, `error` or a
-    failed gate says why. strict: whether a failure makes the run fail.
+    metric: "device"; "in_stream", what a call adds to a stream behind a kernel that writes its q; or "device." or "host." and
+    a step. us: microseconds of one call. Without it, `not_supported`, `error` or a failed gate says why. strict: whether a
+    failure makes the run fail. machine: as record.machine has it, read while what is timed was replayed.
     """
 
     case: Case
@@ -64,10 +72,11 @@ class Outcome:
     detail: dict[str, object] | None = None
     not_supported: str | None = None
     error: str | None = None
+    machine: Mapping[str, object] | None = None
 
     @property
     def ratio_to_read(self) -> float | None:
-        """Device time over that of the case's floor on the same bytes in the same run."""
+        """Its time over that of the case's floor, the same metric on the same bytes in the same run."""
         return None if self.us is None or self.read_us is None else self.us.median / self.read_us
 
     @property
@@ -99,12 +108,13 @@ class Outcome:
             "version": self.version,
             "metric": self.metric,
             "us": self.us,
-            "bytes": self.case.kv_bytes if self.metric == DEVICE else None,
+            "bytes": self.case.kv_bytes if self.metric in (DEVICE, IN_STREAM) else None,
             "ratio_to_read": self.ratio_to_read,
             "bar": self.bar and vars(self.bar) | {"met": self.bar_met},
             "gate": self.gate,
             "not_supported": self.not_supported,
             "error": self.error,
+            "machine": self.machine,
         }
         return {name: value for name, value in (fields | (self.detail or {})).items() if value is not None}
 
@@ -129,22 +139,38 @@ def measure(case: Case, providers: Sequence[Provider], limits: Limits, clock: Cl
         make = make_append_inputs if case.operation == "append" else make_inputs
         inputs: Inputs | AppendInputs = make(case, device, limits.memory_bytes, limits.rotated_bytes)
     except (MemoryError, torch.OutOfMemoryError) as error:
-        return [replace(blank, not_supported=str(error)) for _, blank in pairs]
+        facts = machine(device)
+        return [replace(blank, not_supported=str(error), machine=facts) for _, blank in pairs]
     entries = [enter(provider, blank, inputs, limits, clock) for provider, blank in pairs if not provider.reads_unused]
     inputs.fill_unused(0.0)
     entries += [enter(provider, blank, inputs, limits, clock) for provider, blank in pairs if provider.reads_unused]
     contenders = [entry for entry in entries if isinstance(entry, Contender)]
+    rotations = [contender.rotation for contender in contenders]
+    with surviving(pairs[0][1], contenders):
+        timings = iter(clock.times(rotations, limits.replays))
+        facts = clock.under_load(rotations, partial(machine, device))
+    outcomes = beside_the_floor(replace(e.outcome, us=next(timings)) if isinstance(e, Contender) else e for e in entries)
+    if limits.in_stream and contenders and isinstance(inputs, Inputs):
+        outcomes += in_stream_outcomes(contenders, inputs, limits, clock)
+    outcomes += [outcome for contender in contenders for outcome in step_outcomes(contender, limits, clock)]
+    return [replace(outcome, machine=facts) for outcome in outcomes]
+
+
+@contextmanager
+def surviving(blank: Outcome, contenders: Sequence[Contender]) -> Iterator[None]:
+    """Inside, contenders are timed together. Raises DeviceFailed, with `blank` as the outcome, where the device is lost."""
     try:
-        timings = iter(clock.times([contender.rotation for contender in contenders], limits.replays))
+        yield
     except RuntimeError as error:
         names = ", ".join(contender.outcome.provider for contender in contenders)
-        raise DeviceFailed(replace(pairs[0][1], error=f"while timing {names}: {error}")) from error
-    outcomes = [replace(e.outcome, us=next(timings)) if isinstance(e, Contender) else e for e in entries]
-    read_us = next((outcome.us.median for outcome in outcomes if outcome.provider == case.floor and outcome.us), None)
-    outcomes = [replace(outcome, read_us=read_us) for outcome in outcomes]
-    if limits.host_calls and case.kv_bytes <= HOST_BYTES:
-        outcomes += [outcome for contender in contenders for outcome in host_outcomes(contender, limits, clock)]
-    return outcomes
+        raise DeviceFailed(replace(blank, error=f"while timing {names}: {error}")) from error
+
+
+def beside_the_floor(outcomes: Iterable[Outcome]) -> list[Outcome]:
+    """The outcomes of one metric of a case, each with the time of the case's floor among them, where it has one."""
+    found = list(outcomes)
+    read_us = next((outcome.us.median for outcome in found if outcome.provider == outcome.case.floor and outcome.us), None)
+    return [replace(outcome, read_us=read_us) for outcome in found]
 
 
 def enter(provider: Provider, blank: Outcome, inputs: Inputs | AppendInputs, limits: Limits, clock: Clock) -> Contender | Outcome:
@@ -163,7 +189,7 @@ def enter(provider: Provider, blank: Outcome, inputs: Inputs | AppendInputs, lim
         rotations = [clock.capture(candidates[i].calls) for i in right]
         best = fastest(rotations, limits.trials, clock)
         chosen = right[best]
-        detail = {"prepare_s": round(prepare_s, 3), **candidates[chosen].detail}
+        detail = {PREPARE_S: round(prepare_s, 3), **candidates[chosen].detail}
         return Contender(replace(blank, gate=gates[chosen], detail=detail), candidates[chosen], rotations[best])
     except NotSupported as reason:
         return replace(blank, not_supported=str(reason))
@@ -198,16 +224,67 @@ def fastest(rotations: Sequence[Rotation], replays: int, clock: Clock) -> int:
     return medians.index(min(medians))
 
 
-def host_outcomes(contender: Contender, limits: Limits, clock: Clock) -> list[Outcome]:
-    """The host time of each step that the contender names, one outcome each."""
-    return [host_outcome(contender, step, call, limits, clock) for step, call in contender.candidate.host.items()]
+def in_stream_outcomes(contenders: Sequence[Contender], inputs: Inputs, limits: Limits, clock: Clock) -> list[Outcome]:
+    """What each contender's calls add to a stream in which another kernel, which writes the call's q, runs before each.
+
+    Replays of such pairs are interleaved with replays of the writing kernels alone; the difference within a round is a sample.
+    """
+    writers = [writer(s.q) for s in inputs.sets]
+    entries: list[Contender | Outcome] = []
+    for contender in contenders:
+        detail = {name: value for name, value in (contender.outcome.detail or {}).items() if name != PREPARE_S}
+        blank = replace(contender.outcome, metric=IN_STREAM, detail=detail)
+        try:
+            calls = [Preceded(*pair) for pair in zip(writers, contender.candidate.calls, strict=True)]
+            entries.append(replace(contender, outcome=blank, rotation=clock.capture(calls)))
+        except Exception as error:
+            entries.append(failed(blank, error, clock))
+    behind = [entry for entry in entries if isinstance(entry, Contender)]
+    with surviving(replace(contenders[0].outcome, metric=IN_STREAM, gate=None, detail=None), behind):
+        rotations = [clock.capture(writers), *(contender.rotation for contender in behind)]
+        alone, *together = clock.times(rotations, limits.in_stream)
+    timings = iter(together)
+    return beside_the_floor(beyond(e.outcome, next(timings), alone) if isinstance(e, Contender) else e for e in entries)
 
 
-def host_outcome(contender: Contender, step: str, call: Callable[[], object], limits: Limits, clock: Clock) -> Outcome:
-    """The host time of one step, or the error that it raised."""
-    blank = replace(contender.outcome, metric=f"host.{step}", gate=None, read_us=None, detail=None)
+def writer(q: torch.Tensor) -> Callable[[], object]:
+    """A small kernel that writes `q`, with what it holds. A graph has copy_ of a contiguous tensor as no kernel but a memcpy."""
+    return partial(torch.mul, q.clone(), 1, out=q)
+
+
+def beyond(blank: Outcome, together: Timing, alone: Timing) -> Outcome:
+    """The outcome of calls that were timed together with others, whose time alone is taken off."""
     try:
-        return replace(blank, us=host_time(call, limits.host_calls, max(1, limits.host_calls // HOST_CHUNKS), clock.synchronize))
+        return replace(blank, us=added(together, alone))
+    except ValueError as lost:
+        return replace(blank, not_supported=str(lost))
+
+
+def step_outcomes(contender: Contender, limits: Limits, clock: Clock) -> list[Outcome]:
+    """The device and the host time of each step that the contender names, one outcome each; host times of small cases only."""
+    candidate, blank = contender.candidate, replace(contender.outcome, gate=None, read_us=None, detail=None)
+    timed: list[tuple[str, Callable[[], Timing]]] = [
+        (f"{DEVICE}.{step}", partial(device_time, call, limits.replays, clock)) for step, call in candidate.device.items()
+    ]
+    if limits.host_calls and blank.case.kv_bytes <= HOST_BYTES:
+        chunk = max(1, limits.host_calls // HOST_CHUNKS)
+        timed += [
+            (f"host.{step}", partial(host_time, call, limits.host_calls, chunk, clock.synchronize))
+            for step, call in candidate.host.items()
+        ]
+    return [timed_outcome(replace(blank, metric=metric), time_of, clock) for metric, time_of in timed]
+
+
+def device_time(call: Callable[[], object], replays: int, clock: Clock) -> Timing:
+    """Device time of a call that needs no input sets."""
+    (timing,) = clock.times([clock.capture([call])], replays)
+    return timing
+
+
+def timed_outcome(blank: Outcome, time_of: Callable[[], Timing], clock: Clock) -> Outcome:
+    """What `time_of` says of a step, or the error that it raised."""
+    try:
+        return replace(blank, us=time_of())
     except Exception as error:
         return failed(blank, error, clock)
 

@@ -1,11 +1,13 @@
 """A kernel that only reads: the floor that every time is divided by.
 
 It loads two buffers with 16-byte loads that bypass L1 and xors them together. How a GPU reaches its read ceiling depends
-on the size, so there are a few launch shapes; the caller times each and keeps the fastest.
+on the size, so there are a few launch shapes, each as a plain launch and with programmatic dependent launch; the caller
+times all and keeps the fastest. A dependent launch loads nothing before its wait: a decode kernel may not read K and V there
+either.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import cutlass
@@ -23,12 +25,14 @@ class ReadShape:
     """A launch of the read kernel: `threads` a CTA, each loading `unroll` vectors of K and as many of V in one step.
 
     ctas_per_sm: CTAs of a persistent grid; 0 gives every CTA one tile. ptxas keeps to 32 registers, so an SM holds 2,048
-    threads with 4 or 5 loads each in flight: at least 128 KiB.
+    threads with 4 or 5 loads each in flight: at least 128 KiB. overlap: whether it is launched with programmatic dependent
+    launch, so that its CTAs start while the kernel before it ends.
     """
 
     threads: int
     unroll: int
     ctas_per_sm: int
+    overlap: bool = False
 
     @property
     def tile(self) -> int:
@@ -38,7 +42,8 @@ class ReadShape:
     @property
     def label(self) -> str:
         grid = f"{self.ctas_per_sm} per SM" if self.ctas_per_sm else "one tile each"
-        return f"{self.threads} threads x 2 x {self.unroll} loads, {grid}"
+        launch = ", programmatic dependent launch" if self.overlap else ""
+        return f"{self.threads} threads x 2 x {self.unroll} loads, {grid}{launch}"
 
     def num_ctas(self, num_vectors: int, sm_count: int) -> int:
         """CTAs for buffers of `num_vectors` 16-byte vectors each."""
@@ -46,7 +51,7 @@ class ReadShape:
         return min(tiles, self.ctas_per_sm * sm_count) if self.ctas_per_sm else tiles
 
 
-READ_SHAPES = (
+PLAIN_SHAPES = (
     ReadShape(threads=256, unroll=4, ctas_per_sm=0),
     ReadShape(threads=512, unroll=4, ctas_per_sm=0),
     ReadShape(threads=128, unroll=8, ctas_per_sm=0),
@@ -56,10 +61,21 @@ READ_SHAPES = (
     ReadShape(threads=512, unroll=8, ctas_per_sm=4),
     ReadShape(threads=1024, unroll=4, ctas_per_sm=2),
 )
+READ_SHAPES = (*PLAIN_SHAPES, *(replace(shape, overlap=True) for shape in PLAIN_SHAPES))
 
 
 @cute.kernel
-def _read(mK: cute.Tensor, mV: cute.Tensor, mSink: cute.Tensor, threads: cutlass.Constexpr, unroll: cutlass.Constexpr) -> None:
+def _read(
+    mK: cute.Tensor,
+    mV: cute.Tensor,
+    mSink: cute.Tensor,
+    threads: cutlass.Constexpr,
+    unroll: cutlass.Constexpr,
+    overlap: cutlass.Constexpr,
+) -> None:
+    if cutlass.const_expr(overlap):
+        cute.arch.griddepcontrol_launch_dependents()
+        cute.arch.griddepcontrol_wait()
     tidx, _, _ = cute.arch.thread_idx()
     bidx, _, _ = cute.arch.block_idx()
     num_ctas, _, _ = cute.arch.grid_dim()
@@ -96,19 +112,22 @@ def _launch(
     stream: CUstream,
     threads: cutlass.Constexpr,
     unroll: cutlass.Constexpr,
+    overlap: cutlass.Constexpr,
 ) -> None:
-    _read(mK, mV, mSink, threads, unroll).launch(grid=(num_ctas, 1, 1), block=(threads, 1, 1), stream=stream)
+    _read(mK, mV, mSink, threads, unroll, overlap).launch(
+        grid=(num_ctas, 1, 1), block=(threads, 1, 1), stream=stream, use_pdl=overlap
+    )
 
 
 @lru_cache
-def compile_read(threads: int, unroll: int, dump_options: str = "") -> Callable:
+def compile_read(threads: int, unroll: int, overlap: bool = False, dump_options: str = "") -> Callable:
     """Compile one launch shape for sm_90a: fn(k, v, sink, num_ctas) over int32 tensors [vectors, 4] and [1].
 
-    dump_options: further compiler options, such as those that keep the PTX.
+    overlap: as ReadShape has it. dump_options: further compiler options, such as those that keep the PTX.
     """
     vectors = cute.sym_int64()
     buffers = [make_fake_tensor(cutlass.Int32, (vectors, WORDS), (WORDS, 1), assumed_align=VECTOR_BYTES) for _ in "kv"]
     sink = make_fake_tensor(cutlass.Int32, (1,), (1,), assumed_align=4)
     stream = make_fake_stream(use_tvm_ffi_env_stream=True)
     options = f"--gpu-arch sm_90a --enable-tvm-ffi {dump_options}"
-    return cute.compile(_launch, *buffers, sink, cutlass.Int32(1), stream, threads, unroll, options=options)
+    return cute.compile(_launch, *buffers, sink, cutlass.Int32(1), stream, threads, unroll, overlap, options=options)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import platform
@@ -26,7 +27,7 @@ SMI_FIELDS = {
     "clocks.sm": "sm_mhz",
     "clocks.mem": "mem_mhz",
     "clocks.max.sm": "max_sm_mhz",
-    "power.draw": "watts",
+    "power.draw.instant": "watts",
     "temperature.gpu": "celsius",
 }
 
@@ -87,14 +88,22 @@ def commit() -> dict[str, object]:
 
 
 def machine(device: torch.device) -> dict[str, object]:
-    """The GPU's driver, clocks, power and temperature right now; empty where nvidia-smi does not tell."""
-    which = f"--id=GPU-{torch.cuda.get_device_properties(device).uuid}"
-    query = ["nvidia-smi", which, f"--query-gpu={','.join(SMI_FIELDS)}", "--format=csv,noheader,nounits"]
-    line = output(query)
-    if line is None:
+    """Which GPU it is, its driver, and its clocks, power and temperature right now; empty for another kind of device.
+
+    id: the first 12 hexadecimal digits of the SHA-256 of the UUID. The rest is left out where nvidia-smi does not tell.
+    """
+    if device.type != "cuda":
         return {}
-    values = [value.strip() for value in line.split(",")]
-    return {name: number(value) for name, value in zip(SMI_FIELDS.values(), values, strict=True)}
+    uuid = str(torch.cuda.get_device_properties(device).uuid)
+    query = ["nvidia-smi", f"--id=GPU-{uuid}", f"--query-gpu={','.join(SMI_FIELDS)}", "--format=csv,noheader,nounits"]
+    values = [value.strip() for value in (output(query) or "").split(",")]
+    readings = dict(zip(SMI_FIELDS.values(), map(number, values), strict=True)) if len(values) == len(SMI_FIELDS) else {}
+    return {"id": digest(uuid.encode(), 12), **readings}
+
+
+def digest(data: bytes, digits: int) -> str:
+    """The first hexadecimal digits of the SHA-256 of `data`."""
+    return hashlib.sha256(data).hexdigest()[:digits]
 
 
 def number(text: str) -> float | str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -38,6 +39,9 @@ def main(
     trials: Annotated[int, typer.Option(min=1, help="Replays that choose among a provider's candidates.")] = 5,
     memory: Annotated[float, typer.Option(help="Share of the free device memory that the caches may take.")] = 0.4,
     host_calls: Annotated[int, typer.Option(min=0, help="Calls of a host time (run, select, a peer's plan); 0: none.")] = 2000,
+    in_stream: Annotated[
+        int, typer.Option(min=0, help="Replays of the time behind a kernel that writes q; 0: none.")
+    ] = Limits.in_stream,
     minutes: Annotated[float, typer.Option(min=0, help="Stop before a case that would end later than this; 0: no limit.")] = 0,
     resume: Annotated[bool, typer.Option(help="Leave out cases that all providers have records of, at this commit.")] = False,
     list_only: Annotated[bool, typer.Option("--list", help="Print the chosen cases and stop.")] = False,
@@ -66,7 +70,7 @@ def main(
     if resume:
         chosen = still_to_run(chosen, competitors, [path, ROOT / "perf" / "results" / path.name])
     compile_ahead(competitors, chosen)
-    limits = Limits(replays, trials, int(memory * free), host_calls=host_calls)
+    limits = Limits(replays, trials, int(memory * free), host_calls=host_calls, in_stream=in_stream)
     outcomes, left = run_cases(chosen, competitors, limits, device, path, deadline)
     console.print(summary(outcomes))
     console.print(problems(outcomes))
@@ -124,8 +128,8 @@ def run_cases(
                 taking_part = [provider for provider in competitors if provider.operation == case.operation]
                 measured = measure(case, taking_part, limits, GraphClock(), device)
             except DeviceFailed as failure:
-                measured, lost = [failure.outcome], True
-            facts = environment() | {"gpu": DeviceFacts.of(device).name, "machine": machine(device), "timestamp": timestamp()}
+                measured, lost = [replace(failure.outcome, machine=machine(device))], True
+            facts = environment() | {"gpu": DeviceFacts.of(device).name, "timestamp": timestamp()}
             for outcome in measured:
                 append(path, case_fields(case) | outcome.fields() | facts)
             outcomes += measured

@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import numpy as np
 import torch
 
 MIN_CALLS = 8  # in a graph, so that the cost of the two events disappears
 WARM_UP = 2
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,29 @@ def summarize(replay_us: Sequence[float], calls: int) -> Timing:
     return Timing(float(mid), float(p20), float(p80), len(samples), tuple(float(us) for us in samples.round(4)))
 
 
+def added(whole: Timing, part: Timing) -> Timing:
+    """What one call adds to `part`: replay by replay, the difference of two rotations of as many calls timed interleaved.
+
+    Raises ValueError where a difference is not positive: then it is lost in the noise.
+    """
+    differences = [a - b for a, b in zip(whole.samples, part.samples, strict=True)]
+    if min(differences) <= 0:
+        raise ValueError(f"a replay was {-min(differences):.2f} us a call faster with the calls than without them")
+    return summarize(differences, 1)
+
+
+@dataclass(frozen=True)
+class Preceded:
+    """A call right behind another, on one stream."""
+
+    before: Callable[[], object]
+    call: Callable[[], object]
+
+    def __call__(self) -> object:
+        self.before()
+        return self.call()
+
+
 class Clock(Protocol):
     """How device time is taken; a rotation is whatever `capture` returns."""
 
@@ -47,6 +73,9 @@ class Clock(Protocol):
 
     def times(self, rotations: Sequence[Rotation], replays: int) -> list[Timing]:
         """Time each rotation `replays` times, interleaved."""
+
+    def under_load(self, rotations: Sequence[Rotation], query: Callable[[], T]) -> T:
+        """The answer of `query`, during which the rotations are replayed, untimed."""
 
     def synchronize(self) -> None:
         """Wait for the device. Raises what went wrong on it."""
@@ -94,6 +123,15 @@ class GraphClock:
             summarize([1e3 * start.elapsed_time(end) for start, end in pairs], rotation.calls)
             for rotation, pairs in zip(rotations, events, strict=True)
         ]
+
+    def under_load(self, rotations: Sequence[Rotation], query: Callable[[], T]) -> T:
+        with ThreadPoolExecutor(1) as pool:
+            answer = pool.submit(query)
+            while not answer.done():
+                for rotation in rotations:
+                    rotation.replay()
+                self.synchronize()  # so that no long queue is left behind
+        return answer.result()
 
     def synchronize(self) -> None:
         torch.cuda.synchronize()

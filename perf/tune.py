@@ -17,7 +17,7 @@ from cute_kernels.dispatch import DeviceFacts, explain
 from cute_kernels.tuning import Cell, Finding, Group, cells, finalists, group_of, sweep, updated
 from perf.case_sets import select_cases
 from perf.cases import Case, Rows
-from perf.inputs import make_inputs
+from perf.inputs import Inputs, make_inputs
 from perf.measure import Contender, DeviceFailed, Limits, Outcome, enter
 from perf.providers.base import Provider
 from perf.providers.ours import Configured, descriptor, spec_of
@@ -128,16 +128,9 @@ def tune_task(
         inputs = make_inputs(task.case, device, limits.memory_bytes, limits.rotated_bytes)
     except (MemoryError, torch.OutOfMemoryError) as error:
         return Tuned(task, reason=str(error)), {}
-    contenders: dict[DecodeConfig, Contender] = {}
-    wrong = []
-    for config in dict.fromkeys([task.heuristic, *configs]):
-        entry = enter(provider(config), Outcome(task.case, "ours", "", strict=True), inputs, limits, clock)
-        if isinstance(entry, Contender):
-            contenders[config] = entry
-        elif entry.failed:
-            wrong.append(f"{task.case.name}: {config}: {entry.reason}")
+    contenders, wrong = gated([task.heuristic, *configs], inputs, limits, clock, provider)
     if task.heuristic not in contenders:
-        return Tuned(task, reason="the heuristic's choice could not be timed", wrong=tuple(wrong)), {}
+        return Tuned(task, reason="the heuristic's choice could not be timed", wrong=wrong), {}
     trial = clock.times([contender.rotation for contender in contenders.values()], limits.trials)
     trial_us = dict(zip(contenders, (timing.median for timing in trial), strict=True))
     last = [task.heuristic, task.heuristic, *(config for config in finalists(trial_us) if config != task.heuristic)]
@@ -145,7 +138,25 @@ def tune_task(
     times = {task.heuristic: min(first, again), **dict(zip(last[2:], others, strict=True))}
     best = min(times, key=times.__getitem__)
     finding = Finding(task.problem, task.arch, best, times[best], times[task.heuristic], abs(first / again - 1))
-    return Tuned(task, finding, tried=len(contenders), wrong=tuple(wrong)), trial_us
+    return Tuned(task, finding, tried=len(contenders), wrong=wrong), trial_us
+
+
+def gated(
+    configs: Iterable[DecodeConfig], inputs: Inputs, limits: Limits, clock: Clock, provider: Callable[[DecodeConfig], Provider]
+) -> tuple[dict[DecodeConfig, Contender], tuple[str, ...]]:
+    """The configurations that gave a right result, each once and captured, and a line for each that crashed or did not.
+
+    Those that cannot serve the case are in neither. Raises DeviceFailed.
+    """
+    contenders: dict[DecodeConfig, Contender] = {}
+    wrong = []
+    for config in dict.fromkeys(configs):
+        entry = enter(provider(config), Outcome(inputs.case, "ours", "", strict=True), inputs, limits, clock)
+        if isinstance(entry, Contender):
+            contenders[config] = entry
+        elif entry.failed:
+            wrong.append(f"{inputs.case.name}: {config}: {entry.reason}")
+    return contenders, tuple(wrong)
 
 
 def tune(

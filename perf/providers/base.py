@@ -27,12 +27,15 @@ class Candidate:
     A call allocates nothing that a CUDA graph could not hold, and never waits for the device. It returns its result, or None
     for a provider that computes nothing. The fastest candidate of a provider is the one that is measured.
     detail: what a record says of it, and how a provider's candidates differ. host: steps by name whose host time is recorded.
+    device: steps by name whose device time is recorded beside that of the calls, which have no part in them. Both have what an
+    engine makes once a model step, however many layers it has, as the step "plan".
     tolerance: what the gate allows on this case where that is not what it allows the provider.
     """
 
     calls: Sequence[Callable[[], Result | None]]
     detail: Mapping[str, object] = field(default_factory=dict)
     host: Mapping[str, Callable[[], object]] = field(default_factory=dict)
+    device: Mapping[str, Callable[[], object]] = field(default_factory=dict)
     tolerance: Tolerance | None = None
 
 

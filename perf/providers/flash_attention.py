@@ -1,38 +1,51 @@
-"""FlashAttention-3, paged: the installed flash_attn_interface, or the extension that vLLM builds, named by FA3_SO."""
+"""FlashAttention-3, paged: the installed flash_attn_interface, or the extension that vLLM builds, named by FA3_SO.
+
+FA3_VERSION says where that extension is from: "vllm 0.26.0".
+"""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
 from perf.cases import Case, Operation
 from perf.correctness import FP8_QUERY, PEERS, Tolerance
-from perf.inputs import Inputs
+from perf.inputs import DTYPES, Inputs, Pages
 from perf.providers.base import Candidate, Result, paged, require_sm90, require_storage, tokens_first
-from perf.record import package_version
+from perf.record import digest, package_version
 
 NUM_SPLITS = (0, 1, 2, 4, 8, 16, 32)  # 0: its own choice
+Schedule = Callable[[], torch.Tensor]
 
 
 @dataclass(frozen=True)
 class Step:
-    """What the calls on all input sets share. descale: f32 [batch, num_kv_heads], of q, K and V, where q is e4m3."""
+    """What the calls on all input sets share. descale: f32 [batch, num_kv_heads], of q, K and V, where q is e4m3.
+
+    metadata: the scheduler's, int32, which serves every layer of a model step; without it each call makes its own.
+    """
 
     table: torch.Tensor
     seq_lens: torch.Tensor
     scale: float
     num_splits: int
     descale: torch.Tensor | None
+    metadata: torch.Tensor | None = None
 
 
 class FlashAttention3:
-    """One query token a row, num_splits swept. Over an e4m3 cache it wants an e4m3 q, which is rounded outside the timing."""
+    """One query token a row, num_splits swept. Over an e4m3 cache it wants an e4m3 q, which is rounded outside the timing.
+
+    The scheduler's metadata is made beforehand, as vLLM does once a model step, and timed as the step "plan"; a build without
+    the operator that makes it has it in every call.
+    """
 
     name: ClassVar[str] = "fa3"
     operation: ClassVar[Operation] = "decode"
@@ -49,26 +62,44 @@ class FlashAttention3:
         return None if Path(library).is_file() else f"FA3_SO={library} is not a file"
 
     def version(self) -> str:
-        return package_version("flash_attn_3") or Path(os.environ.get("FA3_SO", "unknown")).name
+        installed_version = package_version("flash_attn_3")
+        if installed_version:
+            return f"flash_attn_3 {installed_version}"
+        library = Path(os.environ.get("FA3_SO", ""))
+        if not library.is_file():
+            return "unknown"
+        origin = os.environ.get("FA3_VERSION")
+        owner = f"{origin}'s " if origin else ""
+        return f"{owner}FA3, sha256 of the .so {file_digest(library)}"
 
     def prepare(self, inputs: Inputs) -> Sequence[Candidate]:
         case, pages = inputs.case, paged(inputs)
         require_storage(case, "e4m3")
         table = pages.table.clamp_min(0)
-        bind = installed
+        bind, scheduling = installed, installed_schedule
         if not find_spec("flash_attn_interface"):
             torch.ops.load_library(os.environ["FA3_SO"])
-            bind = extension
+            bind, scheduling = extension, extension_schedule
         operands = [(query(s.q, case), tokens_first(s.k, case), tokens_first(s.v, case)) for s in inputs.sets]
         descale = torch.ones(case.batch_size, case.num_kv_heads, device=table.device) if case.kv_dtype else None
         rounded = {"q_dtype": "e4m3"} if case.kv_dtype else {}
         candidates = []
         for num_splits in NUM_SPLITS:
             step = Step(table, pages.seq_lens, inputs.softmax_scale, num_splits, descale)
+            plan = scheduling(case, pages, num_splits)
+            if plan is not None:
+                step = replace(step, metadata=plan())
             calls = [bind(step, *qkv) for qkv in operands]
-            detail = {"num_splits": num_splits, **rounded}
-            candidates.append(Candidate(calls, detail, tolerance=FP8_QUERY if rounded else None))
+            detail = {"num_splits": num_splits, "scheduler_metadata": "beforehand" if plan else "in the call", **rounded}
+            steps = {"plan": plan} if plan else {}
+            candidates.append(Candidate(calls, detail, steps, steps, FP8_QUERY if rounded else None))
         return candidates
+
+
+@cache
+def file_digest(path: Path) -> str:
+    """Eight hexadecimal digits of the SHA-256 of a file."""
+    return digest(path.read_bytes(), 8)
 
 
 def query(q: torch.Tensor, case: Case) -> torch.Tensor:
@@ -83,6 +114,8 @@ def installed(step: Step, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> 
     options: dict[str, object] = {"cache_seqlens": step.seq_lens, "page_table": step.table}
     options |= {"softmax_scale": step.scale, "num_splits": step.num_splits}
     options |= {f"{name}_descale": step.descale for name in "qkv"}
+    if step.metadata is not None:
+        options["scheduler_metadata"] = step.metadata
     return lambda: (flash_attn_with_kvcache(q, k, v, **options)[:, 0], None)
 
 
@@ -93,10 +126,46 @@ def extension(step: Step, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> 
     lengths = (None, None, None, None, step.seq_lens, None, None)  # cu_seqlens q, k, k_new; seqused q, k; max_seqlen q, k
     placement = (step.table, None, None, None, None, None, *[step.descale] * 3)  # kv_batch_idx, leftpad, 3 rotary; q, k, v
     softmax = (step.scale, False, -1, -1, 0.0, True)  # causal, window left and right, softcap, rotary_interleaved
-    schedule = (None, step.num_splits, None, 0, None, 1, 0, None)  # metadata, splits, pack_gqa, sm_margin, s_aux, 3 of cp
+    schedule = (step.metadata, step.num_splits, None, 0, None, 1, 0, None)  # splits, pack_gqa, sm_margin, s_aux, 3 of cp
 
     def run() -> Result:
         torch.ops._vllm_fa3_C.fwd(*cache, *lengths, *placement, *softmax, *schedule)
         return out[:, 0], None
 
     return run
+
+
+def scheduled(case: Case, pages: Pages) -> dict[str, object]:
+    """The keywords that both makers of metadata share. The lengths' bound is what a call takes from its page table."""
+    return {
+        "batch_size": case.batch_size,
+        "max_seqlen_q": 1,
+        "max_seqlen_k": pages.table.shape[1] * case.page_size,
+        "headdim": case.head_dim,
+        "qkv_dtype": torch.float8_e4m3fn if case.kv_dtype else DTYPES[case.dtype],
+        "page_size": case.page_size,
+    }
+
+
+def installed_schedule(case: Case, pages: Pages, num_splits: int) -> Schedule | None:
+    """What makes the metadata with flash_attn_interface; None for a version that does not."""
+    import flash_attn_interface
+
+    make = getattr(flash_attn_interface, "get_scheduler_metadata", None)
+    if make is None:
+        return None
+    heads = {"num_heads_q": case.num_heads, "num_heads_kv": case.num_kv_heads}
+    return partial(make, **scheduled(case, pages), **heads, cache_seqlens=pages.seq_lens, num_splits=num_splits)
+
+
+def extension_schedule(case: Case, pages: Pages, num_splits: int) -> Schedule | None:
+    """What makes the metadata with the extension's operator, none of whose arguments has a default; None where it lacks it."""
+    make: Any = getattr(torch.ops._vllm_fa3_C, "get_scheduler_metadata", None)
+    if make is None:
+        return None
+    names = ("cu_seqlens_q", "cu_seqlens_k", "cu_seqlens_k_new", "seqused_q", "leftpad_k", "pack_gqa")
+    absent: dict[str, object] = dict.fromkeys(names)
+    shape = {"num_heads": case.num_heads, "num_heads_k": case.num_kv_heads, "headdim_v": case.head_dim, "max_seqlen_k_new": 0}
+    mask = {"is_causal": False, "window_size_left": -1, "window_size_right": -1, "has_softcap": False}
+    fixed = absent | scheduled(case, pages) | shape | mask | {"sm_margin": 0}
+    return partial(make, seqused_k=pages.seq_lens, num_splits=num_splits, **fixed)

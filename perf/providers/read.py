@@ -15,7 +15,10 @@ from perf.providers.base import Candidate, require_sm90
 
 
 class Read:
-    """perf.read_kernel over the first kv_bytes / 2 bytes of K and of V, each with its scales, in several launch shapes."""
+    """perf.read_kernel over the first kv_bytes / 2 bytes of K and of V, each with its scales, in several launch shapes.
+
+    Version 2 has them with programmatic dependent launch too, which lowers the floor of small cases.
+    """
 
     name: ClassVar[str] = READ
     operation: ClassVar[Operation] = "decode"
@@ -26,7 +29,7 @@ class Read:
         return require_sm90()
 
     def version(self) -> str:
-        return "perf.read_kernel"
+        return "perf.read_kernel 2"
 
     def prepare(self, inputs: Inputs) -> Sequence[Candidate]:
         from perf.read_kernel import READ_SHAPES, VECTOR_BYTES, compile_read
@@ -39,7 +42,7 @@ class Read:
         sm_count = torch.cuda.get_device_properties(device).multi_processor_count
         candidates = []
         for shape in READ_SHAPES:
-            read = compile_read(shape.threads, shape.unroll)
+            read = compile_read(shape.threads, shape.unroll, shape.overlap)
             num_ctas = shape.num_ctas(num_vectors, sm_count)
             calls = [partial(read, k, v, sink, num_ctas) for k, v in buffers]
             candidates.append(Candidate(calls, {"shape": shape.label, "num_ctas": num_ctas}))

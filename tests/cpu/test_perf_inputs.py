@@ -1,14 +1,19 @@
 """perf.inputs and perf.correctness: what the cases run on, and that a wrong result does not pass."""
 
+import inspect
 from dataclasses import replace
 
 import pytest
 import torch
 
+from perf.append_inputs import make_append_inputs
+from perf.case_sets import case_sets
 from perf.cases import Case, Rows, fixed
 from perf.correctness import FP8_QUERY, OURS, PEERS, attention_f64, check, same_dtype, sample_rows, ulp
 from perf.inputs import make_inputs, num_sets
+from perf.measure import Limits
 
+L2_BYTES = 60 * 10**6  # of an H200, which NVIDIA's datasheet gives as 60 MB
 CPU = torch.device("cpu")
 RAGGED = Case(4, 2, 16, 4, Rows(((2, 9), (1, 4), (1, 1))))
 CONTIGUOUS = Case(4, 2, 16, 0, fixed(3, 7), "f16", table_format="none")
@@ -39,6 +44,19 @@ def test_num_sets_exceeds_what_is_asked_within_memory(kv_bytes, memory, expected
 def test_num_sets_raises_where_memory_is_short(kv_bytes, memory):
     with pytest.raises(MemoryError, match=f"{memory} bytes allowed"):
         num_sets(kv_bytes, memory, rotated_bytes=600)
+
+
+def test_what_is_rotated_over_exceeds_an_l2_many_times():
+    """By the time a set is read again, at least eight times an L2 has passed: of the smallest cases too."""
+    rotated = Limits(replays=21, trials=5, memory_bytes=2**36).rotated_bytes
+    for make in (make_inputs, make_append_inputs):
+        assert inspect.signature(make).parameters["rotated_bytes"].default == rotated
+    cases = [case for name in ("issue2", "issue4", "append", "peers", "core") for case in case_sets()[name]]
+    sizes = {case.kv_bytes for case in cases if case.kv_bytes < 2**30}
+    assert len(sizes) > 20 and min(sizes) < 2**20
+    for kv_bytes in sizes:
+        sets = num_sets(kv_bytes, 2**36, rotated)
+        assert (sets - 1) * kv_bytes >= 8 * L2_BYTES or (sets == 2 and kv_bytes > 4 * L2_BYTES)
 
 
 @pytest.mark.parametrize("layout", ["HND", "NHD"])

@@ -6,7 +6,6 @@ import re
 import sys
 from dataclasses import replace
 from functools import partial
-from importlib.machinery import ModuleSpec
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -18,7 +17,7 @@ from typer.testing import CliRunner
 from perf import record, run
 from perf.append_inputs import check_append, make_append_inputs
 from perf.cases import Case, Rows, append_case, fixed
-from perf.correctness import FP8_QUERY, OURS, PEERS, attention_f64
+from perf.correctness import OURS, PEERS, attention_f64
 from perf.inputs import make_inputs
 from perf.measure import DeviceFailed, Limits, measure
 from perf.providers import PROVIDERS, Candidate, providers_of
@@ -35,6 +34,7 @@ CPU = torch.device("cpu")
 CASE = Case(4, 2, 16, 4, Rows(((3, 7),)))
 RAGGED = Case(4, 2, 16, 4, Rows(((2, 9), (1, 4))))
 LIMITS = Limits(replays=15, trials=2, memory_bytes=2**20, rotated_bytes=3 * CASE.kv_bytes, host_calls=0)
+DEVICE_ONLY = replace(LIMITS, in_stream=0)
 
 
 def wrong(inputs, index):
@@ -122,7 +122,7 @@ def test_ours_passes_the_gate_with_nan_in_unused_slots(case):
     limits = Limits(15, 2, 2**20, 3 * case.kv_bytes, host_calls=20)
     outcomes = measure(case, [Ours()], limits, FakeClock(), CPU)
     assert outcomes[0].gate.passed, outcomes[0]
-    assert [outcome.metric for outcome in outcomes] == ["device", "host.run", "host.select"]
+    assert [outcome.metric for outcome in outcomes] == ["device", "in_stream", "host.run", "host.select"]
     assert all(outcome.us.median > 0 for outcome in outcomes)
     assert outcomes[0].detail["sku"].variant == "cpu_reference"
     assert outcomes[0].detail["sku"].kv_dtype == (case.kv_dtype or case.dtype)
@@ -153,32 +153,6 @@ def test_peers_say_which_caches_they_do_not_take(monkeypatch, name, case, reason
     assert outcome.reason == f"not supported: {reason}"
 
 
-def test_fa3_rounds_q_to_the_caches_dtype_and_is_held_to_its_own_tolerance(monkeypatch):
-    """A stand-in with the interface's signature that computes what a kernel with an e4m3 q has to."""
-
-    def flash_attn_with_kvcache(q, k, v, cache_seqlens, page_table, softmax_scale, num_splits, q_descale, k_descale, v_descale):
-        assert q.dtype == k.dtype == v.dtype == torch.float8_e4m3fn
-        assert k.shape[1:] == (4, 2, 16)  # page_size, num_kv_heads, head_dim
-        assert all(descale.shape == (3, 2) and descale.eq(1).all() for descale in (q_descale, k_descale, v_descale))
-        outs = []
-        for row, length in enumerate(cache_seqlens.tolist()):
-            keys, values = (c[page_table[row].long()].double().flatten(0, 1)[:length].transpose(0, 1) for c in (k, v))
-            outs.append(attention_f64(q[row, 0].double(), keys, values, softmax_scale)[0])
-        return torch.stack(outs)[:, None].to(torch.bfloat16)
-
-    stand_in = ModuleType("flash_attn_interface")
-    stand_in.flash_attn_with_kvcache = flash_attn_with_kvcache
-    stand_in.__spec__ = ModuleSpec("flash_attn_interface", None)
-    monkeypatch.setitem(sys.modules, "flash_attn_interface", stand_in)
-    provider = PROVIDERS["fa3"]()
-    monkeypatch.setattr(provider, "available", lambda: None)
-    (outcome,) = measure(replace(CASE, kv_dtype="e4m3"), [provider], LIMITS, FakeClock(), CPU)
-    assert outcome.gate.passed, outcome
-    assert outcome.gate.tolerance == FP8_QUERY
-    assert outcome.gate.relative_error > 2**-8
-    assert outcome.detail["q_dtype"] == "e4m3"
-
-
 def test_vllm_is_called_as_its_backend_calls_it(monkeypatch):
     """A stand-in with the keywords of vLLM's function that computes what it has to."""
     seen = []
@@ -201,7 +175,7 @@ def test_vllm_is_called_as_its_backend_calls_it(monkeypatch):
         monkeypatch.setitem(sys.modules, parent, ModuleType(parent))
     provider = PROVIDERS["vllm-triton"]()
     monkeypatch.setattr(provider, "available", lambda: None)
-    (outcome,) = measure(replace(CASE, kv_dtype="e4m3"), [provider], LIMITS, FakeClock(), CPU)
+    outcome, _ = measure(replace(CASE, kv_dtype="e4m3"), [provider], LIMITS, FakeClock(), CPU)
     assert outcome.gate.passed, outcome
     assert outcome.gate.tolerance == PEERS
     assert set(seen) == {1}
@@ -221,7 +195,8 @@ def test_a_case_too_large_is_not_supported():
 
 def test_records_are_lines_of_strict_json(tmp_path):
     path = tmp_path / "results" / "gpu.jsonl"
-    outcomes = measure(CASE, [Ours(), Timed("read", 4.0), Fake("wrong", wrong, tolerance=PEERS)], LIMITS, FakeClock(), CPU)
+    providers = [Ours(), Timed("read", 4.0), Fake("wrong", wrong, tolerance=PEERS)]
+    outcomes = measure(CASE, providers, DEVICE_ONLY, FakeClock(), CPU)
     for outcome in outcomes:
         record.append(path, record.case_fields(CASE) | outcome.fields() | record.environment())
     ours, read, failed = (json.loads(line) for line in path.read_text().splitlines())
@@ -246,10 +221,11 @@ def test_records_are_lines_of_strict_json(tmp_path):
 @pytest.mark.parametrize("lost", [False, True])
 def test_run_records_every_case_until_the_device_is_lost(tmp_path, monkeypatch, lost):
     monkeypatch.setattr(run, "GraphClock", partial(FakeClock, lost=lost))
-    monkeypatch.setattr(run, "machine", lambda device: {"sm_mhz": 1980.0})
+    for module in ("run", "measure"):
+        monkeypatch.setattr(f"perf.{module}.machine", lambda device: {"sm_mhz": 1980.0})
     cases, path = [CASE, RAGGED], tmp_path / "cpu.jsonl"
     providers = [Timed("read", 4.0), Fake("crash", crash, tolerance=OURS)]
-    outcomes, left = run.run_cases(cases, providers, LIMITS, CPU, path, Deadline(None))
+    outcomes, left = run.run_cases(cases, providers, DEVICE_ONLY, CPU, path, Deadline(None))
     assert left == (1 if lost else 0)
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert len(lines) == len(outcomes) == (1 if lost else 4)
@@ -307,13 +283,26 @@ def test_read_kernel_keeps_its_loads_together(tmp_path, index):
     from perf.read_kernel import READ_SHAPES, compile_read
 
     shape = READ_SHAPES[index]
-    compile_read(shape.threads, shape.unroll, f"--keep-ptx --dump-dir {tmp_path}")
+    compile_read(shape.threads, shape.unroll, shape.overlap, f"--keep-ptx --dump-dir {tmp_path}")
     (ptx,) = (path.read_text() for path in tmp_path.glob("*.ptx"))
-    instructions = re.findall(r"^\s+(ld\.global\S*|xor\.b32|st\.global\S*)", ptx, re.MULTILINE)
+    instructions = re.findall(r"^\s+(ld\.global\S*|xor\.b32|st\.global\S*|griddepcontrol\.\w+)", ptx, re.MULTILINE)
+    if shape.overlap:  # it loads nothing before the kernels in front of it are done
+        launch, wait, *instructions = instructions
+        assert (launch, wait) == ("griddepcontrol.launch_dependents", "griddepcontrol.wait")
     loads = 2 * shape.unroll
     assert instructions[:loads] == ["ld.global.L1::no_allocate.v4.b32"] * loads
     assert sum(name == "xor.b32" for name in instructions) >= 4 * loads
     assert instructions[-1].startswith("st.global")
+    assert shape.overlap == (index == -1) and not any(name.startswith("griddepcontrol") for name in instructions)
+
+
+def test_every_launch_shape_of_read_is_tried_plain_and_with_dependent_launch():
+    from perf.read_kernel import READ_SHAPES
+
+    plain = [shape for shape in READ_SHAPES if not shape.overlap]
+    assert {replace(shape, overlap=True) for shape in plain} == set(READ_SHAPES) - set(plain)
+    assert len({shape.label for shape in READ_SHAPES}) == len(READ_SHAPES) == 16
+    assert [shape.label.endswith("programmatic dependent launch") for shape in READ_SHAPES] == [False] * 8 + [True] * 8
 
 
 def test_read_streams_the_scales_with_the_cache():

@@ -87,7 +87,7 @@ def test_a_run_in_several_calls_measures_every_case_once(tmp_path: Path, monkeyp
     monkeypatch.setattr(run.DeviceFacts, "of", staticmethod(lambda device: run.DeviceFacts("cuda", "NVIDIA H200", (9, 0), 132)))
     providers = [Ours(), Timed("read", 1.0)]
     path = tmp_path / "h200.jsonl"
-    limits = Limits(15, 1, 2**20, rotated_bytes=1, host_calls=0)
+    limits = Limits(15, 1, 2**20, rotated_bytes=1, host_calls=0, in_stream=0)
     begun = []
     for _ in range(3):
         rest = run.still_to_run(CASES, providers, [path])

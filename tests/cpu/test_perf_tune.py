@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from perf_fakes import FakeClock
+from perf_fakes import FakeClock, Kernel
 from rich.console import Console
 
 import cute_kernels as ck
@@ -19,9 +19,7 @@ from cute_kernels.config import DecodeConfig
 from cute_kernels.dispatch import PRETEND
 from cute_kernels.tuning import sweep
 from perf.cases import Case, Rows, append_case, fixed
-from perf.correctness import OURS, attention_f64
 from perf.measure import Limits
-from perf.providers.base import Candidate
 from perf.providers.ours import Configured, descriptor, paged_descriptor
 from perf.resume import Deadline
 from perf.tune import save_table, task_of, task_or_reason, tunable, tune, tune_task
@@ -31,38 +29,6 @@ H200 = PRETEND["h200"]
 CASE = Case(4, 2, 64, 16, fixed(2, 40))
 LIMITS = Limits(replays=15, trials=2, memory_bytes=2**24, rotated_bytes=1, host_calls=0)
 FASTER = DecodeConfig(tile_n=16, num_stages=16, num_warps=2, ctas_per_sm=1)
-
-
-class Kernel:
-    """A configuration's right answer, or a wrong one, in as many microseconds as `us` says."""
-
-    name, tolerance, reads_unused = "ours", OURS, False
-
-    def __init__(self, us, wrong, config):
-        self.us, self.wrong, self.config = us, wrong, config
-
-    def available(self):
-        return None
-
-    def version(self):
-        return "1"
-
-    def prepare(self, inputs):
-        calls = [partial(self.answer, inputs, index) for index in range(len(inputs.sets))]
-        us = self.us(inputs.case, self.config)
-        first = calls[0]
-
-        def timed():
-            return first()
-
-        timed.us = us
-        return [Candidate([timed, *calls[1:]])]
-
-    def answer(self, inputs, index):
-        outs = []
-        for row, q in enumerate(inputs.sets[index].q):
-            outs.append(attention_f64(q, *inputs.row(index, row), inputs.softmax_scale)[0].to(q.dtype))
-        return torch.stack(outs) * (0 if self.config in self.wrong else 1), None
 
 
 class Noisy(FakeClock):
