@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from decode.harness import BACKENDS, device_of
+from decode.merge_cases import Pair, assert_close, make_states
 from decode.tolerance import check_states, ulp
 
 import cute_kernels as ck
@@ -18,18 +19,6 @@ NAN, INF = math.nan, math.inf
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 BITS = {F32: torch.int32, F16: torch.int16, BF16: torch.int16}
 SMALL = ck.MergeStatesDescriptor(3, 4, 5, 64, BF16)
-Pair = tuple[torch.Tensor, torch.Tensor]
-
-
-def make_states(d: ck.MergeStatesDescriptor, device: str, seed: int = 0, spread: float = 3.0, center: float = 0.0) -> Pair:
-    """Random outs [num_states, batch, num_heads, head_dim] and lses [num_states, batch, num_heads].
-
-    Narrow outs are positive: of few columns, those of both signs may cancel in all.
-    """
-    generator = torch.Generator(device).manual_seed(seed)
-    outs = torch.randn(d.num_states, *d.shape, device=device, generator=generator).to(d.dtype)
-    outs = outs.abs() if d.head_dim < 16 else outs
-    return outs, torch.randn(outs.shape[:-1], device=device, generator=generator) * spread + center
 
 
 def select(d: ck.MergeStatesDescriptor, backend: str) -> ck.MergeStatesPlan:
@@ -42,27 +31,6 @@ def merge(d: ck.MergeStatesDescriptor, backend: str, outs: torch.Tensor, lses: t
     out = torch.full(d.shape, NAN, dtype=d.dtype, device=outs.device)
     lse = torch.full(d.shape[:2], NAN, device=outs.device)
     return select(d, backend).run(outs, lses, out=out, lse=lse)
-
-
-def exact(outs: torch.Tensor, lses: torch.Tensor, lse_base: str) -> Pair:
-    """(out, lse) in f64, sharing nothing with the package."""
-    unit = math.log(2.0) if lse_base == "2" else 1.0
-    natural = lses.double() * unit
-    lse = natural.logsumexp(0)
-    weights = (natural - lse).exp().where(lses != -INF, 0.0)[..., None]
-    return (weights * outs.double()).where(weights != 0.0, 0.0).sum(0), lse / unit
-
-
-def same_dtype(outs: torch.Tensor, lses: torch.Tensor, lse_base: str) -> torch.Tensor:
-    """out of plain PyTorch in the dtype of outs."""
-    weights = (lses * (math.log(2.0) if lse_base == "2" else 1.0)).softmax(0).where(lses != -INF, 0.0)
-    weights = weights.to(outs.dtype)[..., None]
-    return (weights * outs).where(weights != 0.0, 0.0).sum(0)
-
-
-def assert_close(d: ck.MergeStatesDescriptor, got: Pair, outs: torch.Tensor, lses: torch.Tensor) -> None:
-    """Every head of every row is as near f64 as tolerance.py asks."""
-    check_states(got, exact(outs, lses, d.lse_base), same_dtype(outs, lses, d.lse_base))
 
 
 def assert_bitwise(got: Pair, expected: Pair) -> None:

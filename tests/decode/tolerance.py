@@ -77,4 +77,6 @@ def _check_bound(name: str, error: Tensor, allowed: Tensor, rows: Sequence[int])
     excess = (error / allowed).nan_to_num(nan=torch.inf, posinf=torch.inf).where(~within, -1.0)
     row, head = divmod(int(excess.argmax()), error.shape[1])
     found = f"{name} {error[row, head].item():.3g}, allowed {allowed[row, head].item():.3g}"
-    raise AssertionError(f"row {rows[row]}, head {head}: {found}; wrong: {(~within).sum().item()} of {within.numel()} rows and heads")
+    raise AssertionError(
+        f"row {rows[row]}, head {head}: {found}; wrong: {(~within).sum().item()} of {within.numel()} rows and heads"
+    )
