@@ -93,7 +93,7 @@ class KVAppendPlan(FlaggingPlan):
         target = next(variant.target(facts) for variant in VARIANTS if variant.name == chosen.variant)
         spec = None if target is None else kernel_spec(descriptor, cast(Arch, chosen.arch), target)
         dtypes = (descriptor.element_type, descriptor.cache_type, descriptor.cache_type)
-        guarantee = PrecisionGuarantee(batch_invariant=True, error_ratio=1.0, error_ulps=0)
+        guarantee = PrecisionGuarantee(batch_invariant=True, norm_factor=1.0, norm_ulps=0, element_factor=1.0, element_ulps=0)
         sku = Sku("kv_append", *dtypes, SKU_ARCH[chosen.arch], chosen.variant, spec, guarantee)
         super().__init__(device, facts.sm_count, sku, explanation)
         self.descriptor = descriptor

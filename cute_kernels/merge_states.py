@@ -199,7 +199,7 @@ class MergeStatesPlan(Plan):
         target = next(variant.target(facts) for variant in VARIANTS if variant.name == chosen.variant)
         spec = None if target is None else kernel_spec(descriptor, target)
         dtypes = (descriptor.element_type,) * 3
-        guarantee = PrecisionGuarantee(batch_invariant=True)
+        guarantee = PrecisionGuarantee.of(descriptor.dtype, batch_invariant=True)
         sku = Sku("merge_states", *dtypes, SKU_ARCH[chosen.arch], chosen.variant, spec, guarantee)
         super().__init__(device, facts.sm_count, sku, explanation)
         self.descriptor = descriptor

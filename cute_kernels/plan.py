@@ -31,7 +31,7 @@ def sku_of(problem: DecodeProblem, chosen: Candidate, preference: PlanPreference
     """What runs when `chosen` serves `problem`."""
     operation = "paged_decode" if problem.source == "paged" else "flash_decoding"
     dtypes = (problem.element_type, problem.cache_type, problem.element_type)
-    guarantee = PrecisionGuarantee(batch_invariant=chosen.arch == "cpu" or preference.batch_invariant)
+    guarantee = PrecisionGuarantee.of(problem.q_dtype, chosen.arch == "cpu" or preference.batch_invariant)
     return Sku(operation, *dtypes, SKU_ARCH[chosen.arch], chosen.variant, chosen.config, guarantee)
 
 

@@ -1,7 +1,7 @@
 """Runs every variant of 16 and 8 bits, the merges and the appends once on small shapes, for compute-sanitizer: `make sanitize`.
 
 Inputs are made and results checked on the CPU, so that the sanitizer sees little but the kernels of the package. A result
-that is not close to the f32 reference fails the run: a kernel that does nothing is not clean.
+that the tests would not accept fails the run: a kernel that does nothing is not clean.
 
     python tests/sanitize.py [--list] [NAME ...]
 """
@@ -16,19 +16,17 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
-from decode.harness import Inputs, Shape, make_inputs, run, select
+from decode.harness import Inputs, Shape, assert_close, make_inputs, run, select
+from decode.merge_cases import assert_close as assert_merge_close
+from decode.metadata import equivalent
 
 import cute_kernels as ck
 from cute_kernels import tuned
 from cute_kernels.config import DecodeConfig
-from cute_kernels.merge_states import reference_merge
-from cute_kernels.reference import decode_contiguous, decode_paged
 
 F16, BF16 = torch.float16, torch.bfloat16
-Result = tuple[torch.Tensor, torch.Tensor]
 LENGTHS = (0, 1, 700, 17, 129, 300)  # the long rows are cut where a plan cuts rows
 BAD_ROW, BAD_PAGE = 4, 2**31 - 1  # its first page is none of the pool: memcheck sees whether it is read
-OUT_ERROR, LSE_ERROR = 0.03, 0.01  # of the largest output, or of 1; far above rounding, far below any wrong result
 PREFERENCES = {"whole": {"max_workspace_bytes": 0}, "balanced": {}, "invariant": {"batch_invariant": True}}
 
 
@@ -148,8 +146,8 @@ def to_gpu(inputs: Inputs) -> tuple[Inputs, ck.PageTable | None]:
     return replace(inputs, q=inputs.q.cuda(), k=inputs.k.cuda(), v=inputs.v.cuda(), **scales), table
 
 
-def decode(case: Case) -> tuple[Result, Result]:
-    """(result on the GPU, result of the reference) of a decode case, all on the CPU."""
+def decode(case: Case) -> None:
+    """A decode case, compared with f64."""
     inputs = make_inputs(case.shape, "cpu")
     if case.page_size:
         inputs.rows[BAD_ROW][0] = BAD_PAGE
@@ -158,13 +156,12 @@ def decode(case: Case) -> tuple[Result, Result]:
     assert case.config in (None, plan.explain().chosen.config), plan.explain()
     assert (plan.workspace_size() > 0) == (case.partition != "whole"), plan.explain()
     on_gpu, table = to_gpu(inputs)
-    got = run(plan, on_gpu, table=table)
-    if table is None:
-        return got, decode_contiguous(inputs.q, inputs.k, inputs.v, **inputs.scales)
-    return got, decode_paged(inputs.q, inputs.k, inputs.v, inputs.table(), **inputs.scales)
+    out, lse = (t.cpu() for t in run(plan, on_gpu, table=table))
+    meant = inputs if table is None else equivalent(inputs, inputs.table())[0]
+    assert_close(meant, out, lse)
 
 
-def merge(arch: str, descriptor: ck.MergeStatesDescriptor) -> tuple[Result, Result]:
+def merge(arch: str, descriptor: ck.MergeStatesDescriptor) -> None:
     """The same of a merge whose first state is empty and holds NaN in half of the batch, as all states do in its first row."""
     generator = torch.Generator().manual_seed(0)
     outs = torch.randn(descriptor.num_states, *descriptor.shape, generator=generator).to(descriptor.dtype)
@@ -174,14 +171,15 @@ def merge(arch: str, descriptor: ck.MergeStatesDescriptor) -> tuple[Result, Resu
     plan = ck.MergeStatesPlan.select(descriptor, "cuda", ck.PlanPreference(arch=arch))
     out = torch.full(descriptor.shape, math.nan, dtype=descriptor.dtype, device="cuda")
     lse = torch.full(descriptor.shape[:2], math.nan, device="cuda")
-    return plan.run(outs.cuda(), lses.cuda(), out=out, lse=lse), reference_merge(outs.float(), lses)
+    plan.run(outs.cuda(), lses.cuda(), out=out, lse=lse)
+    assert_merge_close(descriptor, (out.cpu(), lse.cpu()), outs, lses)
 
 
-def append(arch: str, descriptor: ck.KVAppendDescriptor) -> tuple[Result, Result]:
-    """The same of an append of nine tokens to the last slots of a cache, of which two are skipped.
+def append(arch: str, descriptor: ck.KVAppendDescriptor) -> None:
+    """An append of nine tokens to the last slots of a cache, of which two are skipped.
 
-    One has no slot, or no length; one has a slot past the cache, or a page that is none of its. out: what K and V [2, tokens,
-    num_kv_heads, head_dim] read as; in the place of lse, their scales.
+    One has no slot, or no length; one has a slot past the cache, or a page that is none of its. What the others read as is within
+    a step of the storage of what was appended, and the scales are those of every token and KV head.
     """
     d, generator, pages, tokens = descriptor, torch.Generator().manual_seed(0), 4, 9
     x = (torch.randn(2, tokens, d.num_kv_heads, d.head_dim, generator=generator) * 0.1).to(d.dtype)
@@ -194,12 +192,14 @@ def append(arch: str, descriptor: ck.KVAppendDescriptor) -> tuple[Result, Result
     rotary, k = rotary_operands(d, x[0])
     on_device = {name: tensor.cuda() for name, tensor in rotary.items()}
     plan.run(x[0].cuda(), x[1].cuda(), *caches, append_slots(d, last), k_scale=scales[0], v_scale=scales[1], **on_device)
-    scale = torch.stack([t.cpu().float().view(-1, d.num_kv_heads)[last[kept]] for t in scales])
-    by_slot = [(t if d.layout.order == "NHD" else t.transpose(1, 2)).flatten(0, 1) for t in (c.cpu().float() for c in caches)]
+    scale = torch.stack([t.cpu().double().view(-1, d.num_kv_heads)[last[kept]] for t in scales])
+    by_slot = [(t if d.layout.order == "NHD" else t.transpose(1, 2)).flatten(0, 1) for t in (c.cpu().double() for c in caches)]
     stored = torch.stack([t[last[kept]] for t in by_slot])
-    largest = {INT8: 127, E4M3: 448}[d.stored[0]]
-    x = torch.stack([k, x[1]])[:, kept].float()
-    return (stored * scale[..., None], scale), (x, x.abs().amax(-1) / largest)
+    largest, step = {INT8: (127, 1 / 254), E4M3: (448, 1 / 28)}[d.stored[0]]  # half the widest step, over the largest
+    x = torch.stack([k, x[1]])[:, kept].double()
+    peak = x.abs().amax(-1)
+    assert ((scale - peak / largest).abs() <= 2**-10 * peak / largest).all(), "scales"
+    assert ((stored * scale[..., None] - x).abs() <= (step + 2**-10) * peak[..., None]).all(), "what was stored"
 
 
 def append_slots(d: ck.KVAppendDescriptor, last: torch.Tensor) -> torch.Tensor | ck.PageTable:
@@ -227,22 +227,9 @@ def rotary_operands(d: ck.KVAppendDescriptor, k: torch.Tensor) -> tuple[dict[str
     return given | {"q": k.repeat_interleave(d.rotary.num_heads // d.num_kv_heads, 1)}, rotated
 
 
-def errors(got: Result, expected: Result) -> tuple[float, float]:
-    """The largest error of out, as a part of its largest or of 1, and of lse, over rows that have tokens.
-
-    Raises where an empty row is not empty.
-    """
-    (out, lse), (exact, exact_lse) = (t.cpu() for t in got), expected
-    empty = torch.isneginf(exact_lse)
-    assert torch.equal(torch.isneginf(lse), empty) and not out[empty].any(), "empty rows"
-    return ((out.float() - exact).abs().max() / exact.abs().max().clamp(min=1)).item(), (lse - exact_lse)[
-        ~empty
-    ].abs().max().item()
-
-
-def all_runs() -> dict[str, Callable[[], tuple[Result, Result]]]:
-    """What each name runs."""
-    runs: dict[str, Callable[[], tuple[Result, Result]]] = {str(case): partial(decode, case) for case in CASES}
+def all_runs() -> dict[str, Callable[[], None]]:
+    """What each name runs; a wrong result raises AssertionError."""
+    runs: dict[str, Callable[[], None]] = {str(case): partial(decode, case) for case in CASES}
     for arch, d in MERGES:
         runs[f"{arch}-merge{d.num_states}-d{d.head_dim}-{d.element_type}"] = partial(merge, arch, d)
     for arch, a in APPENDS:
@@ -251,6 +238,15 @@ def all_runs() -> dict[str, Callable[[], tuple[Result, Result]]]:
         how += "-wide" if a.num_tokens > APPEND.num_tokens else ""
         runs[f"{arch}-append-d{a.head_dim}-{a.cache_type}{how}"] = partial(append, arch, a)
     return runs
+
+
+def verdict(check: Callable[[], None]) -> str:
+    """What is wrong with a result; empty where nothing is."""
+    try:
+        check()
+    except AssertionError as error:
+        return str(error) or "an assertion without a message"
+    return ""
 
 
 def main() -> int:
@@ -266,10 +262,9 @@ def main() -> int:
         return 0
     wrong = 0
     for name in arguments.names or runs:
-        out_error, lse_error = errors(*runs[name]())
-        close = out_error <= OUT_ERROR and lse_error <= LSE_ERROR  # false for NaN
-        wrong += not close
-        print(f"{'ok   ' if close else 'WRONG'} {name}: error {out_error:.2g}, of lse {lse_error:.2g}", flush=True)
+        found = verdict(runs[name])
+        wrong += found != ""
+        print(f"WRONG {name}: {found}" if found else f"ok    {name}", flush=True)
     return 1 if wrong else 0
 
 

@@ -13,6 +13,7 @@ import cute_kernels as ck
 SCALES = (0.03, 7.0)  # smallest and largest, over what an element of the cache usually is
 INT8_UNIT, UNSCALED_INT8_UNIT = 40, 2  # the stored value of a usual element: most of the range, and a reasonable logit
 DEAD_INT8 = 127
+FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 STORAGES: dict[str, dict[str, Any]] = {  # what the tests of other things than storage run with: fields of a Shape
     "16 bits": {},
     "e4m3": {"kv_dtype": ck.KVDtype.E4M3},
@@ -40,6 +41,11 @@ def make_scale(
     generator = torch.Generator().manual_seed(seed)
     exponents = low + (high - low) * torch.rand(shapes[scale.granularity], generator=generator)
     return (exponents.exp() / (INT8_UNIT if dtype == ck.KVDtype.INT8 else 1)).to(scale.dtype)
+
+
+def magnitudes(cache: Tensor) -> Tensor:
+    """|cache|, in any storage."""
+    return (cache.view(torch.uint8) & 0x7F).view(cache.dtype) if cache.dtype in FLOAT8 else cache.abs()
 
 
 def fill(cache: Tensor, where: Tensor, value: float) -> None:

@@ -3,13 +3,16 @@
 import pytest
 import torch
 from decode.harness import BACKENDS, LENGTHS, Shape, assert_close, make_inputs, run, select
-from decode.storage import STORAGES
+from decode.storage import STORAGES, magnitudes
 
+NARROW = 16  # of fewer columns, V of both signs may cancel in all: what rounding P costs is then no part of what is left
 SHORT = (0, 1, 17, 64, 129)
 
 
 def check(shape: Shape, backend: str, **preference) -> None:
     inputs = make_inputs(shape, "cpu" if backend == "cpu" else "cuda")
+    if shape.head_dim < NARROW:
+        inputs.v = magnitudes(inputs.v)
     assert_close(inputs, *run(select(shape, backend, **preference), inputs))
 
 

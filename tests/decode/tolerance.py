@@ -1,0 +1,82 @@
+"""How far a result may be from f64, judged for each row and head by itself, so that no row's allowance covers another's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+State = tuple[Tensor, Tensor]  # out [rows, num_heads, head_dim] and lse [rows, num_heads]
+LSE_ERROR = 1e-5  # of max(1, |lse|)
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """What an error may be, in the terms of cute_kernels.PrecisionGuarantee.
+
+    The 2-norm of an error: norm_factor times that of PyTorch in the same dtype, plus norm_ulps ulp of the exact vector's 2-norm.
+    Each element's: element_factor times PyTorch's largest, plus element_ulps ulp at the exact vector's largest element.
+    """
+
+    norm_factor: float = 1.25
+    norm_ulps: float = 1
+    element_factor: float = 2
+    element_ulps: float = 2
+
+
+OF_16_BITS, OF_F32 = Tolerance(), Tolerance(norm_ulps=8, element_ulps=8)
+
+
+def tolerance_of(dtype: torch.dtype) -> Tolerance:
+    """What outputs of this dtype may be off."""
+    return OF_F32 if dtype == torch.float32 else OF_16_BITS
+
+
+def check_states(got: State, exact: State, same: Tensor, rows: Sequence[int] | None = None) -> None:
+    """Raises AssertionError that names the worst row and head, their error and their allowance. NaN is never within.
+
+    exact: in f64. same: the out of PyTorch in the dtype of got's. rows: what the rows are called, 0, 1, ... by default. A row and
+    head whose exact lse is -inf must be empty: every bit of its out 0, and lse -inf.
+    """
+    (out, lse), (exact_out, exact_lse) = got, exact
+    assert out.shape == same.shape == exact_out.shape and lse.shape == exact_lse.shape == out.shape[:2]
+    rows = range(len(out)) if rows is None else rows
+    _check_outs(out, exact_out, same, rows)
+    empty = exact_lse == -torch.inf
+    gap = (lse.double() - exact_lse).abs().where(lse != exact_lse, 0.0)
+    _check_bound("error of lse", gap, (LSE_ERROR * exact_lse.abs().clamp(min=1)).where(~empty, 0.0), rows)
+    bits = out.contiguous().view(torch.uint8).amax(-1).double().where(empty, 0.0)
+    _check_bound("not +0.0 in an empty row, bits", bits, torch.zeros_like(bits), rows)
+
+
+def _check_outs(out: Tensor, exact: Tensor, same: Tensor, rows: Sequence[int]) -> None:
+    tolerance, number = tolerance_of(out.dtype), torch.finfo(out.dtype)
+    error, others = out.double() - exact, same.double() - exact
+    units = number.eps * exact.norm(dim=-1).clamp(min=number.tiny)  # below it, neighbours are as far apart as at it
+    allowed = tolerance.norm_factor * others.norm(dim=-1) + tolerance.norm_ulps * units
+    _check_bound("2-norm of the error", error.norm(dim=-1), allowed, rows)
+    units = ulp(exact.abs().amax(-1), out.dtype)
+    allowed = tolerance.element_factor * others.abs().amax(-1) + tolerance.element_ulps * units
+    _check_bound("largest error", error.abs().amax(-1), allowed, rows)
+
+
+def ulp(magnitude: Tensor, dtype: torch.dtype) -> Tensor:
+    """The distance of neighbouring numbers of `dtype` at each magnitude, in f64."""
+    number = torch.finfo(dtype)
+    _, exponent = magnitude.double().clamp(min=number.tiny).frexp()  # a mantissa in [0.5, 1)
+    return number.eps * torch.exp2(exponent.double() - 1)
+
+
+def _check_bound(name: str, error: Tensor, allowed: Tensor, rows: Sequence[int]) -> None:
+    """error <= allowed, both [rows, num_heads]."""
+    within = error <= allowed
+    if within.all():
+        return
+    excess = (error / allowed).nan_to_num(nan=torch.inf, posinf=torch.inf).where(~within, -1.0)
+    row, head = divmod(int(excess.argmax()), error.shape[1])
+    found = f"{name} {error[row, head].item():.3g}, allowed {allowed[row, head].item():.3g}"
+    raise AssertionError(
+        f"row {rows[row]}, head {head}: {found}; wrong: {(~within).sum().item()} of {within.numel()} rows and heads"
+    )
