@@ -58,7 +58,7 @@ class DecodePlan(FlaggingPlan):
         device_index = device.index if self._several_gpus else None
         views = (rules.nhd, rules.scale_shapes)
         hold = _hold_of(chosen.spec)
-        self._setting = Setting(self._constants, self._workspace_bytes > 0, *views, device_index, self._name, hold)
+        self._setting = Setting(self._constants, self._workspace_bytes > 0, *views, device_index, hold)
         plain = problem.kv_dtype.element_bytes > 1 and problem.v_dtype.element_bytes > 1
         self._views = None if plain and views == (False, ((), ())) else views  # None: caches reach the kernel as they are
         self._checked: dict[object, Passage] = {}

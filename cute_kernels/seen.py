@@ -2,11 +2,11 @@
 
 Telling tensors apart by identity costs half of describing them (`checks.signature`). A remembered operand passes as the
 same when it is the same object at the same address, of the same dtype and number of bytes: what `set_`, `.data =`, a resize
-or a freed storage make of it is checked anew.
+or a freed storage make of it is checked anew. q reaches the launch as it is, and the launch refuses another dtype or shape.
 
 What this does not see is a change of extents or strides in place that keeps all of these (`transpose_`, `as_strided_`). That
-stays within memory that was checked, since a storage never shrinks in place: q counts as it is at the launch, every other
-operand as it was when it was remembered.
+stays within memory that was checked, since a storage never shrinks in place: every operand but q counts as it was when it was
+remembered.
 
 All but q are remembered in the form that a launch takes (`hold`), since making that anew costs a tenth of a microsecond an
 operand, and a whole one for a view. Held is the storage, not the tensor: with the first of the tensors that dies, the
@@ -24,7 +24,6 @@ from torch import Tensor
 
 from .checks import kernel_views
 from .dispatch import Launch
-from .errors import LaunchFailed
 from .plan_base import LAUNCH_ERRORS
 
 Shortcut = Callable[..., "tuple[Tensor, Tensor] | None"]
@@ -35,8 +34,8 @@ class Setting(NamedTuple):
     """What all launches of a plan share.
 
     constants: softmax_scale, num_ctas and status. nhd: the caches are turned to HND first. scale_shapes: those of
-    k_scale and v_scale that a kernel takes. device_index: the GPU that must be current, None where there is no choice. name:
-    what runs where, for LaunchFailed. hold: a detached tensor as the launch takes it.
+    k_scale and v_scale that a kernel takes. device_index: the GPU that must be current, None where there is no choice. hold: a
+    detached tensor as the launch takes it.
     """
 
     constants: tuple[float, int, int | Tensor]
@@ -44,7 +43,6 @@ class Setting(NamedTuple):
     nhd: bool
     scale_shapes: tuple[tuple[int, ...], tuple[int, ...]]
     device_index: int | None
-    name: str
     hold: Callable[[Tensor], Any]
 
 
@@ -78,13 +76,13 @@ def shortcut(
     A reference to a dead tensor gives None, as ABSENT does, hence the addresses of absent operands, 0. Written flat: loops
     cost a microsecond more.
     """
-    (scale, num_ctas, status), takes_workspace, nhd, scale_shapes, device_index, name, hold = setting
+    (scale, num_ctas, status), takes_workspace, nhd, scale_shapes, device_index, hold = setting
     table_format, table = page_table
     operands = (q, k, v, *table, out, lse, workspace)
     q_, k_, v_, t0_, t1_, t2_, out_, lse_, w_ = [ABSENT if operand is None else ref(operand, forget) for operand in operands]
     at_q, at_k, at_v, at_t0, at_t1, at_t2, at_out, at_lse, at_w = [0 if t is None else t.data_ptr() for t in operands]
-    by_q, by_k, by_v, by_t0, by_t1, by_t2, by_out, by_lse, by_w = [0 if t is None else t.nbytes for t in operands]
-    of_q, of_k, of_v, of_t0, of_t1, of_t2, of_out, of_lse, of_w = [None if t is None else t.dtype for t in operands]
+    _, by_k, by_v, by_t0, by_t1, by_t2, by_out, by_lse, by_w = [0 if t is None else t.nbytes for t in operands]
+    _, of_k, of_v, of_t0, of_t1, of_t2, of_out, of_lse, of_w = [None if t is None else t.dtype for t in operands]
     scaled = k_scale is not None or v_scale is not None
     # detached before a view is made of them: a view keeps the tensor that it is of
     views = kernel_views(nhd, scale_shapes, k.detach(), v.detach(), detached(k_scale), detached(v_scale))
@@ -109,8 +107,7 @@ def shortcut(
             if not (
                 q_() is q and k_() is k and v_() is v and out_() is out and lse_() is lse
                 and t0_() is t0 and t1_() is t1 and t2_() is t2 and w_() is workspace
-                and q.data_ptr() == at_q and q.nbytes == by_q and q.dtype is of_q
-                and k.data_ptr() == at_k and k.nbytes == by_k and k.dtype is of_k
+                and q.data_ptr() == at_q and k.data_ptr() == at_k and k.nbytes == by_k and k.dtype is of_k
                 and v.data_ptr() == at_v and v.nbytes == by_v and v.dtype is of_v
                 and out.data_ptr() == at_out and out.nbytes == by_out and out.dtype is of_out
                 and lse.data_ptr() == at_lse and lse.nbytes == by_lse and lse.dtype is of_lse
@@ -127,10 +124,10 @@ def shortcut(
         # fmt: on
         if device_index is not None and torch.cuda.current_device() != device_index:
             return None
-        try:
+        try:  # q has changed where the launch refuses it: the check names what is wrong
             launch(q, keys, values, held_0, held_1, held_2, k_scales, v_scales, outs, lses, space, scale, num_ctas, status)
-        except LAUNCH_ERRORS as error:
-            raise LaunchFailed(f"{name}: {error}") from error
+        except LAUNCH_ERRORS:
+            return None
         return out, lse
 
     return _with_scales(again, forget, k_scale, v_scale) if scaled else again

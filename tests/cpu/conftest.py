@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import torch
 
 from cute_kernels import dispatch, plan, plan_base, plan_cache
 
@@ -32,7 +33,14 @@ def pretend_h200(monkeypatch: pytest.MonkeyPatch, no_plans: None) -> list[tuple[
         return dispatch.explain(problem, dispatch.PRETEND["h200"], preference)
 
     def launch_of(spec: Any, descriptor: Any) -> Callable[..., None]:
-        return lambda *operands: launches.append(operands)
+        return launch
+
+    def launch(q: torch.Tensor, *others: Any) -> None:
+        """Refuses, as a compiled kernel does, a q of another dtype or shape than its out."""
+        out = torch.from_dlpack(others[7])
+        if (q.dtype, q.shape) != (out.dtype, out.shape):
+            raise TypeError(f"Mismatched q: {q.dtype} {tuple(q.shape)}")
+        launches.append((q, *others))
 
     monkeypatch.setattr(plan, "explain", explain)
     monkeypatch.setattr(plan, "_launch_of", launch_of)
