@@ -213,10 +213,17 @@ def parse_timing(us: Mapping[str, Any]) -> Timing:
 
 def parse_gate(gate: Mapping[str, Any]) -> GateResult:
     """A record's gate. Raises ValueError where it does not say whether it was passed."""
-    names = ("error", "torch_error", "lse_error", "relative_error")
+    names = ("error", "torch_error", "lse_error", "relative_error", "used")
     errors = {name: None if gate.get(name) is None else float(gate[name]) for name in names}
-    tolerance = None if gate.get("tolerance") is None else Tolerance(**gate["tolerance"])
+    tolerance = None if gate.get("tolerance") is None else parse_tolerance(gate["tolerance"])
     return GateResult(**errors, tolerance=tolerance, passed=get(gate, "passed", bool), reason=str(gate.get("reason") or ""))
+
+
+def parse_tolerance(asked: Mapping[str, float]) -> Tolerance:
+    """A record's tolerance. Older ones (`factor`, `ulps`) bound the elements of a row only, by the largest over its heads."""
+    if "factor" not in asked:
+        return Tolerance(**asked)
+    return Tolerance(math.inf, 0, asked["factor"], asked["ulps"], asked["relative"])
 
 
 def check_gpu(record: Record) -> None:
