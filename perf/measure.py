@@ -20,6 +20,7 @@ from perf.timing import Clock, Rotation, Timing, host_time
 HOST_BYTES = 64 * 2**20  # host time does not depend on the size: it is taken on cases up to this one
 HOST_CHUNKS = 10  # pauses in which the device catches up, so that the launch queue never fills
 DEVICE = "device"
+IN_STREAM = "in_stream"
 
 
 class DeviceFailed(Exception):

@@ -14,11 +14,12 @@ from typing import Any, Literal, TypeVar
 from cute_kernels.dispatch import PRETEND, DeviceFacts
 from perf.cases import FLOORS, Bar, Case, Rows, Spread, short
 from perf.correctness import GateResult, Tolerance
-from perf.measure import DEVICE
+from perf.measure import DEVICE, IN_STREAM
 from perf.record import SCHEMA
 from perf.timing import Timing
 
 T = TypeVar("T")
+RESULTS = (DEVICE, IN_STREAM)  # the metrics that time the call whose result is gated
 
 ProblemKind = Literal["truncated", "foreign", "malformed", "no gate", "unknown GPU", "duplicate"]
 
@@ -79,6 +80,22 @@ class Record:
     def revision(self) -> str:
         """The commit as a label: shortened, and whether the checkout had changes."""
         return self.commit[:9] + ("-dirty" if self.dirty else "")
+
+    @property
+    def run(self) -> tuple[object, ...]:
+        """What records share whose times were taken interleaved: the device, the state of the checkout, the case, the time."""
+        return (self.gpu, self.machine, self.revision, self.name, self.time)
+
+    @property
+    def machine(self) -> str | None:
+        """Which physical GPU it ran on, as a hash of its UUID; None where the record does not say."""
+        found = self.fields.get("machine")
+        return found.get("id") if isinstance(found, Mapping) else None
+
+    @property
+    def on_host(self) -> bool:
+        """Whether the time is the host's."""
+        return self.metric.startswith("host.")
 
     @property
     def rows(self) -> str:
@@ -236,8 +253,11 @@ def check_gpu(record: Record) -> None:
 
 
 def check_gate(record: Record) -> None:
-    """Raises BadLine for a device time that no passed gate stands behind. Host times and the floors have no result."""
-    if record.us is None or record.metric != DEVICE or record.provider in FLOORS.values():
+    """Raises BadLine for a time of a result that no passed gate stands behind.
+
+    Host times, the floors, and steps beside the call ("device.plan") have no result.
+    """
+    if record.us is None or record.metric not in RESULTS or record.provider in FLOORS.values():
         return
     if record.gate is None or not record.gate.passed:
         raise BadLine("no gate", f"a time of {record.provider} whose result was not found right")
