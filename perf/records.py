@@ -93,11 +93,6 @@ class Record:
         return found.get("id") if isinstance(found, Mapping) else None
 
     @property
-    def on_host(self) -> bool:
-        """Whether the time is the host's."""
-        return self.metric.startswith("host.")
-
-    @property
     def rows(self) -> str:
         """The rows of the case as people write them: "64 x 8k"."""
         lengths = self.case.lengths
