@@ -90,6 +90,18 @@ def test_one_wrong_head_of_a_long_row_among_short_ones_fails(corrupt, tolerance:
     assert result.reason.startswith("error ")
 
 
+def test_a_head_of_small_values_beside_one_of_large_ones_fails() -> None:
+    """V of one KV head is 1,000 times that of the other, whose heads are held to what is allowed them."""
+    inputs = inputs_of(CONTIGUOUS)
+    for s in inputs.sets:
+        s.v[:, 0] *= 1000
+    out, lse = exact(inputs, 0)
+    assert check(inputs, 0, out, lse, OURS).passed
+    out[1, 2] = 0
+    result = check(inputs, 0, out, lse, PEERS)
+    assert not result.passed and "in row 1, head 2 of set 0" in result.reason
+
+
 def test_a_small_error_all_over_a_head_fails_by_its_2_norm_alone() -> None:
     """Each element within 2 ulp of the largest, the vector 1.5% off: no element says it, the 2-norm does."""
     inputs = inputs_of(LONG)
