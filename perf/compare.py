@@ -1,7 +1,9 @@
 """Whether a time changed between two revisions: a ratio with its interval, and a verdict that many cases share.
 
-The read kernel is the control of a comparison: the same code on both sides. The median of its ratios is the drift of the
-machine from one run to the other and is divided out; their spread around it is the A/A noise.
+Code that is the same on both sides is the control of a comparison. The median ratio of the read kernel (of an append: of the
+copy) is the drift of the machine from one run to the other and is divided out; their spread around it is the A/A noise. Not
+every kernel follows it: one that waits for latency or arithmetic keeps its time where only the memory is faster. How far
+unchanged kernels follow is what the peers show, and a change is called only where no drift of theirs would explain it.
 """
 
 from __future__ import annotations
@@ -15,31 +17,42 @@ import numpy as np
 from scipy import stats
 
 from cute_kernels.tuning import FLOOR, NOISE_FACTOR
-from perf.cases import READ
+from perf.cases import FLOORS, READ
 from perf.history import Key, Revision
+from perf.measure import DEVICE, IN_STREAM
 from perf.records import Record
 
 FALSE_DISCOVERIES = 0.05  # their expected share among the calls
 CONFIDENCE = 0.95
 RESAMPLES = 2000
 MIN_CONTROLS = 5  # cases of the read kernel on both sides; with fewer the noise is taken to be what makes FLOOR the threshold
+FOLLOWERS = (20, 80)  # percentiles of the peers' ratios between which an unchanged kernel's drift is taken to lie
+COMPARED = (DEVICE, IN_STREAM)  # metrics
 NORMAL_MAD = 1.4826  # standard deviation over median absolute deviation, of a normal distribution
 SPREAD = 2 * stats.norm.ppf(0.8)  # p20 to p80 in standard deviations, of a normal distribution
+
+OURS = "ours"  # and what begins with it
 
 Verdict = Literal["slower", "faster", "same"]
 
 
 @dataclass(frozen=True)
 class Control:
-    """What the read kernel says of two revisions, in logarithms of the ratio new over base.
+    """What unchanged code says of two revisions, in logarithms of the ratio new over base.
 
-    drift: the median over the cases; noise: the standard deviation around it, from the median absolute deviation.
-    deviations: each case's distance from the drift. With fewer than MIN_CONTROLS cases the drift is 0 and the noise assumed.
+    floor: the kernel that only moves the bytes. drift: the median over its cases; noise: the standard deviation around it, from
+    the median absolute deviation. deviations: each case's distance from the drift. With fewer than MIN_CONTROLS cases the drift
+    is 0 and the noise assumed. low, high: between which an unchanged kernel's own drift lies, the floor's included. peers: how
+    many times of peers that rests on; with fewer than MIN_CONTROLS a kernel may follow the floor's drift or not at all.
     """
 
+    floor: str
     drift: float
     noise: float
     deviations: dict[str, float]
+    low: float
+    high: float
+    peers: int
 
     @property
     def cases(self) -> int:
@@ -54,18 +67,25 @@ class Control:
         """The noise of a case: at least what its own control was off by, so that a disturbed case calls nothing."""
         return max(self.noise, abs(self.deviations.get(name, 0.0)) if self.trusted else 0.0)
 
+    def changed(self, log: float) -> tuple[float, float]:
+        """What is left of the logarithm of a ratio: after the drift between low and high that explains most of it, and after the
+        floor's."""
+        return log - min(max(log, self.low), self.high), log - self.drift
+
 
 @dataclass(frozen=True)
 class Comparison:
     """A provider's time on one case at two revisions.
 
-    ratio: new over base, the drift divided out, with its 95% interval low..high. p: two-sided, then adjusted for the number of
-    cases by `decide`. threshold: the change that is called. sampled: whether both sides hold the time of every replay; else
+    ratio: new over base, the floor's drift divided out, with its 95% interval low..high. least: the ratio that is left whichever
+    drift of unchanged kernels is divided out (see Control). p: of that, two-sided, then adjusted for the number of cases by
+    `decide`. threshold: the change of `least` that is called. sampled: whether both sides hold the time of every replay; else
     the interval rests on percentiles.
     """
 
     name: str
     provider: str
+    metric: str
     base: str
     new: str
     base_us: float
@@ -73,25 +93,42 @@ class Comparison:
     ratio: float
     low: float
     high: float
+    least: float
     p: float
     threshold: float
     sampled: bool
     verdict: Verdict = "same"
 
 
-def control(base: Revision, new: Revision) -> Control:
-    """The read kernel's word on two revisions."""
-    names = [name for name, provider in base.runs if provider == READ and base.timed((name, READ)) and new.timed((name, READ))]
-    logs = np.array([math.log(median_us(new, (name, READ)) / median_us(base, (name, READ))) for name in names])
+def control(base: Revision, new: Revision, metric: str = DEVICE, floor: str = READ) -> Control:
+    """What the floor of an operation (read of decode, copy of an append) and its unchanged peers say of two revisions."""
+    logs = {key: log_of(base, new, key) for key in new.runs if key.metric == metric and unchanged(base, new, key, floor)}
+    floors = {key.name: log for key, log in logs.items() if key.provider == floor}
+    peers = [log for key, log in logs.items() if key.provider != floor]
     drift, noise = 0.0, FLOOR / NOISE_FACTOR
-    if len(names) >= MIN_CONTROLS:
-        drift = float(np.median(logs))
-        noise = NORMAL_MAD * float(np.median(np.abs(logs - drift)))
-    return Control(drift, noise, {name: float(log - drift) for name, log in zip(names, logs, strict=True)})
+    if len(floors) >= MIN_CONTROLS:
+        drift = float(np.median(list(floors.values())))
+        noise = NORMAL_MAD * float(np.median(np.abs(np.array(list(floors.values())) - drift)))
+    ends = np.percentile(peers, FOLLOWERS) if len(peers) >= MIN_CONTROLS else [0.0]
+    deviations = {name: log - drift for name, log in floors.items()}
+    return Control(floor, drift, noise, deviations, float(min(drift, *ends)), float(max(drift, *ends)), len(peers))
+
+
+def unchanged(base: Revision, new: Revision, key: Key, floor: str) -> bool:
+    """Whether both sides time the same code on a case that `floor` is the floor of: not this package's, and of one version."""
+    sides = base.timed(key), new.timed(key)
+    if not all(sides) or key.provider.startswith(OURS) or sides[1][0].case.floor != floor:
+        return False
+    return key.provider == floor or len({record.version for side in sides for record in side}) == 1
+
+
+def log_of(base: Revision, new: Revision, key: Key) -> float:
+    """The logarithm of the ratio of the medians, new over base."""
+    return math.log(median_us(new, key) / median_us(base, key))
 
 
 def median_us(revision: Revision, key: Key) -> float:
-    """The median microseconds over every replay of a case and provider at a revision."""
+    """The median microseconds over every replay of a case, provider and metric at a revision."""
     return float(np.median(pooled(revision.timed(key))))
 
 
@@ -118,17 +155,25 @@ def compare(base: Revision, new: Revision, key: Key, controlled: Control) -> Com
     found = stats.bootstrap(
         (new_us, base_us), log_ratio, n_resamples=RESAMPLES, confidence_level=CONFIDENCE, method="percentile", rng=0
     )
-    noise = controlled.noise_of(key[0])
+    noise = controlled.noise_of(key.name)
     reach = float(stats.norm.ppf((1 + CONFIDENCE) / 2)) * noise  # the replays of a run do not show what differs between runs
-    low = -math.hypot(log - found.confidence_interval.low, reach)
-    high = math.hypot(found.confidence_interval.high - log, reach)
-    z = (log - controlled.drift) / max(math.hypot(found.standard_error, noise), 1e-9)
-    ratio, low, high = (math.exp(log - controlled.drift + offset) for offset in (0.0, low, high))
-    sampled = all(record.us is not None and bool(record.us.samples) for side in sides for record in side)
-    p = 2 * float(stats.norm.sf(abs(z)))
-    threshold = max(FLOOR, NOISE_FACTOR * noise)
-    labels = (*key, base.label, new.label)
-    return Comparison(*labels, float(np.median(base_us)), float(np.median(new_us)), ratio, low, high, p, threshold, sampled)
+    below, above = (math.hypot(log - end, reach) for end in found.confidence_interval)
+    least, ratio = controlled.changed(log)
+    z = least / max(math.hypot(found.standard_error, noise), 1e-9)
+    return Comparison(
+        *key,
+        base=base.label,
+        new=new.label,
+        base_us=float(np.median(base_us)),
+        new_us=float(np.median(new_us)),
+        ratio=math.exp(ratio),
+        low=math.exp(log - controlled.high - below),
+        high=math.exp(log - controlled.low + above),
+        least=math.exp(least),
+        p=2 * float(stats.norm.sf(abs(z))),
+        threshold=max(FLOOR, NOISE_FACTOR * noise),
+        sampled=all(record.us is not None and bool(record.us.samples) for side in sides for record in side),
+    )
 
 
 def log_ratio(new: np.ndarray, base: np.ndarray, axis: int = -1) -> np.ndarray:
@@ -151,36 +196,49 @@ def verdict(comparison: Comparison, p: float) -> Verdict:
     """What a comparison with the adjusted p-value `p` says."""
     if p > FALSE_DISCOVERIES:
         return "same"
-    if comparison.ratio > 1 + comparison.threshold:
+    if comparison.least > 1 + comparison.threshold:
         return "slower"
-    return "faster" if comparison.ratio < 1 / (1 + comparison.threshold) else "same"
+    return "faster" if comparison.least < 1 / (1 + comparison.threshold) else "same"
 
 
-def compare_revisions(known: Sequence[Revision], new: Revision, providers: Sequence[str]) -> list[Comparison]:
-    """Every case that `providers` timed, against the known revision that was fastest at it (the drift divided out), decided."""
-    controls = {base.label: control(base, new) for base in known}
-    comparisons = []
+class Controls:
+    """The controls of pairs of revisions, each made once."""
+
+    def __init__(self) -> None:
+        self.made: dict[tuple[str, ...], Control] = {}
+
+    def of(self, base: Revision, new: Revision, key: Key) -> Control:
+        """The control of a time at two revisions: of its metric and of its case's operation."""
+        floor = new.timed(key)[0].case.floor
+        pair = (base.label, new.label, key.metric, floor)
+        if pair not in self.made:
+            self.made[pair] = control(base, new, key.metric, floor)
+        return self.made[pair]
+
+
+def compare_revisions(
+    known: Sequence[Revision], new: Revision, providers: Sequence[str], metrics: Sequence[str] = COMPARED
+) -> list[Comparison]:
+    """Every time of `providers` against the known revision beside which it is slowest (Control.changed), decided."""
+    controls, comparisons = Controls(), []
     for key in new.runs:
         bases = [base for base in known if base.timed(key)]
-        if key[1] in providers and new.timed(key) and bases:
-            best = min(bases, key=lambda base: median_us(base, key) * math.exp(controls[base.label].drift))
-            comparisons.append(compare(best, new, key, controls[best.label]))
+        if key.provider in providers and key.metric in metrics and new.timed(key) and bases:
+            rated = [(controls.of(base, new, key).changed(log_of(base, new, key)), base) for base in bases]
+            _, best = max(rated, key=lambda entry: entry[0])
+            comparisons.append(compare(best, new, key, controls.of(best, new, key)))
     return decide(comparisons)
 
 
 def changes(history: Sequence[Revision]) -> list[Comparison]:
     """Every time of the history against the revision before it that has one, oldest first, decided together."""
-    controls: dict[tuple[str, str], Control] = {}
+    controls, comparisons = Controls(), []
     before: dict[Key, Revision] = {}
-    comparisons = []
     for new in history:
         for key in new.runs:
-            if not new.timed(key):
+            if not new.timed(key) or key.metric not in COMPARED:
                 continue
-            if (base := before.get(key)) is not None and key[1] != READ:
-                pair = (base.label, new.label)
-                if pair not in controls:
-                    controls[pair] = control(base, new)
-                comparisons.append(compare(base, new, key, controls[pair]))
+            if (base := before.get(key)) is not None and key.provider not in FLOORS.values():
+                comparisons.append(compare(base, new, key, controls.of(base, new, key)))
             before[key] = new
     return decide(comparisons)

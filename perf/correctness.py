@@ -1,60 +1,71 @@
-"""The correctness gate: nothing is timed before its result on the same inputs was compared with f64."""
+"""The correctness gate: nothing is timed before its results on all input sets were compared with f64.
+
+Every row and every head is judged by itself, against what PyTorch's own attention in the same dtype is off by there: an
+allowance that belongs to another row, head or set covers nothing.
+"""
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from perf.cases import Case
 from perf.inputs import Inputs
 
-SAMPLED_ROWS = 8
 LSE_TOLERANCE = 1e-5
+CHUNK = 2**25  # elements of K that are compared with at once: 256 MiB in f64, beside as much of V
 
 
 @dataclass(frozen=True)
 class Tolerance:
-    """What a row's error may be: `factor` times that of same-dtype PyTorch, plus `ulps` ulp of the output, plus `relative` of it.
+    """What the error of one row and head may be; the defaults are the rule for this package's own results.
 
-    The output counts by the largest magnitude of the row.
+    The 2-norm of out - f64: `norm_factor` times that of same-dtype PyTorch, plus `norm_ulps` ulp of the output in 2-norm (eps
+    times the 2-norm of the f64 vector). Each element: `element_factor` times PyTorch's largest error in that row and head, plus
+    `element_ulps` ulp at its largest value. relative: a share of the 2-norm, and of the largest value, on top.
     """
 
-    factor: float
-    ulps: float
+    norm_factor: float = 1.25
+    norm_ulps: float = 1
+    element_factor: float = 2
+    element_ulps: float = 2
     relative: float = 0.0
 
 
-OURS = Tolerance(factor=1.25, ulps=2)
-EXACT = Tolerance(factor=0.0, ulps=0)  # of an append: every byte
-PEERS = Tolerance(factor=4.0, ulps=8)  # their own choices of precision: this catches wrong answers only
-FP8_QUERY = Tolerance(factor=4.0, ulps=8, relative=0.1)  # peers that round q, or q and P, to e4m3: 0.02 to 0.035 was measured
+OURS = Tolerance()
+EXACT = Tolerance(0, 0, 0, 0)  # of an append: every byte
+PEERS = Tolerance(4, 8, 4, 8)  # their own choices of precision: this catches wrong answers only
+FP8_QUERY = replace(PEERS, relative=0.1)  # peers that round q, or q and P, to e4m3: 0.02 to 0.035 was measured
 
 
 @dataclass(frozen=True)
-class RowError:
-    """How far one row is from f64: max |out - f64|, the same of PyTorch in the output's dtype, and what is allowed.
+class Reference:
+    """What one input set has to give, and how far same-dtype PyTorch is from it, f64.
 
-    relative: the 2-norm of out - f64 over that of f64. lse: the largest |lse - f64| / max(1, |f64|) over the heads, None where
-    no lse was given.
+    out: [batch, num_heads, head_dim]. The others are [batch, num_heads]: lse (natural log), norm and largest (2-norm and largest
+    magnitude of out), torch_norm and torch_largest (the same of PyTorch's error).
     """
 
-    out: float
-    torch: float
-    allowed: float
-    relative: float
-    lse: float | None
+    out: torch.Tensor
+    lse: torch.Tensor
+    norm: torch.Tensor
+    largest: torch.Tensor
+    torch_norm: torch.Tensor
+    torch_largest: torch.Tensor
 
 
 @dataclass(frozen=True)
 class GateResult:
-    """The errors of the worst sampled rows (None where nothing could be compared), the verdict, and why it failed.
+    """The errors of the worst rows and heads (None where nothing could be compared), the verdict, and why it failed.
 
-    Of an append, error is the number of wrong bytes, and the others are None.
-
-    error, torch_error: of the row that comes closest to what is allowed, or exceeds it most. relative_error, lse_error: the
-    largest (see RowError). tolerance: what was asked.
+    used: the largest part of its allowance that any row and head has used; above 1 it fails. error, torch_error: max |out - f64|
+    of that row and head, and the same of PyTorch. relative_error: the largest 2-norm of out - f64 over that of f64. lse_error:
+    the largest |lse - f64| / max(1, |f64|). tolerance: what was asked. Of an append, error is the number of wrong bytes, and
+    the others are None.
     """
 
     error: float | None
@@ -64,78 +75,137 @@ class GateResult:
     reason: str = ""
     relative_error: float | None = None
     tolerance: Tolerance | None = None
+    used: float | None = None
 
 
 def check(inputs: Inputs, index: int, out: torch.Tensor, lse: torch.Tensor | None, tolerance: Tolerance) -> GateResult:
-    """Compare a result on set `index` with f64 on a sample of rows (see sample_rows).
+    """Compare a result on set `index` with f64, every row and head.
 
     out: [batch, num_heads, head_dim]; lse: f32 [batch, num_heads], base e, or None. Every element has to be finite.
     """
+    shape = inputs.sets[index].q.shape
+    if out.shape != shape or (lse is not None and lse.shape != shape[:2]):
+        shapes = [list(tensor.shape) for tensor in (out, lse) if tensor is not None]
+        return GateResult(None, None, None, False, f"shapes {shapes} do not fit q's {list(shape)}", tolerance=tolerance)
     if not torch.isfinite(out).all() or (lse is not None and not torch.isfinite(lse).all()):
-        return GateResult(None, None, None, False, "the result holds NaN or Inf", tolerance=tolerance)
-    rows = [
-        row_error(inputs, index, row, out[row], None if lse is None else lse[row], tolerance)
-        for row in sample_rows(inputs.case.tokens())
-    ]
-    worst = max(rows, key=lambda r: r.out / r.allowed)
-    lse_error = None if lse is None else max(r.lse for r in rows if r.lse is not None)
+        return GateResult(None, None, None, False, f"the result on set {index} holds NaN or Inf", tolerance=tolerance)
+    return judge(reference_of(inputs, index), out, lse, tolerance, f"of set {index}")
+
+
+def judge(reference: Reference, out: torch.Tensor, lse: torch.Tensor | None, tolerance: Tolerance, where: str) -> GateResult:
+    """The verdict on a result: whether each row and head keeps to its own allowance, which NaN never does.
+
+    where: what the result is of, in words.
+    """
+    difference = out.double() - reference.out
+    norm, largest = difference.norm(dim=-1), difference.abs().amax(-1)
+    finfo = torch.finfo(out.dtype)
+    unit = reference.norm.clamp_min(finfo.tiny)
+    allowed_norm = tolerance.norm_factor * reference.torch_norm + (tolerance.norm_ulps * finfo.eps + tolerance.relative) * unit
+    allowed = tolerance.element_factor * reference.torch_largest + tolerance.element_ulps * ulp(reference.largest, out.dtype)
+    allowed = allowed + tolerance.relative * reference.largest
+    used_norm, used_largest = norm / allowed_norm, largest / allowed
+    used = torch.maximum(used_norm, used_largest)
+    at, place = worst(used)
     reasons = []
-    if worst.out > worst.allowed:
-        reasons.append(f"error {worst.out:.3g} exceeds {worst.allowed:.3g} (same-dtype PyTorch: {worst.torch:.3g})")
-    if lse_error is not None and lse_error > LSE_TOLERANCE:
-        reasons.append(f"lse error {lse_error:.3g} exceeds {LSE_TOLERANCE:g}")
-    relative = max(r.relative for r in rows)
-    return GateResult(worst.out, worst.torch, lse_error, not reasons, "; ".join(reasons), relative, tolerance)
+    for name, part, error, limit, theirs in (
+        ("error", used_largest, largest, allowed, reference.torch_largest),
+        ("error in 2-norm", used_norm, norm, allowed_norm, reference.torch_norm),
+    ):
+        if not bool(part[at] <= 1):
+            reasons.append(
+                f"{name} {error[at]:.3g} exceeds {limit[at]:.3g} (same-dtype PyTorch: {theirs[at]:.3g}) in {place} {where}"
+            )
+    worst_lse = None
+    if lse is not None:
+        lse_errors = (lse.double() - reference.lse).abs() / reference.lse.abs().clamp_min(1)
+        lse_at, place = worst(lse_errors)
+        worst_lse = float(lse_errors[lse_at])
+        if not worst_lse <= LSE_TOLERANCE:
+            reasons.append(f"lse error {worst_lse:.3g} exceeds {LSE_TOLERANCE:g} in {place} {where}")
+    return GateResult(
+        error=float(largest[at]),
+        torch_error=float(reference.torch_largest[at]),
+        lse_error=worst_lse,
+        passed=not reasons,
+        reason="; ".join(reasons),
+        relative_error=float((norm / unit).max()),
+        tolerance=tolerance,
+        used=float(used[at]),
+    )
 
 
-def row_error(
-    inputs: Inputs, index: int, row: int, out: torch.Tensor, lse: torch.Tensor | None, tolerance: Tolerance
-) -> RowError:
-    """The error of one row: out [num_heads, head_dim], lse [num_heads] or None."""
-    q = inputs.sets[index].q[row]
-    k, v = inputs.row(index, row)
-    expected, expected_lse = attention_f64(q, k, v, inputs.softmax_scale)
-    torch_error = max_abs(same_dtype(q, k, v, inputs.softmax_scale).double() - expected)
-    largest, difference = max_abs(expected), out.double() - expected
-    allowed = tolerance.factor * torch_error + tolerance.ulps * ulp(largest, out.dtype) + tolerance.relative * largest
-    relative = float(difference.norm() / expected.norm().clamp_min(torch.finfo(torch.float64).tiny))
-    lse_error = None if lse is None else max_abs((lse.double() - expected_lse) / expected_lse.abs().clamp_min(1))
-    return RowError(max_abs(difference), torch_error, allowed, relative, lse_error)
+def worst(values: torch.Tensor) -> tuple[tuple[int, int], str]:
+    """Where the largest value of [batch, num_heads] is, and that in words. NaN is larger than any number."""
+    row, head = divmod(int(values.argmax()), values.shape[1])
+    return (row, head), f"row {row}, head {head}"
 
 
-def sample_rows(tokens: tuple[int, ...]) -> list[int]:
-    """At most SAMPLED_ROWS rows of a batch: the first, the last, and others evenly by length with both extremes."""
-    order = sorted(range(len(tokens)), key=tokens.__getitem__)
-    ranks = SAMPLED_ROWS - 2
-    by_length = {order[i * (len(tokens) - 1) // (ranks - 1)] for i in range(ranks)}
-    return sorted({0, len(tokens) - 1} | by_length)
+def worst_of(results: Sequence[GateResult]) -> GateResult:
+    """One result for several input sets: the first that failed, else that nearest to failing, with the largest errors of all."""
+    failed = next((result for result in results if not result.passed), None)
+    if failed is not None:
+        return failed
+    nearest = max(results, key=lambda result: result.used or 0.0)
+    lse_errors = [result.lse_error for result in results if result.lse_error is not None]
+    relative = [result.relative_error for result in results if result.relative_error is not None]
+    return replace(nearest, lse_error=max(lse_errors, default=None), relative_error=max(relative, default=None))
+
+
+def reference_of(inputs: Inputs, index: int) -> Reference:
+    """What set `index` has to give. It depends on the inputs alone: computed once, and kept and dropped with them."""
+    if index not in inputs.references:
+        inputs.references[index] = make_reference(inputs, index)
+    return inputs.references[index]
+
+
+def make_reference(inputs: Inputs, index: int) -> Reference:
+    """The reference of one set, CHUNK elements of K and of V at a time."""
+    q, group = inputs.sets[index].q, inputs.case.num_heads // inputs.case.num_kv_heads
+    out, theirs = torch.empty_like(q, dtype=torch.float64), torch.empty_like(q)
+    lse = torch.empty(q.shape[:2], dtype=torch.float64, device=q.device)
+    for rows, kv_heads in chunks(inputs.case):
+        heads = slice(kv_heads.start * group, kv_heads.stop * group)
+        k, v = inputs.rows(index, rows, kv_heads)
+        theirs[rows, heads] = same_dtype(q[rows, heads], k, v, inputs.softmax_scale)
+        out[rows, heads], lse[rows, heads] = attention_f64(q[rows, heads], k, v, inputs.softmax_scale)
+    error = theirs.double() - out
+    return Reference(out, lse, out.norm(dim=-1), out.abs().amax(-1), error.norm(dim=-1), error.abs().amax(-1))
+
+
+def chunks(case: Case) -> Iterator[tuple[list[int], slice]]:
+    """Every row and KV head of a case once: some rows of one length with all KV heads, or some KV heads of one long row."""
+    by_length: dict[int, list[int]] = {}
+    for row, tokens in enumerate(case.tokens()):
+        by_length.setdefault(tokens, []).append(row)
+    for tokens, rows in by_length.items():
+        vectors = max(1, CHUNK // (max(tokens, 1) * case.head_dim))  # pairs of a row and a KV head
+        heads = min(case.num_kv_heads, vectors)
+        step = max(1, vectors // case.num_kv_heads)
+        for first in range(0, len(rows), step):
+            for head in range(0, case.num_kv_heads, heads):
+                yield rows[first : first + step], slice(head, min(head + heads, case.num_kv_heads))
 
 
 def attention_f64(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of one row in f64: q [num_heads, head_dim], k and v [num_kv_heads, tokens, head_dim].
+    """Attention in f64: q [..., num_heads, head_dim], k and v [..., num_kv_heads, tokens, head_dim].
 
-    Returns out [num_heads, head_dim] and lse [num_heads] (natural log), f64. A KV head at a time bounds the memory.
+    Returns out [..., num_heads, head_dim] and lse [..., num_heads] (natural log), f64.
     """
-    outs, lses = [], []
-    for queries, keys, values in zip(q.double().chunk(len(k)), k, v, strict=True):
-        scores = softmax_scale * queries @ keys.double().T
-        outs.append(torch.softmax(scores, dim=-1) @ values.double())
-        lses.append(torch.logsumexp(scores, dim=-1))
-    return torch.cat(outs), torch.cat(lses)
+    scores = softmax_scale * q.double().unflatten(-2, (k.shape[-3], -1)) @ k.double().mT
+    out = torch.softmax(scores, dim=-1) @ v.double()
+    return out.flatten(-3, -2), torch.logsumexp(scores, dim=-1).flatten(-2)
 
 
 def same_dtype(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float) -> torch.Tensor:
-    """What PyTorch makes of the same row in q's dtype: [num_heads, head_dim]."""
-    k, v = k.to(q.dtype), v.to(q.dtype)
-    out = F.scaled_dot_product_attention(q[None, :, None], k[None], v[None], scale=softmax_scale, enable_gqa=True)
-    return out[0, :, 0]
+    """What PyTorch's math backend makes of the same operands in q's dtype; the query heads of a KV head are its query rows."""
+    grouped = q.unflatten(-2, (k.shape[-3], -1))
+    with sdpa_kernel(SDPBackend.MATH):
+        return F.scaled_dot_product_attention(grouped, k.to(q.dtype), v.to(q.dtype), scale=softmax_scale).flatten(-3, -2)
 
 
-def ulp(magnitude: float, dtype: torch.dtype) -> float:
-    """The distance of neighbouring numbers of `dtype` at `magnitude`."""
-    return torch.finfo(dtype).eps * 2.0 ** math.floor(math.log2(max(magnitude, torch.finfo(dtype).tiny)))
-
-
-def max_abs(tensor: torch.Tensor) -> float:
-    """The largest magnitude."""
-    return float(tensor.abs().max())
+def ulp(magnitude: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The distance of neighbouring numbers of `dtype` at each f64 `magnitude`, at least that at the smallest normal number."""
+    finfo = torch.finfo(dtype)
+    _, exponent = torch.frexp(magnitude.clamp_min(finfo.tiny))  # of a mantissa in [0.5, 1)
+    return torch.ldexp(torch.full_like(magnitude, finfo.eps), exponent - 1)

@@ -24,10 +24,10 @@ class Format(str, Enum):
     workloads = "workloads"
 
 
-def github(record: Record, read: Record | None) -> dict[str, object]:
+def github(record: Record) -> dict[str, object]:
     """An entry for github-action-benchmark; the range is half the distance of the 20th and 80th percentile."""
     assert record.us is not None
-    percent = share(record, read)
+    percent = share(record)
     extra = [record.gpu, record.revision, f"{record.provider} {record.version}"]
     return {
         "name": f"{record.name} ({record.provider})",
@@ -38,10 +38,10 @@ def github(record: Record, read: Record | None) -> dict[str, object]:
     }
 
 
-def workload(record: Record, read: Record | None) -> dict[str, object]:
+def workload(record: Record) -> dict[str, object]:
     """A workload under FlashInfer's definition: gqa_paged_decode_h32_kv8_d128_ps16."""
     assert record.us is not None
-    case, percent = record.case, share(record, read)
+    case, percent = record.case, share(record)
     tokens = case.tokens()
     pages = {"num_pages": sum(-(-length // case.page_size) for length in tokens)} if case.page_size else {}
     return {
@@ -62,13 +62,12 @@ def workload(record: Record, read: Record | None) -> dict[str, object]:
 def export(records: Iterable[Record], providers: Sequence[str], kind: Format) -> str:
     """The newest time of each case and provider as text. Raises ValueError where there is none."""
     cases = newest_of(records).values()
-    newest = [(case[provider], case) for case in cases for provider in providers if provider in case]
-    timed = [(record, case.get(record.case.floor)) for record, case in newest if record.us]
+    timed = [case[provider] for case in cases for provider in providers if provider in case and case[provider].us]
     if not timed:
         raise ValueError(f"providers: {', '.join(providers)!r} has no recorded time")
     if kind is Format.github:
-        return json.dumps([github(*pair) for pair in timed], indent=1, ensure_ascii=False) + "\n"
-    return "".join(json.dumps(workload(*pair)) + "\n" for pair in timed)
+        return json.dumps([github(record) for record in timed], indent=1, ensure_ascii=False) + "\n"
+    return "".join(json.dumps(workload(record)) + "\n" for record in timed)
 
 
 def main(

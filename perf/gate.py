@@ -12,8 +12,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from perf.compare import Comparison, Control, compare_revisions, control
-from perf.history import Revision, by_gpu, revision, revisions
+from perf.compare import Comparison, Control, Controls, compare_revisions
+from perf.history import Key, Revision, by_gpu, revision, revisions
+from perf.measure import DEVICE
 from perf.records import Record, read_records
 from perf.run import split
 
@@ -83,24 +84,29 @@ def find(history: Sequence[Revision], commit: str, name: str) -> Revision:
 
 
 def lost_times(bases: Sequence[Revision], new: Revision, providers: Sequence[str]) -> list[Record]:
-    """The newest records without a time of cases that had one."""
-    records = [new.newest(key) for key in new.runs if key[1] in providers and any(base.timed(key) for base in bases)]
+    """The newest records without a device time of cases that had one."""
+    records = [
+        new.newest(key)
+        for key in new.runs
+        if key.provider in providers and key.metric == DEVICE and any(base.timed(key) for base in bases)
+    ]
     return [record for record in records if record is not None and record.us is None]
 
 
 def table(comparisons: Sequence[Comparison]) -> Table:
     """One row a case, the slowest first."""
-    grid = Table(title="device time, new over base")
-    for column in ("case", "provider", "base"):
+    grid = Table(title="new over base")
+    for column in ("case", "provider", "metric", "base"):
         grid.add_column(column, overflow="fold")
-    for column in ("us", "new us", "ratio", "95% interval", "threshold", "p"):
+    for column in ("us", "new us", "ratio", "95% interval", "at least", "threshold", "p"):
         grid.add_column(column, justify="right")
     grid.add_column("verdict")
     for comparison in sorted(comparisons, key=lambda entry: -entry.ratio):
         grid.add_row(
-            *(comparison.name, comparison.provider, comparison.base),
+            *(comparison.name, comparison.provider, comparison.metric, comparison.base),
             *(f"{comparison.base_us:.2f}", f"{comparison.new_us:.2f}", f"{comparison.ratio:.4f}"),
-            *(f"{comparison.low:.4f} to {comparison.high:.4f}", f"{100 * comparison.threshold:.1f}%", f"{comparison.p:.1g}"),
+            *(f"{comparison.low:.4f} to {comparison.high:.4f}", f"{comparison.least:.4f}"),
+            *(f"{100 * comparison.threshold:.1f}%", f"{comparison.p:.1g}"),
             Text(comparison.verdict, style=STYLES[comparison.verdict]),
         )
     return grid
@@ -108,10 +114,13 @@ def table(comparisons: Sequence[Comparison]) -> Table:
 
 def summary(bases: Sequence[Revision], new: Revision, comparisons: Sequence[Comparison], lost: Sequence[Record]) -> Text:
     """What the comparison rests on, which cases lost their time, and how many changed."""
-    text = Text()
+    text, controls = Text(), Controls()
     for base in bases:
-        if any(comparison.base == base.label for comparison in comparisons):
-            text.append(f"{base.label} -> {new.label}: {describe(control(base, new))}\n")
+        keys = [Key(entry.name, entry.provider, entry.metric) for entry in comparisons if entry.base == base.label]
+        for line in dict.fromkeys(f"{key.metric}: {describe(controls.of(base, new, key))}" for key in keys):
+            text.append(f"{base.label} -> {new.label}: {line}\n")
+        if keys:
+            text.append(f"{base.label} -> {new.label}: {describe_machines(base.machines, new.machines)}\n")
     if not all(comparison.sampled for comparison in comparisons):
         text.append("samples not recorded on some side: its interval rests on a log-normal through the recorded percentiles\n")
     for record in lost:
@@ -123,10 +132,23 @@ def summary(bases: Sequence[Revision], new: Revision, comparisons: Sequence[Comp
 
 def describe(controlled: Control) -> str:
     """The control of a comparison in words."""
-    drift, noise = (100 * value for value in (controlled.drift, controlled.noise))
+    drift, noise, low, high = (100 * value for value in (controlled.drift, controlled.noise, controlled.low, controlled.high))
     if not controlled.trusted:
-        return f"the read kernel ran in {controlled.cases} common cases only: no drift divided out, noise taken as {noise:.2f}%"
-    return f"the read kernel drifted by {drift:+.2f}% over {controlled.cases} cases, A/A noise {noise:.2f}%"
+        said = (
+            f"{controlled.floor} ran in {controlled.cases} common cases only: no drift divided out, noise taken as {noise:.2f}%"
+        )
+    else:
+        said = f"{controlled.floor} drifted by {drift:+.2f}% over {controlled.cases} cases, A/A noise {noise:.2f}%"
+    return f"{said}; unchanged kernels by {low:+.2f} to {high:+.2f}% ({controlled.peers} times of peers)"
+
+
+def describe_machines(base: frozenset[str | None], new: frozenset[str | None]) -> str:
+    """Whether two revisions ran on one physical GPU, in words."""
+    if None in base | new:
+        return "a record does not name its physical GPU"
+    if base == new and len(base) == 1:
+        return f"both on the GPU {next(iter(base))}"
+    return " and ".join("+".join(sorted(str(name) for name in side)) for side in (base, new)) + ": not one physical GPU"
 
 
 if __name__ == "__main__":

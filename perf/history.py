@@ -5,19 +5,26 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
+from typing import NamedTuple
 
 from perf.measure import DEVICE
 from perf.records import Record
 
-Key = tuple[str, str]  # case name, provider
+
+class Key(NamedTuple):
+    """What is measured again and again: a metric of a provider on a case, by its name."""
+
+    name: str
+    provider: str
+    metric: str = DEVICE
 
 
 @dataclass(frozen=True)
 class Revision:
-    """The device records of one state of the checkout. label: its commit, shortened, and whether it was changed since.
+    """The records of one state of the checkout. label: its commit, shortened, and whether it was changed since.
 
-    time: that of its first record. runs: the records of each case and provider, oldest first: more than one where it was
-    measured again.
+    time: that of its first record. runs: the records of each case, provider and metric, oldest first: more than one where it
+    was measured again.
     """
 
     label: str
@@ -25,32 +32,37 @@ class Revision:
     runs: Mapping[Key, tuple[Record, ...]]
 
     def timed(self, key: Key) -> tuple[Record, ...]:
-        """The runs of a case and provider that have a time."""
+        """The runs of a case, provider and metric that have a time."""
         return tuple(record for record in self.runs.get(key, ()) if record.us is not None)
 
     def newest(self, key: Key) -> Record | None:
-        """The newest record of a case and provider, with a time or without."""
+        """The newest record of a case, provider and metric, with a time or without."""
         return self.runs[key][-1] if key in self.runs else None
+
+    @property
+    def machines(self) -> frozenset[str | None]:
+        """The physical GPUs that it was measured on; None among them where a record does not name its own."""
+        return frozenset(record.machine for of_key in self.runs.values() for record in of_key)
 
 
 def revision(label: str, records: Iterable[Record]) -> Revision:
-    """The device records among `records` as one revision. Raises ValueError where there is none."""
-    ordered = sorted((record for record in records if record.metric == DEVICE), key=lambda record: record.time)
-    if not ordered:
+    """`records` as one revision. Raises ValueError where none is of device time."""
+    ordered = sorted(records, key=lambda record: record.time)
+    if not any(record.metric == DEVICE for record in ordered):
         raise ValueError(f"{label}: holds no record of device time")
     runs: dict[Key, list[Record]] = {}
     for record in ordered:
-        runs.setdefault((record.name, record.provider), []).append(record)
+        runs.setdefault(Key(record.name, record.provider, record.metric), []).append(record)
     return Revision(label, ordered[0].time, {key: tuple(of_key) for key, of_key in runs.items()})
 
 
 def revisions(records: Iterable[Record]) -> list[Revision]:
-    """Every revision among `records`, oldest first."""
+    """Every revision among `records` that has a record of device time, oldest first."""
     groups: dict[str, list[Record]] = {}
     for record in records:
-        if record.metric == DEVICE:
-            groups.setdefault(record.revision, []).append(record)
-    return sorted((revision(label, group) for label, group in groups.items()), key=lambda entry: entry.time)
+        groups.setdefault(record.revision, []).append(record)
+    timed = [(label, group) for label, group in groups.items() if any(record.metric == DEVICE for record in group)]
+    return sorted((revision(label, group) for label, group in timed), key=lambda entry: entry.time)
 
 
 def by_gpu(records: Iterable[Record]) -> dict[str, list[Record]]:

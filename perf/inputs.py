@@ -6,13 +6,17 @@ A step over one cache after another finds nothing of it in L2, because together 
 from __future__ import annotations
 
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 
 from cute_kernels import KVDtype
 from perf.cases import Case
 from perf.storage import fill, quantize_normal, raw, scale_of
+
+if TYPE_CHECKING:
+    from perf.correctness import Reference
 
 ROTATED_BYTES = 600 * 2**20  # of K and V over all sets: ten times the 60 MB L2 of an H200
 MIN_SETS = 2
@@ -54,11 +58,15 @@ class Pages:
 
 @dataclass(frozen=True)
 class Inputs:
-    """What providers run on: the sets to rotate over, and the page table they share (None for a contiguous case)."""
+    """What providers run on: the sets to rotate over, and the page table they share (None for a contiguous case).
+
+    references: what the correctness gate has computed of each set, by its index.
+    """
 
     case: Case
     sets: tuple[InputSet, ...]
     pages: Pages | None
+    references: dict[int, Reference] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
     def softmax_scale(self) -> float:
@@ -76,33 +84,40 @@ class Inputs:
                     fill(scale, self.pages.unused, value)
 
     def row(self, index: int, row: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V of one row of set `index`, gathered: [num_kv_heads, tokens, head_dim].
+        """K and V of one row of set `index`, gathered: [num_kv_heads, tokens, head_dim] (see rows)."""
+        k, v = self.rows(index, [row])
+        return k[0], v[0]
+
+    def rows(self, index: int, rows: list[int], heads: slice = slice(None)) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V of some rows of one length of set `index`, and of the KV heads `heads`: [rows, heads, tokens, head_dim].
 
         They are what the stored elements stand for: 16-bit ones as they are, 8-bit ones times their scales, in f64.
         """
         s = self.sets[index]
-        return self._real(s.k, s.k_scale, row), self._real(s.v, s.v_scale, row)
+        return self._real(s.k, s.k_scale, rows, heads), self._real(s.v, s.v_scale, rows, heads)
 
-    def _real(self, cache: torch.Tensor, scale: torch.Tensor | None, row: int) -> torch.Tensor:
-        per_token = scale is not None and scale.dim() == 3
-        if self.pages is None:
-            stored = cache[row]
-            scale = scale[row] if scale is not None and per_token else scale
-        else:
-            tokens = int(self.pages.seq_lens[row])
-            first, end = self.pages.indptr[row : row + 2].tolist()
-            ids = self.pages.indices[first:end].long()
-            slots = raw(cache if self.case.layout == "NHD" else cache.transpose(1, 2))
-            stored = gather(slots, ids, tokens).view(cache.dtype)
-            scale = gather(scale, ids, tokens) if scale is not None and per_token else scale
+    def _real(self, cache: torch.Tensor, scale: torch.Tensor | None, rows: list[int], heads: slice) -> torch.Tensor:
+        heads_first = self.pages is not None and self.case.layout == "HND"
+        stored = self._gathered(raw(cache.transpose(1, 2) if heads_first else cache), rows, heads).view(cache.dtype)
         if self.case.kv_dtype is None:
             return stored
-        return stored.double() if scale is None else stored.double() * scale.double()[(...,) + (None,) * (3 - scale.dim())]
+        if scale is None:
+            return stored.double()
+        per_token = scale.dim() == 3
+        scale = (
+            self._gathered(scale, rows, heads)[..., None]
+            if per_token
+            else scale.expand(self.case.num_kv_heads)[heads, None, None]
+        )
+        return stored.double() * scale.double()
 
-
-def gather(slots: torch.Tensor, ids: torch.Tensor, tokens: int) -> torch.Tensor:
-    """The first `tokens` tokens of pages `ids`: [pages, page_size, num_kv_heads, ...] -> a copy [num_kv_heads, tokens, ...]."""
-    return slots[ids].flatten(0, 1)[:tokens].transpose(0, 1).contiguous()
+    def _gathered(self, slots: torch.Tensor, rows: list[int], heads: slice) -> torch.Tensor:
+        """Slots [pages, page_size, num_kv_heads, ...], or [batch, num_kv_heads, tokens, ...] -> [rows, heads, tokens, ...]."""
+        if self.pages is None:
+            return slots[:, heads][rows]
+        tokens = self.case.tokens()[rows[0]]
+        ids = self.pages.table[rows, : -(-tokens // self.case.page_size)].long()
+        return slots[:, :, heads][ids].flatten(1, 2)[:, :tokens].transpose(1, 2).contiguous()
 
 
 def num_sets(kv_bytes: int, memory_bytes: int, rotated_bytes: int) -> int:

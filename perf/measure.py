@@ -14,7 +14,7 @@ import torch
 from perf.append_inputs import AppendInputs, check_append, make_append_inputs
 from perf.case_sets import bar_of
 from perf.cases import Bar, Case
-from perf.correctness import EXACT, OURS, GateResult, check
+from perf.correctness import EXACT, OURS, GateResult, check, worst_of
 from perf.inputs import ROTATED_BYTES, Inputs, make_inputs
 from perf.providers.base import Candidate, NotSupported, Provider, Result
 from perf.record import machine
@@ -198,22 +198,21 @@ def enter(provider: Provider, blank: Outcome, inputs: Inputs | AppendInputs, lim
 
 
 def gate(provider: Provider, candidate: Candidate, inputs: Inputs | AppendInputs) -> GateResult | None:
-    """The gate's result over the first and the last input set: the one that failed, or the last; None without a tolerance."""
+    """The gate's result over every input set (see correctness.worst_of); None without a tolerance."""
     tolerance = candidate.tolerance or provider.tolerance
     if tolerance is None:
         return None
-    result = None
-    for index in sorted({0, len(inputs.sets) - 1}):
+    results: list[GateResult] = []
+    for index, call in zip(range(len(inputs.sets)), candidate.calls, strict=True):
         if isinstance(inputs, AppendInputs):
             inputs.clear(index)
-        returned = candidate.calls[index]()
-        if isinstance(inputs, AppendInputs):
-            result = check_append(inputs, index)
+            call()
+            results.append(check_append(inputs, index))
         else:
-            result = check(inputs, index, *cast(Result, returned), tolerance)
-        if not result.passed:
+            results.append(check(inputs, index, *cast(Result, call()), tolerance))
+        if not results[-1].passed:
             break
-    return result
+    return worst_of(results)
 
 
 def fastest(rotations: Sequence[Rotation], replays: int, clock: Clock) -> int:

@@ -79,20 +79,15 @@ def newest_of(records: Iterable[Record]) -> Newest:
     return newest
 
 
-def share(record: Record, read: Record | None) -> float | None:
-    """Bandwidth in percent of the plain read's: of the same run's, else of `read`, the newest. None without both times."""
-    if record.us is None:
-        return None
-    if record.ratio is not None:
-        return 100 / record.ratio
-    return None if read is None or read.us is None else 100 * read.us.median / record.us.median
+def share(record: Record) -> float | None:
+    """Bandwidth in percent of the plain read's in the same run. None without both times."""
+    return None if record.us is None or record.ratio is None else 100 / record.ratio
 
 
 def bars(of_case: Mapping[str, Record]) -> list[Bar]:
     """The bars of one case, in the order of PROVIDERS."""
-    read = of_case.get("read")
     found = [of_case[provider] for provider in PROVIDERS if provider in of_case]
-    return [Bar(record, share(record, read), record.reason or "no plain read to compare with") for record in found]
+    return [Bar(record, share(record), record.reason or "no plain read in its run") for record in found]
 
 
 def default_cases(newest: Newest) -> list[str]:

@@ -14,11 +14,12 @@ from typing import Any, Literal, TypeVar
 from cute_kernels.dispatch import PRETEND, DeviceFacts
 from perf.cases import FLOORS, Bar, Case, Rows, Spread, short
 from perf.correctness import GateResult, Tolerance
-from perf.measure import DEVICE
+from perf.measure import DEVICE, IN_STREAM
 from perf.record import SCHEMA
 from perf.timing import Timing
 
 T = TypeVar("T")
+RESULTS = (DEVICE, IN_STREAM)  # the metrics that time the call whose result is gated
 
 ProblemKind = Literal["truncated", "foreign", "malformed", "no gate", "unknown GPU", "duplicate"]
 
@@ -79,6 +80,17 @@ class Record:
     def revision(self) -> str:
         """The commit as a label: shortened, and whether the checkout had changes."""
         return self.commit[:9] + ("-dirty" if self.dirty else "")
+
+    @property
+    def run(self) -> tuple[object, ...]:
+        """What records share whose times were taken interleaved: the device, the state of the checkout, the case, the time."""
+        return (self.gpu, self.machine, self.revision, self.name, self.time)
+
+    @property
+    def machine(self) -> str | None:
+        """Which physical GPU it ran on, as a hash of its UUID; None where the record does not say."""
+        found = self.fields.get("machine")
+        return found.get("id") if isinstance(found, Mapping) else None
 
     @property
     def rows(self) -> str:
@@ -213,10 +225,17 @@ def parse_timing(us: Mapping[str, Any]) -> Timing:
 
 def parse_gate(gate: Mapping[str, Any]) -> GateResult:
     """A record's gate. Raises ValueError where it does not say whether it was passed."""
-    names = ("error", "torch_error", "lse_error", "relative_error")
+    names = ("error", "torch_error", "lse_error", "relative_error", "used")
     errors = {name: None if gate.get(name) is None else float(gate[name]) for name in names}
-    tolerance = None if gate.get("tolerance") is None else Tolerance(**gate["tolerance"])
+    tolerance = None if gate.get("tolerance") is None else parse_tolerance(gate["tolerance"])
     return GateResult(**errors, tolerance=tolerance, passed=get(gate, "passed", bool), reason=str(gate.get("reason") or ""))
+
+
+def parse_tolerance(asked: Mapping[str, float]) -> Tolerance:
+    """A record's tolerance. Older ones (`factor`, `ulps`) bound the elements of a row only, by the largest over its heads."""
+    if "factor" not in asked:
+        return Tolerance(**asked)
+    return Tolerance(math.inf, 0, asked["factor"], asked["ulps"], asked["relative"])
 
 
 def check_gpu(record: Record) -> None:
@@ -229,8 +248,11 @@ def check_gpu(record: Record) -> None:
 
 
 def check_gate(record: Record) -> None:
-    """Raises BadLine for a device time that no passed gate stands behind. Host times and the floors have no result."""
-    if record.us is None or record.metric != DEVICE or record.provider in FLOORS.values():
+    """Raises BadLine for a time of a result that no passed gate stands behind.
+
+    Host times, the floors, and steps beside the call ("device.plan") have no result.
+    """
+    if record.us is None or record.metric not in RESULTS or record.provider in FLOORS.values():
         return
     if record.gate is None or not record.gate.passed:
         raise BadLine("no gate", f"a time of {record.provider} whose result was not found right")

@@ -19,6 +19,7 @@ EIGHT_BIT = QUANTISED.name
 SPREAD = Case(8, 1, 128, 16, Spread("uniform", 64, 1, 8192))
 CASES = (LARGE, SMALL, RAGGED, HALF, replace(LARGE, num_kv_heads=4), replace(LARGE, num_heads=64))
 TIMES = {"first": "2026-01-01T00:00:00+00:00", "second": "2026-01-02T00:00:00+00:00", "third": "2026-01-03T00:00:00+00:00"}
+LATER = "2026-01-03T01:00:00+00:00"  # another run of the third
 SCRIPT = "head_dim 256 <script>alert(1)</script>"
 
 
@@ -41,7 +42,10 @@ def revision(commit: str, factor: float) -> list[dict[str, object]]:
 
 
 def make_results(folder: Path) -> Path:
-    """Fills a folder: three commits with a regression of LARGE at the last, peers, and lines that are no records."""
+    """Fills a folder: three commits with a regression of LARGE at the last, peers, and lines that are no records.
+
+    One peer was measured beside ours at the first commit only, another in a run that holds nothing of ours.
+    """
     first = [*revision("first", 1.0), *revision("second", 1.0)]
     last = [
         *revision("third", 1.05),
@@ -52,6 +56,12 @@ def make_results(folder: Path) -> Path:
         line(QUANTISED, "ours", 62.0, 50.0, "third", gate=GATE | {"relative_error": 1.7e-3}),
         line(QUANTISED, "fa3", 80.0, 50.0, "third", gate=GATE | {"relative_error": 2.3e-2}),
         line(QUANTISED, READ, 50.0, 50.0, "third"),
+        line(LARGE, "flashinfer-fa2", 147.0, 100.0, "first"),
+        line(LARGE, "vllm-triton", 200.0, 100.0, "third") | {"timestamp": LATER},
+        line(LARGE, "ours", 115.0, 104.0, "third", metric="in_stream"),
+        line(LARGE, "fa3", 138.0, 104.0, "third", metric="in_stream"),
+        line(LARGE, "fa3", 3.0, 1.0, "third", metric="device.plan", gate=None),
+        line(LARGE, "ours", 7.0, 1.0, "third", metric="a new one"),
     ]
     path = write(folder / "h200.jsonl", *first)
     with path.open("a") as file:

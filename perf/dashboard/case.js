@@ -8,7 +8,7 @@ function resultRow(gpuName, provider, result, slowest) {
   const name = escapeHtml(DATA[gpuName].providers[provider] ?? provider);
   const version = `<small>${escapeHtml(result.version)} · ${escapeHtml(result.revision)}</small>`;
   if (result.us === null) {
-    return `<tr><th scope="row">${name}${version}</th><td colspan="4" data-label="why not"><span class="none">${escapeHtml(result.reason)}</span></td></tr>`;
+    return `<tr><th scope="row">${name}${version}</th><td colspan="5" data-label="why not"><span class="none">${escapeHtml(result.reason)}</span></td></tr>`;
   }
   const none = '<span class="none">not measured</span>';
   const bar = `<span class="bar" aria-hidden="true"><i style="width:${(100 * result.us) / slowest}%;--fill:${colourOf(gpuName, provider)}"></i></span>`;
@@ -16,7 +16,8 @@ function resultRow(gpuName, provider, result, slowest) {
   return `<tr><th scope="row">${name}${version}</th>
     <td data-label="us"><span>${microseconds(result.us)}<small>${microseconds(result.p20)} to ${microseconds(result.p80)}</small></span>${bar}</td>
     <td class="num" data-label="ratio to read"><span>${result.ratio === null ? none : result.ratio.toFixed(3)}</span></td>
-    <td class="num" data-label="over ours"><span>${result.faster === null ? none : result.faster.toFixed(2) + "×"}</span></td>
+    <td class="num" data-label="over ours, same run"><span>${result.faster === null ? none : result.faster.toFixed(2) + "×"}</span></td>
+    <td class="num" data-label="in a stream"><span>${result.in_stream === null ? none : microseconds(result.in_stream) + `<small>${result.in_stream_faster === null ? "" : result.in_stream_faster.toFixed(2) + "×"}</small>`}</span></td>
     <td class="num" data-label="error"><span>${error}</span></td></tr>`;
 }
 
@@ -27,7 +28,7 @@ function caseHtml(gpuName, item) {
   const slowest = Math.max(...results.map(([, result]) => result.us ?? 0));
   const bar = item.bar ? `bar ${item.bar}: ${item.bar_met === null ? "not measured" : item.bar_met ? "met" : "missed"}` : "no bar";
   const sampled = results.some(([, result]) => result.samples.length);
-  const changes = item.changes.map((change) => `<li>${escapeHtml(change.new)} after ${escapeHtml(change.base)}: ${escapeHtml(DATA[gpuName].providers[change.provider] ?? change.provider)}
+  const changes = item.changes.map((change) => `<li>${escapeHtml(change.new)} after ${escapeHtml(change.base)}: ${escapeHtml(DATA[gpuName].providers[change.provider] ?? change.provider)}${change.metric === "device" ? "" : ", " + escapeHtml(change.metric)}
     <span class="verdict ${change.verdict}">${change.ratio > 1 ? "+" : "\u2212"}${Math.abs(100 * (change.ratio - 1)).toFixed(1)}% ${change.verdict}</span></li>`);
   const host = Object.entries(item.host).map(([step, us]) => `<div><dt>${escapeHtml(step)}</dt><dd>${microseconds(us)} us</dd></div>`);
   const details = results.map(([provider, result]) => `<div><dt>${escapeHtml(DATA[gpuName].providers[provider] ?? provider)}</dt>
@@ -37,14 +38,14 @@ function caseHtml(gpuName, item) {
     <div class="tools"><button type="button" id="copy">Copy link</button><button type="button" id="close" aria-label="Close">✕</button></div></header>
   <h3>Results</h3>
   <table class="plain"><thead><tr><th scope="col">who</th><th scope="col">us, 20th to 80th percentile</th><th scope="col" class="num">ratio to read</th>
-    <th scope="col" class="num">over ours</th><th scope="col" class="num">error</th></tr></thead>
+    <th scope="col" class="num">over ours, same run</th><th scope="col" class="num">in a stream</th><th scope="col" class="num">error</th></tr></thead>
     <tbody>${results.map(([provider, result]) => resultRow(gpuName, provider, result, slowest)).join("")}</tbody></table>
   <h3>History <span class="toggle" role="group" aria-label="Unit of the history"><button type="button" data-metric="ratio">ratio</button><button type="button" data-metric="us">us</button></span></h3>
   <div class="chart" id="case-history" role="img" aria-label="History of every provider by commit"></div>
   ${changes.length ? `<ul class="muted">${changes.join("")}</ul>` : '<p class="none">no change was called</p>'}
   <h3>Samples</h3>
   ${sampled ? '<div class="chart" id="case-samples" role="img" aria-label="Time of every replay"></div>' : '<p class="none">samples not recorded: this record holds percentiles only</p>'}
-  <h3>Host time</h3>
+  <h3>Host time and steps beside the call</h3>
   ${host.length ? `<dl class="facts">${host.join("")}</dl>` : '<p class="none">not measured</p>'}
   <h3>How it ran</h3><dl class="facts long">${details.join("")}</dl>`;
 }

@@ -59,7 +59,7 @@ function drawOverview(state, visible) {
   const series = [];
   for (const item of Object.values(gpu.cases)) {
     if (!visible.has(item.name)) continue;
-    const changed = new Set(item.changes.filter((change) => change.provider === "ours").map((change) => change.new));
+    const changed = new Set(item.changes.filter((change) => change.provider === "ours" && change.metric === "device").map((change) => change.new));
     const newest = new Map((item.history.ours ?? []).filter((run) => run.ratio).map((run) => [run.revision, run]));
     const data = [...newest].map(([label, run]) => ({
       value: [label, run.ratio, item.name],
@@ -91,7 +91,7 @@ function drawHistory(element, gpuName, item, metric) {
     const timed = runs.filter((run) => run[metric]);
     if (!timed.length || (metric === "ratio" && provider === "read")) continue;
     const colour = colourOf(gpuName, provider);
-    const changed = new Set(item.changes.filter((change) => change.provider === provider).map((change) => change.new));
+    const changed = new Set(item.changes.filter((change) => change.provider === provider && change.metric === "device").map((change) => change.new));
     series.push({
       name: gpu.providers[provider] ?? provider, type: "line", symbol: "circle", color: colour,
       lineStyle: { width: provider === "ours" ? 2.5 : 1.5 },

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from perf.case_sets import case_sets
 from perf.cases import FLOORS, READ
 from perf.compare import Comparison, changes, compare_revisions
-from perf.history import Revision, by_gpu, revisions
-from perf.measure import DEVICE
-from perf.picture import PROVIDERS, newest_of, share
+from perf.history import Key, Revision, by_gpu, revisions
+from perf.measure import DEVICE, IN_STREAM
+from perf.picture import PROVIDERS, newest_of
 from perf.records import Problem, Record
 
 OURS = "ours"
@@ -22,7 +22,8 @@ DETAILS = ("sku", "q_dtype", "shape", "num_ctas", "num_splits", "workspace_bytes
 @dataclass(frozen=True)
 class Result:
     """One record. Times in microseconds; `reason` where there is none. error: max abs against f64; error_ratio: over that of
-    same-dtype PyTorch; relative_error: 2-norms, absent in older records. faster: its time over ours. source: file and line."""
+    same-dtype PyTorch; relative_error: 2-norms, absent in older records. faster: its time over ours in the same run, None where
+    that run has none of ours. in_stream, in_stream_faster: the same of the time behind another kernel. source: file and line."""
 
     provider: str
     version: str
@@ -37,6 +38,8 @@ class Result:
     error_ratio: float | None
     relative_error: float | None
     faster: float | None
+    in_stream: float | None
+    in_stream_faster: float | None
     reason: str
     details: str
     source: str
@@ -44,7 +47,7 @@ class Result:
 
 @dataclass(frozen=True)
 class CaseView:
-    """One case. results: the newest of each provider; history: all of them, oldest first; host: the newest host times, by
+    """One case. results: the newest of each provider; history: all of them, oldest first; host: the newest times of steps, by
     provider and step. bar: what it has to reach; bar_met: None where that is unknown."""
 
     name: str
@@ -146,9 +149,9 @@ def gpu_view(name: str, records: Sequence[Record]) -> GpuView:
     history = revisions(records)
     called = [comparison for comparison in changes(history) if comparison.verdict != "same"]
     newest = newest_of(records)
-    hosts = host_times(records)
+    hosts, runs = step_times(records), Runs(records)
     views = [
-        case_view(of_case, history, hosts.get(case, {}), [change for change in called if change.name == case])
+        case_view(of_case, history, runs, hosts.get(case, {}), [change for change in called if change.name == case])
         for case, of_case in newest.items()
     ]
     cases = {
@@ -176,14 +179,18 @@ def label_of(provider: str) -> str:
 
 
 def case_view(
-    newest: Mapping[str, Record], history: Sequence[Revision], host: Mapping[str, float], called: Sequence[Comparison]
+    newest: Mapping[str, Record],
+    history: Sequence[Revision],
+    runs: Runs,
+    host: Mapping[str, float],
+    called: Sequence[Comparison],
 ) -> CaseView:
     """The view of one case from its newest records by provider."""
     any_record = next(iter(newest.values()))
-    ours, read = newest.get(OURS), newest.get(any_record.case.floor)
-    runs = {
+    ours = newest.get(OURS)
+    past = {
         provider: tuple(
-            result(record, None, None) for entry in history for record in entry.runs.get((any_record.name, provider), ())
+            result(record, runs) for entry in history for record in entry.runs.get(Key(any_record.name, provider), ())
         )
         for provider in newest
     }
@@ -198,8 +205,8 @@ def case_view(
         megabytes=megabytes(newest.values()),
         bar=str(ours.bar) if ours and ours.bar else "",
         bar_met=ours.bar_met if ours else None,
-        results={provider: result(record, read, ours) for provider, record in newest.items()},
-        history=runs,
+        results={provider: result(record, runs) for provider, record in newest.items()},
+        history=past,
         host=host,
         changes=tuple(called),
     )
@@ -210,11 +217,25 @@ def megabytes(records: Iterable[Record]) -> float:
     return max(float(record.fields.get("bytes") or 0) for record in records) / 1e6
 
 
-def result(record: Record, read: Record | None, ours: Record | None) -> Result:
-    """A record for the page; read, ours: the newest of the same case, to hold it against."""
+class Runs:
+    """The times of each run, by provider and metric: only what was timed interleaved is held against each other."""
+
+    def __init__(self, records: Iterable[Record]) -> None:
+        self.us = {(record.run, record.provider, record.metric): record.us.median for record in records if record.us}
+
+    def us_of(self, record: Record, metric: str) -> float | None:
+        """The median of a metric of a record's provider in its run."""
+        return self.us.get((record.run, record.provider, metric))
+
+    def over_ours(self, record: Record, metric: str) -> float | None:
+        """That over ours in the same run; None where the run does not hold both."""
+        theirs, ours = self.us_of(record, metric), self.us.get((record.run, OURS, metric))
+        return None if theirs is None or ours is None else theirs / ours
+
+
+def result(record: Record, runs: Runs) -> Result:
+    """A record for the page, beside what else its run holds."""
     us, gate = record.us, record.gate
-    percent = share(record, read)
-    comparable = us is not None and ours is not None and ours.us is not None
     return Result(
         provider=record.provider,
         version=record.version,
@@ -224,11 +245,13 @@ def result(record: Record, read: Record | None, ours: Record | None) -> Result:
         p20=us.p20 if us else None,
         p80=us.p80 if us else None,
         samples=us.samples if us else (),
-        ratio=None if percent is None else 100 / percent,
+        ratio=record.ratio,
         error=gate.error if gate else None,
         error_ratio=gate.error / gate.torch_error if gate and gate.error is not None and gate.torch_error else None,
         relative_error=gate.relative_error if gate else None,
-        faster=us.median / ours.us.median if comparable and us and ours and ours.us else None,
+        faster=runs.over_ours(record, DEVICE),
+        in_stream=runs.us_of(record, IN_STREAM),
+        in_stream_faster=runs.over_ours(record, IN_STREAM),
         reason=record.reason,
         details=details(record),
         source=f"{record.path.name}:{record.line}",
@@ -244,14 +267,14 @@ def details(record: Record) -> str:
     return ", ".join(f"{name}={value}" for name, value in found.items())
 
 
-def host_times(records: Iterable[Record]) -> dict[str, dict[str, float]]:
-    """The newest host time of each case, by provider and step."""
+def step_times(records: Iterable[Record]) -> dict[str, dict[str, float]]:
+    """The newest time of each case's steps, by provider and step: host times, and what runs on the device beside the call."""
     times: dict[str, dict[str, float]] = {}
     for record in sorted(records, key=lambda record: record.time):
-        if record.metric != DEVICE and record.us is not None:
-            times.setdefault(record.name, {})[f"{label_of(record.provider)} {record.metric.removeprefix('host.')}"] = (
-                record.us.median
-            )
+        where, _, step = record.metric.partition(".")
+        if step and record.us is not None:
+            name = f"{label_of(record.provider)} {step}" + ("" if where == "host" else f", {where}")
+            times.setdefault(record.name, {})[name] = record.us.median
     return times
 
 

@@ -145,6 +145,9 @@ def test_what_a_peer_cannot_do_is_said(visit: Open) -> None:
     row = rows.filter(has_text="bf16, pages of 16")
     expect(row).to_contain_text(f"not supported: {SCRIPT}")  # as text: nothing of a record runs
     expect(row).to_contain_text("err 3.00")
+    expect(row).to_contain_text("1.40\N{MULTIPLICATION SIGN} at first")
+    expect(row).to_contain_text("ours not measured in this run")
+    expect(row).to_contain_text("in stream 138.0 (1.20\N{MULTIPLICATION SIGN})")
     expect(rows.filter(has_text="e4m3")).to_contain_text("err 2.3e-02")
 
 
@@ -157,6 +160,9 @@ def test_a_case_opens_with_results_history_and_samples(visit: Open) -> None:
     expect(dialog(page)).to_contain_text("third after second: cute_kernels +5.0% slower")
     expect(dialog(page)).to_contain_text(f"not supported: {SCRIPT}")
     expect(dialog(page)).to_contain_text("h200.jsonl:27")
+    expect(dialog(page).locator('[data-label="in a stream"]').filter(has_text="138.0")).to_contain_text(
+        "1.20\N{MULTIPLICATION SIGN}"
+    )
     expect_painted(page, "#case-history")
     expect_painted(page, "#case-samples")
     dialog(page).get_by_role("button", name="us", exact=True).click()

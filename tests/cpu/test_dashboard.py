@@ -17,6 +17,7 @@ from cute_kernels.errors import InvalidArgument, MissingDependency
 from perf.dashboard import page as page_module
 from perf.dashboard.page import data_of, echarts, render
 from perf.dashboard.view import Page, page_of
+from perf.record import ROOT
 from perf.records import read_records
 
 
@@ -53,10 +54,46 @@ def test_the_newest_result_beside_its_peers(page: Page) -> None:
     assert case.results["fa3"].faster == pytest.approx(121 / (105 * 1.05))
     assert case.results["fa3"].error_ratio == pytest.approx(3.0)
     assert case.results["flashinfer-xqa"].reason.startswith("not supported: head_dim 256")
-    assert case.host == {"cute_kernels run": 2.5}
+    assert case.host == {"cute_kernels run": 2.5, "FlashAttention-3 plan, device": 3.0}
     assert [run.revision for run in case.history["ours"]] == ["first", "second", "third"]
     assert len(case.results["ours"].samples) == 21 and case.results["ours"].source == "h200.jsonl:27"
     assert [(change.base, change.new, change.verdict) for change in case.changes] == [("second", "third", "slower")]
+
+
+def test_multiples_are_of_one_run(page: Page, text: str) -> None:
+    """Ours took 105 us at the first commit and 5% more at the third: 147 us of the first are 1.40 of ours, not 1.33."""
+    found = page.gpus[1].cases[LARGE.name].results
+    assert found["flashinfer-fa2"].us == 147.0 and found["flashinfer-fa2"].faster == pytest.approx(1.4)
+    assert found["vllm-triton"].us == 200.0 and found["vllm-triton"].faster is None
+    (row,) = (
+        row for row in re.findall(r"<tr data-case.*?</tr>", text, re.S) if f'data-case="{LARGE.name}"' in row and "147.0" in row
+    )
+    cells = {label: re.sub(r"<[^>]*>", "", cell) for label, cell in re.findall(r'data-label="(.*?)">(.*?)</td>', row, re.S)}
+    assert "1.40\N{MULTIPLICATION SIGN} at first" in cells["FlashInfer fa2"]
+    assert "ours not measured in this run" in cells["vLLM Triton"] and "\N{MULTIPLICATION SIGN}" not in cells["vLLM Triton"]
+    assert "1.10\N{MULTIPLICATION SIGN}" in cells["FlashAttention-3"] and "at third" not in cells["FlashAttention-3"]
+
+
+def test_every_multiple_of_the_committed_records_is_of_one_run() -> None:
+    records, problems = read_records(sorted((ROOT / "perf" / "results").glob("*.jsonl")))
+    by_source = {f"{entry.path.name}:{entry.line}": entry for entry in records}
+    ours = {entry.run: entry.us.median for entry in records if (entry.provider, entry.metric) == ("ours", "device") and entry.us}
+    count = 0
+    for view in page_of(records, problems).gpus:
+        for case in view.cases.values():
+            for shown in case.results.values():
+                run = by_source[shown.source].run
+                assert shown.faster == (None if shown.us is None or run not in ours else shown.us / ours[run])
+                count += shown.provider not in ("ours", "read", "copy") and shown.faster is not None
+    assert count > 100
+
+
+def test_the_time_in_a_stream_stands_beside_the_device_time(page: Page, text: str) -> None:
+    found = page.gpus[1].cases[LARGE.name].results
+    assert (found["ours"].in_stream, found["fa3"].in_stream) == (115.0, 138.0)
+    assert found["fa3"].in_stream_faster == pytest.approx(1.2)
+    assert found["flashinfer-fa2"].in_stream is None
+    assert "in stream 138.0 (1.20\N{MULTIPLICATION SIGN})" in text and "in stream 115.0 ·" in text
 
 
 def test_an_eight_bit_cache_is_a_column_of_its_own(page: Page) -> None:

@@ -108,6 +108,9 @@ def test_bars():
     assert Bar("ratio", 1.06).met(106.0, 100.0) is True
     assert Bar("ratio", 1.06).met(106.1, 100.0) is False
     assert Bar("ratio", 1.06).met(106.1, None) is None
+    assert Bar("ratio", 1.08, 3.0).met(111.0, 100.0) is True
+    assert Bar("ratio", 1.08, 3.0).met(111.1, 100.0) is False
+    assert bar_of(Case(32, 8, 128, 16, Rows(((1, 131072), (31, 4096))))) == Bar("ratio", 1.08, 3.0)
     assert Bar("us", 16).met(16.0, None) is True
     assert Bar("us", 16).met(16.1, 1.0) is False
 

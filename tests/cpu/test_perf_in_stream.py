@@ -102,7 +102,7 @@ def test_a_time_in_a_stream_that_noise_drowns_has_a_reason():
 def test_a_provider_that_fails_in_a_stream_keeps_its_other_time():
     def once(inputs, index):
         calls.append(index)
-        if len(calls) > 5:  # two of the gate, three of the capture
+        if len(calls) > 6:  # two of the gate, three of the capture
             raise RuntimeError("no more")
         return exact(inputs, index)
 

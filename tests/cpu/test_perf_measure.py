@@ -203,7 +203,8 @@ def test_records_are_lines_of_strict_json(tmp_path):
     assert ours["name"] == CASE.name
     assert "kv_dtype" not in ours
     assert "kv_scale" not in ours
-    assert ours["gate"]["tolerance"] == {"factor": 1.25, "ulps": 2, "relative": 0.0}
+    rule = {"norm_factor": 1.25, "norm_ulps": 1, "element_factor": 2, "element_ulps": 2, "relative": 0.0}
+    assert ours["gate"]["tolerance"] == rule
     assert 0 < ours["gate"]["relative_error"] < 0.01
     assert ours["lengths"] == {"rule": "Rows", "groups": [[3, 7]], "seed": 0}
     assert ours["us"] == {"median": 10.0, "p20": 10.0, "p80": 10.0, "replays": 15, "samples": [10.0] * 15}

@@ -61,9 +61,10 @@ def test_faster_than_the_plain_read_stays_inside(tmp_path: Path) -> None:
     assert float(limit.get("x1", "")) == (BARS_LEFT + BARS_RIGHT) / 2
 
 
-def test_a_run_without_read_is_held_against_the_newest_read(tmp_path: Path) -> None:
-    read = [record(CASE, "read", us, us) for us in (100.0, 300.0)]
-    assert shares(draw(write(tmp_path / "r.jsonl", *read, record(CASE, "ours", 400.0)))) == ["75.0%"]
+def test_a_run_without_read_is_not_held_against_the_read_of_another(tmp_path: Path) -> None:
+    read = record(CASE, "read", 300.0, 300.0, timestamp="2026-01-01T00:00:00+00:00")
+    svg = draw(write(tmp_path / "r.jsonl", read, record(CASE, "ours", 400.0), record(CASE, "fa3", 500.0, 400.0)), "*")
+    assert shares(svg) == ["80.0%"] and "cute_kernels: no plain read in its run" in texts(svg)
 
 
 @pytest.mark.parametrize("newest_first", [False, True])

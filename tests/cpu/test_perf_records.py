@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 from perf_lines import GATE, record, write
 
 from perf.cases import Case, Rows, Spread, append_case, fixed
+from perf.correctness import OURS, Tolerance
 from perf.dashboard.view import page_of
 from perf.export import Format, export
 from perf.record import ROOT, case_fields
@@ -38,6 +40,7 @@ BAD_LINES = {
     "no zone": ("malformed", {"timestamp": "2026-01-02T03:04:05"}),
     "no provider": ("malformed", {"provider": None}),
     "no gate": ("no gate", {"gate": None}),
+    "a time in a stream without a gate": ("no gate", {"metric": "in_stream", "gate": None}),
     "a failed gate and a time": ("no gate", {"gate": GATE | {"passed": False}}),
     "a gate that does not say": ("malformed", {"gate": {"error": 1.0}}),
     "no GPU": ("unknown GPU", {"gpu": None}),
@@ -76,6 +79,33 @@ def test_a_run_that_is_there_twice_counts_once(tmp_path: Path) -> None:
 def test_times_that_need_no_gate(tmp_path: Path) -> None:
     lines = [record(CASE, "read", 400.0), record(CASE, "ours", 4.0, metric="host.run", gate=None)]
     assert read_records([write(tmp_path / "h200.jsonl", *lines)])[1] == []
+
+
+def test_gates_of_older_and_newer_records(tmp_path: Path) -> None:
+    """The older rule bounds elements of a row; what was recorded of it stays."""
+    older = GATE | {"relative_error": 1e-3, "tolerance": {"factor": 4.0, "ulps": 8, "relative": 0.1}}
+    newer = GATE | {"used": 0.25, "tolerance": asdict(OURS)}
+    lines = [record(CASE, "fa3", 1.0, gate=older), record(CASE, "ours", 1.0, gate=newer), record(CASE, "sdpa", 1.0)]
+    records, problems = read_records([write(tmp_path / "h200.jsonl", *lines)])
+    assert not problems
+    gates = [entry.gate for entry in records]
+    assert gates[0].tolerance == Tolerance(math.inf, 0, 4.0, 8, 0.1) and gates[0].relative_error == 1e-3
+    assert (gates[0].used, gates[1].used, gates[2].used) == (None, 0.25, None)
+    assert gates[1].tolerance == OURS and gates[2].tolerance is None
+
+
+def test_what_a_run_is(tmp_path: Path) -> None:
+    """Records of one run share the device, the state of the checkout, the case and the time."""
+    fields = {"machine": {"id": "abc"}}
+    lines = [record(CASE, "ours", 1.0, **fields), record(CASE, "fa3", 1.0, **fields), record(CASE, "read", 1.0, **fields)]
+    others = [{"timestamp": "2026-01-02T03:04:06+00:00"}, {"commit": "f" * 16}, {"dirty": True}, {"machine": {"id": "def"}}]
+    lines += [record(CASE, f"peer {index}", 1.0, **fields | other) for index, other in enumerate(others)]
+    lines.append(record(SCALED, "fa3", 1.0, **fields))
+    records, problems = read_records([write(tmp_path / "h200.jsonl", *lines)])
+    assert not problems and len(records) == 8
+    assert len({entry.run for entry in records[:3]}) == 1 and len({entry.run for entry in records}) == 6
+    assert [entry.machine for entry in records[-3:]] == ["abc", "def", "abc"]
+    assert read_records([write(tmp_path / "older.jsonl", record(CASE, "ours", 1.0))])[0][0].machine is None
 
 
 def test_why_there_is_no_time(tmp_path: Path) -> None:
