@@ -95,22 +95,24 @@ def signature(
 ) -> tuple[object, ...]:
     """All that `check` depends on, as a key: a checked signature need not be checked again.
 
-    Devices are left out: addresses are unified, so a pointer belongs to one device. Written flat: a loop over the
-    tensors costs a microsecond more.
+    Devices are part of it: an address passes from one to another once it is freed, a tensor without elements has none, and pinned
+    memory has one address on both sides. Written flat: a loop over the tensors costs a microsecond more.
     """
     # fmt: off
     return (
-        q.shape, q.stride(), q.dtype, q.data_ptr(),
-        k.shape, k.stride(), k.dtype, k.data_ptr(),
-        v.shape, v.stride(), v.dtype, v.data_ptr(),
-        out.shape, out.stride(), out.dtype, out.data_ptr(),
-        lse.shape, lse.stride(), lse.dtype, lse.data_ptr(),
-        None if table0 is None else (table0.shape, table0.stride(), table0.dtype, table0.data_ptr()),
-        None if table1 is None else (table1.shape, table1.stride(), table1.dtype, table1.data_ptr()),
-        None if table2 is None else (table2.shape, table2.stride(), table2.dtype, table2.data_ptr()),
-        None if k_scale is None else (k_scale.shape, k_scale.stride(), k_scale.dtype, k_scale.data_ptr()),
-        None if v_scale is None else (v_scale.shape, v_scale.stride(), v_scale.dtype, v_scale.data_ptr()),
-        None if workspace is None else (workspace.shape, workspace.stride(), workspace.dtype, workspace.data_ptr()),
+        q.shape, q.stride(), q.dtype, q.data_ptr(), q.device,
+        k.shape, k.stride(), k.dtype, k.data_ptr(), k.device,
+        v.shape, v.stride(), v.dtype, v.data_ptr(), v.device,
+        out.shape, out.stride(), out.dtype, out.data_ptr(), out.device,
+        lse.shape, lse.stride(), lse.dtype, lse.data_ptr(), lse.device,
+        None if table0 is None else (table0.shape, table0.stride(), table0.dtype, table0.data_ptr(), table0.device),
+        None if table1 is None else (table1.shape, table1.stride(), table1.dtype, table1.data_ptr(), table1.device),
+        None if table2 is None else (table2.shape, table2.stride(), table2.dtype, table2.data_ptr(), table2.device),
+        None if k_scale is None else (k_scale.shape, k_scale.stride(), k_scale.dtype, k_scale.data_ptr(), k_scale.device),
+        None if v_scale is None else (v_scale.shape, v_scale.stride(), v_scale.dtype, v_scale.data_ptr(), v_scale.device),
+        None if workspace is None else (
+            workspace.shape, workspace.stride(), workspace.dtype, workspace.data_ptr(), workspace.device,
+        ),
     )
     # fmt: on
 

@@ -96,6 +96,14 @@ CHOICES: list[tuple[Callable[[], object], type[Exception], tuple[str, ...]]] = [
     (lambda: ck.PagedDecodePlan.select(DESCRIPTOR, "cuda:77"), ck.Unsupported, ("device = cuda:77", "CUDA devices")),
     (lambda: ck.PageTable.dense(torch.zeros(2, 2, dtype=I32), -1), ck.InvalidProblem, ("page_table.seq_lens = -1", "from 0")),
     (lambda: ck.PageTable.dense(torch.zeros(2, 2, dtype=I32), 1.5), ck.InvalidProblem, ("page_table.seq_lens = 1.5", "int")),
+    *[
+        (
+            lambda n=n: ck.PageTable.dense(torch.zeros(2, 2, dtype=I32), n),
+            ck.InvalidProblem,
+            (f"page_table.seq_lens = {n}", "to 2**31 - 1"),
+        )
+        for n in (2**31, 2**32, 2**63, True)
+    ],
     (
         lambda: ck.PageTable.dense(torch.zeros(2, dtype=I32), 1),
         ck.InvalidArgument,
@@ -103,6 +111,11 @@ CHOICES: list[tuple[Callable[[], object], type[Exception], tuple[str, ...]]] = [
     ),
     (lambda: ck.PageTable.dense([[0]], 1), ck.InvalidArgument, ("page_table.table", "list", "tensor")),
 ]
+
+
+def test_the_largest_length_is_an_int32() -> None:
+    lengths = ck.PageTable.dense(torch.zeros(2, 2, dtype=I32), 2**31 - 1).operands[1]
+    assert (lengths.dtype, lengths.tolist()) == (I32, [2**31 - 1] * 2)
 
 
 @pytest.mark.parametrize(("make", "error", "fragments"), CHOICES)

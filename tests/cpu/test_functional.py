@@ -94,6 +94,8 @@ def test_misaligned_caches_are_served() -> None:
         ({"layout": "XYZ"}, ck.InvalidProblem, "layout = 'XYZ'"),
         ({"lse_base": "10"}, ck.InvalidProblem, "lse_base = '10'"),
         ({"seq_lens": None}, ck.InvalidArgument, "seq_lens: is None"),
+        ({"seq_lens": 2**31}, ck.InvalidProblem, "seq_lens = 2147483648: must be an int32 tensor [batch] or an int from 0"),
+        ({"seq_lens": -1}, ck.InvalidProblem, "seq_lens = -1: must be"),
         ({"page_table": None}, ck.InvalidArgument, "seq_lens: given without a page_table"),
         ({"page_table": 3}, ck.InvalidArgument, "page_table: got int"),
         ({"k_cache": torch.zeros(3, 2, 16, 64, dtype=torch.int64)}, ck.InvalidArgument, "k_cache: has dtype torch.int64"),
