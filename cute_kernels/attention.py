@@ -106,7 +106,9 @@ def _refuse_masks(masks: dict[str, object]) -> None:
     unknown = [name for name in masks if name not in UNSERVED]
     if unknown:
         raise TypeError(f"decode_attention() got an unexpected keyword argument {unknown[0]!r}")
-    reasons = [f"{name} = {_shown(value)}: {UNSERVED[name]}" for name, value in masks.items() if not _changes_nothing(name, value)]
+    reasons = [
+        f"{name} = {_shown(value)}: {UNSERVED[name]}" for name, value in masks.items() if not _changes_nothing(name, value)
+    ]
     if reasons:
         raise Unsupported(reasons)
 
@@ -146,4 +148,3 @@ def _table(page_table: PageTable | Tensor, seq_lens: Tensor | int | None) -> Pag
     if seq_lens is None:
         raise InvalidArgument("seq_lens", "is None, must be given with a table tensor")
     return PageTable.dense(page_table, seq_lens)
-
