@@ -188,9 +188,10 @@ def cost_of(problem: DecodeProblem, spec: KernelSpec, ctas_per_sm: int, sm_count
     stream = stream_us(kv_bytes(problem), spec, costs, ctas_per_sm, grid, sm_count)
     turns = pieces / slices
     if spec.partition == "whole":
-        turns = -(-pieces // slices)  # rows of the fullest CTA
-        rows = turns * -(-slices * units // sm_count)  # of the fullest SM, of `units` each in the batch
-        stream = max(stream, lone_stream_us(kv_bytes(problem) * rows / max(1, units * pieces), spec, costs, sm_count))
+        rounds, rest = divmod(pieces, slices)  # the CTAs of all slices read a row each, `rounds` times, then those of `rest`
+        turns = rounds + (rest > 0)
+        row, ctas = kv_bytes(problem) // max(1, pieces), [(slices * units, rounds), (rest * units, 1)]
+        stream = sum(count * round_us(row // units, n, spec, costs, ctas_per_sm, grid, sm_count) for n, count in ctas)
     return Cost(
         slices=slices,
         pieces=pieces,
@@ -246,9 +247,10 @@ def stream_us(nbytes: int, spec: KernelSpec, costs: ArchCosts, ctas_per_sm: int,
     return nbytes * (1 + costs.tile_bytes / spec.tile_bytes) / costs.bandwidth * factor
 
 
-def lone_stream_us(nbytes: float, spec: KernelSpec, costs: ArchCosts, sm_count: int) -> float:
-    """The KV bytes and tiles of one SM, however many of the others have ended."""
-    return nbytes * (1 + costs.tile_bytes / spec.tile_bytes) * sm_count / (costs.bandwidth * LONE_SM)
+def round_us(nbytes: int, ctas: int, spec: KernelSpec, costs: ArchCosts, ctas_per_sm: int, grid: int, sm_count: int) -> float:
+    """`ctas` of the grid's CTAs read `nbytes` each, the others nothing: at the bandwidth of all SMs, or of those that work."""
+    alone = nbytes * -(-ctas // sm_count) * (1 + costs.tile_bytes / spec.tile_bytes) * sm_count / (costs.bandwidth * LONE_SM)
+    return max(stream_us(nbytes * ctas, spec, costs, ctas_per_sm, grid, sm_count), alone)
 
 
 def pieces_us(spec: KernelSpec, costs: ArchCosts, pieces: float, shares: int) -> float:

@@ -103,7 +103,8 @@ def alignment(*tensors: Tensor) -> int:
 
 def _of_any_length(max_seq_len: int, *fields: Any) -> FlashDecodingDescriptor:
     """The descriptor of a contiguous cache whose seq_len each run decides."""
-    return FlashDecodingDescriptor(*fields, max_seq_len=max_seq_len)
+    describe: Callable[..., FlashDecodingDescriptor] = FlashDecodingDescriptor
+    return describe(*fields, max_seq_len=max_seq_len)
 
 
 @functools.lru_cache(maxsize=MAX_PLANS)

@@ -216,10 +216,10 @@ def test_what_explain_counts_is_what_runs(storage: str, batch: int, length: int)
         assert candidate.partition == partition and candidate.cost == predict_us(*arguments)
         assert candidate.config == heuristics.choose(problem(**shape), "sm90", "sm_90a", 132, partition)
         assert (candidate.cost.parts == 1) == (partition == "whole")
-    assert candidate.num_ctas == 8 * max(1, 132 * candidate.config.ctas_per_sm // 8)
-    assert f"modelled {candidate.cost.total_us:.1f} us" in str(
-        explain(problem(**shape), H200, ck.PlanPreference(max_workspace_bytes=0))
-    )
+    units = 8 // candidate.unit_heads
+    assert candidate.num_ctas == units * (132 * candidate.config.ctas_per_sm // units)
+    printed = str(explain(problem(**shape), H200, ck.PlanPreference(max_workspace_bytes=0)))
+    assert f"modelled {candidate.cost.total_us:.1f} us" in printed
 
 
 def test_batch_invariant_rows_are_cut_by_their_own_length() -> None:

@@ -69,7 +69,7 @@ def test_other_arguments_on_fakes(no_launch: None) -> None:
     scale = mode.from_tensor(torch.ones(2))
     got, lse = ck.decode_attention(q[:, None], k_cache, v_cache, page_table=table, seq_lens=5, k_scale=scale, out=out)
     assert got is out and tuple(lse.shape) == (3, 8)
-    with pytest.raises(ck.Unsupported, match="softcap = 3.0"):
+    with pytest.raises(ck.Unsupported, match="softcap = "):
         ck.decode_attention(q, k_cache, v_cache, page_table=table, seq_lens=5, softcap=3.0)
     with pytest.raises(ck.Unsupported, match="several query rows"):
         ck.decode_attention(q[:, None].expand(3, 2, 8, 64), k_cache, v_cache, page_table=table, seq_lens=5)

@@ -132,15 +132,11 @@ def test_default_cases_are_the_most_compared(tmp_path: Path) -> None:
 
 def test_a_picture_of_8_bit_caches(tmp_path: Path) -> None:
     """Those without scales, the same way; a peer that rounds q is named."""
-    stored = [
-        replace(CASE, kv_dtype="e4m3"),
-        replace(CASE, kv_dtype="int8", kv_scale="token-f16"),
-        replace(CASE, kv_dtype="e5m2"),
-    ]
-    path = write(
-        tmp_path / "r.jsonl", *(record(case, "ours", us, 400.0) for case, us in zip([CASE, *stored], (500, 625, 800, 1000)))
-    )
-    write(path, record(stored[0], "fa3", 1600.0, 400.0, q_dtype="e4m3"), record(stored[0], "flashinfer-fa2", 800.0, 400.0))
+    stored = [replace(CASE, kv_dtype=dtype) for dtype in (None, "e4m3", "e5m2")]
+    stored.append(replace(CASE, kv_dtype="int8", kv_scale="token-f16"))
+    ours = [record(case, "ours", us, 400.0) for case, us in zip(stored, (500, 625, 1000, 800), strict=True)]
+    path = write(tmp_path / "r.jsonl", *ours)
+    write(path, record(stored[1], "fa3", 1600.0, 400.0, q_dtype="e4m3"), record(stored[1], "flashinfer-fa2", 800.0, 400.0))
     svg = draw(path, kv_dtype="e4m3")
     assert shares(svg) == ["64.0%", "25.0%", "50.0%"]
     assert "NVIDIA H200, bf16 q, e4m3 KV, pages of 16, rows x KV tokens, heads / KV heads / head_dim" in texts(svg)

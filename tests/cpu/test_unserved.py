@@ -99,9 +99,8 @@ def test_masks_that_change_nothing_compile_as_one_graph() -> None:
     table, seq_lens, _ = inputs.page_table.operands
 
     def layer(q, k_cache, v_cache, table, seq_lens):
-        return ck.decode_attention(
-            q, k_cache, v_cache, page_table=table, seq_lens=seq_lens, causal="bottom_right", window_right=0
-        )
+        masks = {"causal": "bottom_right", "window_right": 0, "softcap": None}
+        return ck.decode_attention(q, k_cache, v_cache, page_table=table, seq_lens=seq_lens, **masks)
 
     got = torch.compile(layer, fullgraph=True, backend="aot_eager")(*inputs[:3], table, seq_lens)
     assert all(torch.equal(a, b) for a, b in zip(got, attend(), strict=True))
