@@ -37,6 +37,7 @@ def test_its_python_runs_and_is_right(capsys) -> None:
     """Both blocks one after the other, as a reader would paste them, on the CPU; the result against f64."""
     torch.manual_seed(0)
     first, second = (block.replace('"cuda"', '"cpu"') for block in blocks("python"))
+    assert "workspace = plan.new_workspace()" in first and "torch.empty" not in README
     names: dict[str, object] = {}
     exec(first, names)
     assert "cpu_reference" in capsys.readouterr().out
