@@ -260,8 +260,11 @@ def test_rows_left_over_are_read_by_fewer_sms() -> None:
 
 
 def test_turns_of_whole_rows_are_those_of_the_fullest_cta() -> None:
-    shape = (1000, 16, 32, 8, 128)
-    assert whole(shape, W8).turns_us > whole((1000 - 1000 % 16, 16, 32, 8, 128), W8).turns_us
+    """993 and 1,008 rows on 16 slices: a CTA has 63 of them, and 62 turns."""
+    for rows in (993, 1008):
+        predicted = whole((rows, 16, 32, 8, 128), W8)
+        assert predicted.slices == 16
+        assert predicted.turns_us + predicted.stream_us == pytest.approx(62 * COSTS["sm90"].turn_us)
 
 
 def test_costs_print_and_add_up() -> None:
