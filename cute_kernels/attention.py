@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -79,11 +79,10 @@ def decode_attention(
     if kv_dtype is not None and not isinstance(kv_dtype, KVDtype):
         raise InvalidProblem("kv_dtype", kv_dtype, "must be a KVDtype or None")
     encoding = None if kv_dtype is None else kv_dtype.value
-    batch, heads, _ = plan_cache.query_extents(q)
+    if lse is None:
+        lse = q.new_empty(plan_cache.query_extents(q)[:2], dtype=torch.float32)
     if out is None:
         out = q.new_empty(q.shape)
-    if lse is None:
-        lse = q.new_empty((batch, heads), dtype=torch.float32)
     if page_table is None:
         if seq_lens is not None:
             raise InvalidArgument("seq_lens", "given without a page_table, must be None: a contiguous cache has one length")
@@ -91,12 +90,12 @@ def decode_attention(
             k_cache, v_cache = k_cache.transpose(1, 2), v_cache.transpose(1, 2)
             k_scale, v_scale = _head_major(k_scale), _head_major(v_scale)
         operands: tuple[Tensor | None, ...] = (q, k_cache, v_cache, k_scale, v_scale, out, lse)
-        contiguous: Callable[..., None] = torch_ops.flash_decoding if _traced(operands) else plan_cache.run_contiguous
+        contiguous = _route(operands, torch_ops.flash_decoding, plan_cache.run_contiguous)
         contiguous(*operands, softmax_scale, lse_base, encoding)
         return out, lse
     table = _table(page_table, seq_lens)
     operands = (q, k_cache, v_cache, *table.operands, k_scale, v_scale, out, lse)
-    paged: Callable[..., None] = torch_ops.paged_decode if _traced(operands) else plan_cache.run_paged
+    paged = _route(operands, torch_ops.paged_decode, plan_cache.run_paged)
     paged(*operands, softmax_scale, layout, lse_base, max_seq_len, encoding)
     return out, lse
 
@@ -124,6 +123,14 @@ def _changes_nothing(name: str, value: object) -> bool:
 
 def _shown(value: object) -> str:
     return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+
+
+def _route(operands: tuple[Any, ...], op: Callable[..., None], run: Callable[..., None]) -> Callable[..., None]:
+    """The torch op where the call is traced, else what it runs, which checks q itself."""
+    if not _traced(operands):
+        return run
+    plan_cache.query_extents(operands[0])
+    return op
 
 
 def _traced(operands: tuple[object, ...]) -> bool:

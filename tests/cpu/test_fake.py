@@ -71,8 +71,9 @@ def test_other_arguments_on_fakes(no_launch: None) -> None:
     assert got is out and tuple(lse.shape) == (3, 8)
     with pytest.raises(ck.Unsupported, match="softcap = "):
         ck.decode_attention(q, k_cache, v_cache, page_table=table, seq_lens=5, softcap=3.0)
-    with pytest.raises(ck.Unsupported, match="several query rows"):
-        ck.decode_attention(q[:, None].expand(3, 2, 8, 64), k_cache, v_cache, page_table=table, seq_lens=5)
+    for given in ({}, {"lse": lse}):
+        with pytest.raises(ck.Unsupported, match="several query rows"):
+            ck.decode_attention(q[:, None].expand(3, 2, 8, 64), k_cache, v_cache, page_table=table, seq_lens=5, **given)
 
 
 @BOTH
