@@ -11,11 +11,14 @@ SANITIZERS := memcheck racecheck synccheck initcheck
 .PHONY: setup demo test browser-test gpu-test dashboard sanitize lint format clean help
 
 setup: .venv/.installed ## make .venv with everything installed (once)
+	@echo "make setup: .venv is ready. To use it: source .venv/bin/activate"
 
 .venv/.installed: pyproject.toml constraints.txt
+	@echo "make setup: PyTorch, the CuTe DSL and the tools of the tests go to .venv: some gigabytes, some minutes, once"
 	python3 -m venv .venv
-	$(VENV) -m pip install -q -c constraints.txt -e '.[dev,cu13]'
+	$(VENV) -m pip install --disable-pip-version-check --progress-bar on -c constraints.txt -e '.[dev]'
 	@touch $@
+	@echo "make setup: installed everything in .venv"
 
 demo: $(SETUP) ## a small language model decodes through a paged cache
 	$(PYTHON) -m cute_kernels demo

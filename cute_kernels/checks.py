@@ -9,9 +9,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from .config import TableFormat
-from .descriptors import DecodeProblem
+from .descriptors import MAX_EXTENT, DecodeProblem
 from .errors import InvalidArgument, InvalidProblem, MisalignedOperand, Unsupported, WorkspaceTooSmall
 from .kv_scale import Axes, KVScale
 from .page_table import OPERAND_NAMES, PageTable
@@ -51,14 +52,14 @@ class Passage(Enum):
 
 @dataclass(frozen=True)
 class Rules:
-    """What a plan demands of its tensors. num_pages, max_pages: None when any number will do. seq_len: of a contiguous cache."""
+    """What a plan demands of its tensors. num_pages, max_pages, and a contiguous cache's seq_len: None when any will do."""
 
     problem: DecodeProblem
     device: torch.device
     nhd: bool = False
     num_pages: int | None = None
     max_pages: int | None = None
-    seq_len: int = 0
+    seq_len: int | None = None
 
     @property
     def query_alignment(self) -> int:
@@ -66,18 +67,23 @@ class Rules:
         return math.gcd(PAIR_BYTES, self.problem.head_dim * self.problem.q_dtype.itemsize)
 
     @property
+    def free_axis(self) -> int:
+        """The axis of the caches whose extent a run decides: the pages, or the tokens of a contiguous cache's rows."""
+        return 2 if self.problem.source == "contiguous" else 0
+
+    @property
     def scale_shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The shapes in which a kernel takes k_scale and v_scale; -1 for the number of pages. () where there is none."""
+        """The shapes in which a kernel takes k_scale and v_scale; -1 where a run decides. () where there is none."""
         axes = self.scale_axes(-1)
         return self.problem.k_scale.kernel_shape(axes), self.problem.v_scale.kernel_shape(axes)
 
-    def scale_axes(self, num_pages: int) -> Axes:
-        """The axes of scales per token."""
+    def scale_axes(self, extent: int) -> Axes:
+        """The axes of scales per token. extent: what a run decides, the caches' pages or, contiguous, their tokens a row."""
         problem = self.problem
         heads = ("num_kv_heads", problem.num_kv_heads)
         if problem.source == "contiguous":
-            return (("batch_size", problem.batch_size), heads, ("seq_len", self.seq_len))
-        return (("num_pages", num_pages), ("page_size", problem.page_size), heads)
+            return (("batch_size", problem.batch_size), heads, ("seq_len", extent))
+        return (("num_pages", extent), ("page_size", problem.page_size), heads)
 
 
 def signature(
@@ -123,7 +129,7 @@ def check(rules: Rules, operands: Operands) -> Passage:
     check_query(rules, operands.q)
     _check_caches(rules, operands)
     _check_table(rules, operands)
-    axes = rules.scale_axes(operands.k_cache.shape[0])
+    axes = rules.scale_axes(operands.k_cache.shape[rules.free_axis])
     check_scale(rules.device, "k_scale", problem.k_scale, operands.k_scale, axes)
     check_scale(rules.device, "v_scale", problem.v_scale, operands.v_scale, axes)
     if operands.out is not None:
@@ -144,8 +150,16 @@ def check_query(rules: Rules, q: Any) -> None:
     batch, heads, dim = problem.batch_size, problem.num_heads, problem.head_dim
     if tuple(q.shape) not in ((batch, heads, dim), (batch, 1, heads, dim), (batch, heads, 1, dim)):
         rule = f"must be [batch_size, num_heads, head_dim] = {[batch, heads, dim]}, or that with one unit query axis"
-        raise InvalidProblem("q.shape", tuple(q.shape), rule)
+        several = q.dim() == 4 and (q.shape[0], q.shape[3]) == (batch, dim) and heads in q.shape[1:3] and 0 not in q.shape
+        raise query_error(q.shape, several, rule)
     _check_strides("q", q, rules.query_alignment)
+
+
+def query_error(shape: torch.Size, several: bool, rule: str) -> InvalidProblem | Unsupported:
+    """For a q whose shape is refused: Unsupported where it has several query rows a request."""
+    if several:
+        return Unsupported([f"q.shape = {tuple(shape)}: several query rows a request are not served, {rule}"])
+    return InvalidProblem("q.shape", tuple(shape), rule)
 
 
 def check_workspace(rules: Rules, workspace: Any, needed: int) -> None:
@@ -219,10 +233,15 @@ def _check_caches(rules: Rules, operands: Operands) -> None:
         _check_strides(name, cache, problem.vector_bytes)
         if any(stride == 0 for extent, stride in zip(cache.shape, cache.stride(), strict=True) if extent > 1):
             raise Unsupported([f"{name}.stride = {cache.stride()}: an axis of stride 0 (expanded) is not read, make it physical"])
-    if operands.v_cache.shape[0] != operands.k_cache.shape[0]:
+    extent = operands.k_cache.shape[rules.free_axis]
+    if operands.v_cache.shape[rules.free_axis] != extent:
         raise InvalidProblem(
             "v_cache.shape", tuple(operands.v_cache.shape), f"must be k_cache's, {tuple(operands.k_cache.shape)}"
         )
+    if problem.source == "contiguous":
+        if extent > MAX_EXTENT:
+            raise InvalidProblem("k_cache.shape", tuple(operands.k_cache.shape), "must have a seq_len of at most 2**31 - 1")
+        _check_tokens("k_cache", operands.k_cache, problem.batch_size * extent, problem.batch_size)
 
 
 def _check_table(rules: Rules, operands: Operands) -> None:
@@ -232,10 +251,14 @@ def _check_table(rules: Rules, operands: Operands) -> None:
     check_table(rules.device, rules.problem.table_format, batch, (operands.table0, operands.table1, operands.table2))
     name = OPERAND_NAMES[rules.problem.table_format][0]
     _check_max_pages(rules, name, operands.table0)
-    entries = operands.table0.numel()
-    if entries * rules.problem.page_size + batch * MIN_TILE_N >= MAX_TOKENS:
-        reason = f"{name} holds {entries:,} entries: the tokens of a batch, by capacity, must stay below {MAX_TOKENS:,}"
-        raise Unsupported([reason])
+    _check_tokens(name, operands.table0, operands.table0.numel() * rules.problem.page_size, batch)
+
+
+def _check_tokens(name: str, holder: Tensor, tokens: int, batch: int) -> None:
+    """`holder`, a table or a contiguous cache, has room for `tokens` in all rows: as many as the device schedule counts."""
+    if tokens + batch * MIN_TILE_N >= MAX_TOKENS:
+        shape = tuple(holder.shape)
+        raise Unsupported([f"{name}.shape = {shape} has room for {tokens:,} tokens: a batch must stay below {MAX_TOKENS:,}"])
 
 
 def check_table(device: torch.device, table_format: TableFormat, batch: int, operands: tuple[Any, ...]) -> None:
@@ -284,6 +307,8 @@ def _check_max_pages(rules: Rules, name: str, table: Tensor) -> None:
 def _check_tensor(device: torch.device, name: str, tensor: Any, *dtypes: torch.dtype) -> None:
     if not isinstance(tensor, Tensor):
         raise InvalidArgument(name, f"got {_kind(tensor)}, must be a tensor")
+    if isinstance(tensor, FakeTensor):
+        raise InvalidArgument(name, "is a FakeTensor, must have memory: trace decode_attention, which is a torch op there")
     if tensor.device != device:
         raise InvalidArgument(name, f"is on {tensor.device}, must be on the plan's device, {device}")
     if tensor.dtype not in dtypes:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import platform
 import sys
@@ -22,15 +21,13 @@ from . import __version__, tuned
 from .descriptors import DecodeProblem, FlashDecodingDescriptor, KVDtype, KVLayout, PagedDecodeDescriptor
 from .dispatch import PRETEND, DeviceFacts, Explanation, PlanPreference, VariantArch
 from .dispatch import explain as explain_problem
-from .errors import CuteKernelsError, MissingDependency, Unsupported
+from .errors import CuteKernelsError, InvalidArgument, MissingDependency, Unsupported
 from .kv_scale import NAMED_SCALES
 from .plan import sku_of
 from .workspace import workspace_bytes, workspace_regions
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help="Decode attention on Hopper.")
 console = Console(highlight=False, soft_wrap=True)
-
-PACKAGES = ("torch", "nvidia-cutlass-dsl", "apache-tvm-ffi", "cuda-python", "numpy")
 
 
 class Dtype(str, Enum):
@@ -138,12 +135,13 @@ def plan(request: Request) -> None:
 
 @_shape_command
 def explain(request: Request) -> None:
-    """Every variant for a shape and why it is taken or rejected. Needs no GPU: see --gpu."""
+    """Every variant for a shape and why it is taken or rejected; exit code 2 where all are. Needs no GPU: see --gpu."""
     explanation = request.explanation()
     if request.as_json:
         console.print_json(json.dumps(explanation.to_dict()))
     else:
         console.print(str(explanation), markup=False)
+    _ = explanation.chosen  # raises Unsupported
 
 
 @_shape_command
@@ -163,22 +161,32 @@ def compile(request: Request) -> None:
 
 @app.command()
 def doctor() -> None:
-    """Versions, devices and tuned plans of this installation."""
+    """Versions, driver, GPUs and tuned plans, and what is missing and how to get it: exit code 1 where anything is."""
+    from .doctor import Setup, variants_on
+
+    setup = Setup.here()
     grid = Table.grid(padding=(0, 2))
     grid.add_row("cute_kernels", __version__)
     grid.add_row("python", platform.python_version())
-    for package in PACKAGES:
-        grid.add_row(package, _version(package))
-    grid.add_row("CUDA of torch", torch.version.cuda or "none: a CPU build")
-    for index in range(torch.cuda.device_count()):
-        facts = DeviceFacts.of(torch.device("cuda", index))
-        served = "sm90_tma, sm80_cp_async" if facts.capability == (9, 0) else "see `explain`"
-        grid.add_row(f"cuda:{index}", f"{facts}: {served}")
-    if not torch.cuda.is_available():
-        grid.add_row("device", "no GPU: plans run on the CPU variant; `explain --gpu h200` shows what a GPU would run")
+    for package, version in setup.versions.items():
+        grid.add_row(package, version or "not installed")
+    grid.add_row("kernels compiled by", f"CUDA {setup.compiler}" if setup.compiler else "nothing: no compiler fits")
+    grid.add_row("CUDA of torch", setup.torch_cuda or "none: a CPU build")
+    if setup.driver:
+        grid.add_row("NVIDIA driver", str(setup.driver))
+    for index, facts in enumerate(setup.gpus):
+        grid.add_row(f"cuda:{index}", f"{facts}: {', '.join(variants_on(facts)) or 'no variant'}")
+    if not setup.gpus:
+        grid.add_row("GPU", "none: the CPU reference runs; `explain --gpu h200` shows what a GPU would run")
     for path in sorted(tuned.plans_folder().glob("*.json")):
         grid.add_row(f"plans/{path.name}", f"{len(tuned.load(path))} entries")
     console.print(grid)
+    missing = setup.missing()
+    for item in missing:
+        print(f"missing: {item}", file=sys.stderr)
+    if missing:
+        raise typer.Exit(1)
+    console.print("nothing is missing")
 
 
 @app.command()
@@ -226,10 +234,14 @@ def dashboard(
     except ModuleNotFoundError as error:
         need = "the dashboard is part of the checkout: run it there, in an environment with its dev extra (make setup)"
         raise MissingDependency(str(error.name), need) from error
+    if not out.parent.is_dir():
+        raise InvalidArgument("out", f"{out}: the folder {out.parent} does not exist")
     with console.status("building the page"):
         html, page = build(RESULTS if results is None else results)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(html, encoding="utf-8")
+    try:
+        out.write_text(html, encoding="utf-8")
+    except OSError as error:
+        raise InvalidArgument("out", f"{out}: {error.strerror}") from error
     for problem in page.problems:
         print(problem, file=sys.stderr)
     console.print(f"{out}: {sum(len(gpu.cases) for gpu in page.gpus)} cases, {len(html) / 1e6:.1f} MB", markup=False)
@@ -254,10 +266,3 @@ def _facts(gpu: str) -> DeviceFacts:
 
 def _assignments(values: object) -> str:
     return ", ".join(f"{name}={value}" for name, value in vars(values).items())
-
-
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "not installed"

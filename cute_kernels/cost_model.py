@@ -1,14 +1,15 @@
 """What a launch is expected to take: an explicit sum of the terms that a configuration changes.
 
 A plan knows no lengths. Every row is taken to have max_seq_len tokens, and every cut to fall inside a row, as cuts do where
-lengths differ. The terms and how their constants were measured: docs/design.md, "Choice of a configuration".
+lengths differ; where rows stay whole, the SM with most of them ends last. The terms and how their constants were measured:
+docs/design.md, "Choice of a configuration".
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .config import LINE_WORDS, PARTS_IN_FLIGHT, Arch, DecodeConfig, KernelSpec, Target, grid_ctas
+from .config import LINE_WORDS, PARTS_IN_FLIGHT, Arch, DecodeConfig, KernelSpec, Partition, Target, grid_ctas
 from .descriptors import DecodeProblem
 from .spec import kernel_spec
 
@@ -16,6 +17,7 @@ ASSUMED_SEQ_LEN = 4096  # tokens a row where the descriptor gives no max_seq_len
 LONE_COLUMNS = 128  # of the head that lone_weight is for
 CROWDING, CROWDED_ROWS = 1.5, 4  # what a CTA does beside another on its SM, as a multiple of the same alone, at so many rows
 PAIRED_TURN = 1.6  # a turn of two KV heads, as a multiple of that of one: 256 x 200 of int8 with scales a token
+LONE_SM = 2.0  # what an SM reads alone, as a multiple of its share while all read. Not measured: its port to L2 would take three
 MOST_CUT = 2  # pieces of a share that are parts of cut rows: of the row it continues and of the row it opens
 
 
@@ -142,7 +144,8 @@ COSTS_OF_TOKEN_SCALES: dict[Arch, ArchCosts] = {  # of 8-bit caches; measured wi
 class Cost:
     """A launch's expected time in us, term by term, and the schedule that the device is expected to derive.
 
-    slices: of the batch, each a CTA's of every unit. pieces: of work, over the slices of one unit. parts: of one cut row.
+    slices: of the batch, each a CTA's of every unit. pieces: of work, over the slices of one unit. parts: of one cut row, 1
+    where none is cut.
     """
 
     slices: int
@@ -162,15 +165,18 @@ class Cost:
 
     def __str__(self) -> str:
         terms = " + ".join(f"{name} {getattr(self, f'{name}_us'):.1f}" for name in TERMS)
-        return f"{self.total_us:.1f} us = {terms} ({self.slices} slices, {self.pieces} pieces, {self.parts} parts a cut row)"
+        cut = "no row cut" if self.parts == 1 else f"{self.parts} parts a cut row"
+        return f"{self.total_us:.1f} us = {terms} ({self.slices} slices, {self.pieces} pieces, {cut})"
 
 
 TERMS = ("start", "stream", "drain", "pieces", "combine", "turns")
 
 
-def predict_us(problem: DecodeProblem, config: DecodeConfig, arch: Arch, target: Target, sm_count: int) -> Cost:
+def predict_us(
+    problem: DecodeProblem, config: DecodeConfig, arch: Arch, target: Target, sm_count: int, partition: Partition = "balanced"
+) -> Cost:
     """What `problem` is expected to take with `config` on a device with `sm_count` SMs."""
-    return cost_of(problem, kernel_spec(problem, arch, target, config, partition="balanced"), config.ctas_per_sm, sm_count)
+    return cost_of(problem, kernel_spec(problem, arch, target, config, partition=partition), config.ctas_per_sm, sm_count)
 
 
 def cost_of(problem: DecodeProblem, spec: KernelSpec, ctas_per_sm: int, sm_count: int) -> Cost:
@@ -180,6 +186,12 @@ def cost_of(problem: DecodeProblem, spec: KernelSpec, ctas_per_sm: int, sm_count
     grid = grid_ctas(units, sm_count, ctas_per_sm)
     slices, pieces, parts = expected_schedule(problem, spec, grid)
     stream = stream_us(kv_bytes(problem), spec, costs, ctas_per_sm, grid, sm_count)
+    turns = pieces / slices
+    if spec.partition == "whole":
+        rounds, rest = divmod(pieces, slices)  # the CTAs of all slices read a row each, `rounds` times, then those of `rest`
+        turns = rounds + (rest > 0)
+        row, ctas = kv_bytes(problem) // max(1, pieces), [(slices * units, rounds), (rest * units, 1)]
+        stream = sum(count * round_us(row // units, n, spec, costs, ctas_per_sm, grid, sm_count) for n, count in ctas)
     return Cost(
         slices=slices,
         pieces=pieces,
@@ -189,7 +201,7 @@ def cost_of(problem: DecodeProblem, spec: KernelSpec, ctas_per_sm: int, sm_count
         drain_us=costs.drain_us * spec.tile_bytes / 1024 + costs.warp_us * spec.num_warps,
         pieces_us=pieces_us(spec, costs, pieces / slices if parts > 1 else 0.0, -(-slices * units // sm_count)),
         combine_us=combine_us(spec, costs, parts),
-        turns_us=max(0.0, turns_us(spec, costs, pieces / slices, ctas_per_sm) - stream),
+        turns_us=max(0.0, turns_us(spec, costs, turns, ctas_per_sm) - stream),
     )
 
 
@@ -212,10 +224,15 @@ def kv_bytes(problem: DecodeProblem) -> int:
 
 
 def expected_schedule(problem: DecodeProblem, spec: KernelSpec, grid: int) -> tuple[int, int, int]:
-    """(slices, pieces, parts of a cut row) of one unit, as device/work_scheduler.py makes them; 1 part where nothing is cut."""
+    """(slices, pieces, parts of a cut row) of one unit, as device/work_scheduler.py makes them; 1 part where nothing is cut.
+
+    Whole rows leave the slices past the batch without work: they are not counted.
+    """
     batch, tiles = problem.batch_size, -(-row_tokens(problem) // spec.tile_n)
     cost = batch * (tiles + spec.piece_cost)
     slices = max(1, min(cost // spec.min_share, grid // problem.units(spec.unit_heads)))
+    if spec.partition == "whole":
+        return max(1, min(slices, batch)), batch, 1
     working = max(1, -(-slices * batch * tiles // max(cost, 1)))  # the others end before their row's first tile
     parts = min(working, slices // max(batch, 1) + 2)  # a row as long as x slices touches at most floor(x) + 2
     return slices, batch + working - 1, parts
@@ -228,6 +245,12 @@ def stream_us(nbytes: int, spec: KernelSpec, costs: ArchCosts, ctas_per_sm: int,
     shared = costs.pair_weight if spec.unit_heads > 1 else 0.0
     factor = 1 + costs.idle_weight * idle + lone - shared
     return nbytes * (1 + costs.tile_bytes / spec.tile_bytes) / costs.bandwidth * factor
+
+
+def round_us(nbytes: int, ctas: int, spec: KernelSpec, costs: ArchCosts, ctas_per_sm: int, grid: int, sm_count: int) -> float:
+    """`ctas` of the grid's CTAs read `nbytes` each, the others nothing: at the bandwidth of all SMs, or of those that work."""
+    alone = nbytes * -(-ctas // sm_count) * (1 + costs.tile_bytes / spec.tile_bytes) * sm_count / (costs.bandwidth * LONE_SM)
+    return max(stream_us(nbytes * ctas, spec, costs, ctas_per_sm, grid, sm_count), alone)
 
 
 def pieces_us(spec: KernelSpec, costs: ArchCosts, pieces: float, shares: int) -> float:

@@ -320,11 +320,12 @@ class PagedDecodeDescriptor(_DecodeFields):
 
 @dataclass(frozen=True)
 class FlashDecodingDescriptor(_DecodeFields):
-    """Decode attention of one query row a request over a contiguous cache of one length.
+    """Decode attention of one query row a request over a contiguous cache.
 
     q and out are [batch_size, num_heads, head_dim] of `dtype`, k and v [batch_size, num_kv_heads, seq_len, head_dim], any
-    strides with a unit last one. kv_dtype, v_dtype, k_scale and v_scale are as in PagedDecodeDescriptor. batch_size 0 and
-    seq_len 0 are legal.
+    strides with a unit last one. seq_len is what both caches of every run must have; None lets each run have another, and
+    max_seq_len is then a hint for the choice of a configuration, never a bound on correctness. kv_dtype, v_dtype, k_scale and
+    v_scale are as in PagedDecodeDescriptor. batch_size 0 and seq_len 0 are legal.
 
     Raises, in this order: Unsupported (dtype), InvalidProblem (extents, then divisibility, then the other choices). A
     head_dim that no variant serves is Unsupported when a plan is selected.
@@ -333,7 +334,7 @@ class FlashDecodingDescriptor(_DecodeFields):
     batch_size: int
     num_heads: int
     num_kv_heads: int
-    seq_len: int
+    seq_len: int | None
     head_dim: int
     dtype: torch.dtype
     softmax_scale: float | None = None
@@ -343,11 +344,17 @@ class FlashDecodingDescriptor(_DecodeFields):
     v_dtype: KVDtype | None = None
     k_scale: KVScale = KVScale.NONE
     v_scale: KVScale = KVScale.NONE
+    max_seq_len: int | None = None
 
     def __post_init__(self) -> None:
         _check_query_dtype("dtype", self.dtype)
         for name, least in (("batch_size", 0), ("num_heads", 1), ("num_kv_heads", 1), ("seq_len", 0), ("head_dim", 1)):
-            _check_extent(name, getattr(self, name), least)
+            if name != "seq_len" or self.seq_len is not None:
+                _check_extent(name, getattr(self, name), least)
+        if self.max_seq_len is not None:
+            if self.seq_len is not None:
+                raise InvalidProblem("max_seq_len", self.max_seq_len, f"must be None beside seq_len = {self.seq_len}")
+            _check_extent("max_seq_len", self.max_seq_len)
         _check_group(self.num_heads, self.num_kv_heads)
         _check_softmax(self.softmax_scale, self.lse_base)
         _check_alignment("alignment_bytes", self.alignment_bytes, CACHE_ALIGNMENTS)
@@ -355,13 +362,15 @@ class FlashDecodingDescriptor(_DecodeFields):
         self._settle_storage(self.dtype)
 
     @classmethod
-    def new(cls, batch_size: int, num_heads: int, seq_len: int, head_dim: int, dtype: torch.dtype) -> FlashDecodingDescriptor:
+    def new(
+        cls, batch_size: int, num_heads: int, seq_len: int | None, head_dim: int, dtype: torch.dtype
+    ) -> FlashDecodingDescriptor:
         """Multi-head attention: each query head has its own KV head."""
         return cls(batch_size, num_heads, num_heads, seq_len, head_dim, dtype)
 
     @classmethod
     def new_gqa(
-        cls, batch_size: int, num_heads: int, num_kv_heads: int, seq_len: int, head_dim: int, dtype: torch.dtype
+        cls, batch_size: int, num_heads: int, num_kv_heads: int, seq_len: int | None, head_dim: int, dtype: torch.dtype
     ) -> FlashDecodingDescriptor:
         """Grouped-query attention: num_heads / num_kv_heads query heads share a KV head."""
         return cls(batch_size, num_heads, num_kv_heads, seq_len, head_dim, dtype)
@@ -386,7 +395,7 @@ class FlashDecodingDescriptor(_DecodeFields):
             v_dtype=v_dtype,
             table_format="none",
             vector_bytes=vector,
-            max_seq_len=self.seq_len,
+            max_seq_len=self.max_seq_len if self.seq_len is None else self.seq_len,
             lse_base=self.lse_base,
             k_scale=self.k_scale,
             v_scale=self.v_scale,

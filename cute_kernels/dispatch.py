@@ -11,7 +11,7 @@ import torch
 
 from . import heuristics, tuned
 from .config import Arch, DecodeConfig, KernelSpec, Partition, Target, grid_ctas, supports
-from .cost_model import Cost, predict_us
+from .cost_model import Cost, cost_of
 from .descriptors import QUERY_DTYPES, DecodeProblem
 from .errors import InvalidArgument, Unsupported
 from .spec import kernel_spec
@@ -205,10 +205,13 @@ def _evaluate(variant: Variant, problem: DecodeProblem, facts: DeviceFacts, pref
     config, source = _config(variant.arch, target, problem, facts, preference)
     num_ctas = grid_ctas(problem.units(config.unit_heads), facts.sm_count, config.ctas_per_sm)
     partition, why = _partition(problem, num_ctas, config.unit_heads, preference)
+    if partition == "whole":
+        config, source = _config(variant.arch, target, problem, facts, preference, partition)
+        num_ctas = grid_ctas(problem.units(config.unit_heads), facts.sm_count, config.ctas_per_sm)
     spec = kernel_spec(problem, variant.arch, target, config, partition=partition)
     reasons += misfits(problem, spec)
     verdict: Verdict = "rejected" if reasons else "fits"
-    cost = predict_us(problem, config, variant.arch, target, facts.sm_count)
+    cost = cost_of(problem, spec, config.ctas_per_sm, facts.sm_count)
     return Candidate(variant.name, variant.arch, verdict, tuple(reasons), config, spec, source + why, num_ctas, cost)
 
 
@@ -244,14 +247,19 @@ def _dtype_reasons(variant: Variant, problem: DecodeProblem) -> list[str]:
 
 
 def _config(
-    arch: Arch, target: Target, problem: DecodeProblem, facts: DeviceFacts, preference: PlanPreference
+    arch: Arch,
+    target: Target,
+    problem: DecodeProblem,
+    facts: DeviceFacts,
+    preference: PlanPreference,
+    partition: Partition = "balanced",
 ) -> tuple[DecodeConfig, str]:
     if preference.batch_invariant:  # nothing that a row's bits depend on may see the batch or its lengths
         any_batch = replace(problem, batch_size=INVARIANT_BATCH, max_seq_len=None)
         return heuristics.choose(any_batch, arch, target, facts.sm_count), "heuristics for any batch"
     config, source = tuned.lookup(problem, arch, facts.slug), f"plans/{facts.slug}.json"
-    if config is None or misfits(problem, kernel_spec(problem, arch, target, config, partition="balanced")):
-        config, source = heuristics.choose(problem, arch, target, facts.sm_count), "heuristics"
+    if config is None or misfits(problem, kernel_spec(problem, arch, target, config, partition=partition)):
+        config, source = heuristics.choose(problem, arch, target, facts.sm_count, partition), "heuristics"
     return config, source
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .config import SMEM_BYTES, TILE_M, TWO_CTAS_HEAD_DIM, Arch, DecodeConfig, Target, packed_rows, supports
+from .config import SMEM_BYTES, TILE_M, TWO_CTAS_HEAD_DIM, Arch, DecodeConfig, Partition, Target, packed_rows, supports
 from .cost_model import cost_of
 from .descriptors import DecodeProblem
 from .spec import kernel_spec
@@ -28,9 +28,9 @@ FOUR_WARPS_ROWS = (192, 4)  # the same above this padded head_dim with more pack
 # bits and scales a token of both
 
 
-def choose(problem: DecodeProblem, arch: Arch, target: Target, sm_count: int) -> DecodeConfig:
+def choose(problem: DecodeProblem, arch: Arch, target: Target, sm_count: int, partition: Partition = "balanced") -> DecodeConfig:
     """The cheapest configuration of `problem` that `supports` allows, on `sm_count` SMs; where it allows none, the cheapest."""
-    specs = {c: kernel_spec(problem, arch, target, c, partition="balanced") for c in candidates(problem, arch, target)}
+    specs = {c: kernel_spec(problem, arch, target, c, partition=partition) for c in candidates(problem, arch, target)}
     ranked = sorted(specs, key=lambda c: cost_of(problem, specs[c], c.ctas_per_sm, sm_count).total_us)
     return next((config for config in ranked if not supports(specs[config])), ranked[0])
 

@@ -35,7 +35,7 @@ class PageTable(NamedTuple):
             raise InvalidArgument("page_table.table", f"got {_describe(table)}, must be an int32 tensor [batch, max_pages]")
         if not isinstance(seq_lens, int) or isinstance(seq_lens, bool) or not 0 <= seq_lens < 2**31:
             raise InvalidProblem("page_table.seq_lens", seq_lens, "must be an int32 tensor [batch] or an int from 0 to 2**31 - 1")
-        lengths = torch.full((table.shape[0],), seq_lens, dtype=torch.int32, device=table.device)
+        lengths = table.new_full((table.shape[0],), seq_lens, dtype=torch.int32)
         return cls("dense", (table, lengths, None))
 
     @classmethod

@@ -210,7 +210,7 @@ def selected(
     if not isinstance(descriptor, described_by):
         raise InvalidArgument("descriptor", f"got {type(descriptor).__name__}, must be a {described_by.__name__}")
     preference = ANY_VARIANT if preference is None else preference
-    return remembered(plan, descriptor, _device(device, preference), preference)
+    return remembered(plan, descriptor, resolved_device(device, preference), preference)
 
 
 def forget_plans() -> None:
@@ -219,7 +219,7 @@ def forget_plans() -> None:
         _plans.clear()
 
 
-def _device(device: torch.device | str | None, preference: PlanPreference) -> torch.device:
+def resolved_device(device: torch.device | str | None, preference: PlanPreference) -> torch.device:
     """The device with its index. Raises InvalidArgument for what is none, Unsupported for one that this machine lacks."""
     if not isinstance(preference, PlanPreference):
         raise InvalidArgument("preference", f"got {type(preference).__name__}, must be a PlanPreference or None")

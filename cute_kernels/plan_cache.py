@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .checks import query_error
 from .descriptors import MAX_EXTENT, FlashDecodingDescriptor, KVDtype, KVLayout, PagedDecodeDescriptor
 from .errors import InvalidArgument, InvalidProblem
 from .kv_scale import KVScale, scale_of
@@ -18,6 +19,7 @@ from .plan import FlashDecodingPlan, PagedDecodePlan
 from .plan_base import MAX_PLANS
 from .workspace_cache import stream_workspace
 
+LEAST_HINT = 64  # tokens: up to here rows are one tile to four, and share their plan
 STORED_AS = {kv_dtype.value: kv_dtype for kv_dtype in KVDtype}
 KV_DTYPES = {kv_dtype.torch_dtype: kv_dtype for kv_dtype in KVDtype}
 
@@ -45,13 +47,12 @@ def run_paged(
 
     table0..2: a PageTable's operands. kv_dtype: the value of a KVDtype, None where the caches' dtypes say it.
     """
-    batch, heads, dim = _query_extents(q)
+    batch, heads, dim = query_extents(q)
     _check_cache_axes(k_cache)
     page_axis, head_axis = (2, 1) if layout == "HND" else (1, 2)
     page_size = k_cache.shape[page_axis]
     if max_seq_len is None and table2 is None and isinstance(table0, Tensor) and table0.dim() == 2:
-        # the table's width bounds the length; in powers of two, so that a growing table seldom asks for another plan
-        max_seq_len = min(1 << max(0, table0.shape[1] * page_size - 1).bit_length(), MAX_EXTENT)
+        max_seq_len = length_hint(table0.shape[1] * page_size)
     table = PageTable("dense" if table2 is None else "csr", (table0, table1, table2))
     stored, *rest = _storage(k_cache, v_cache, k_scale, v_scale, kv_dtype, k_cache.shape[head_axis])
     cache = (stored, _layout(layout, alignment(k_cache, v_cache)))
@@ -75,13 +76,19 @@ def run_contiguous(
     kv_dtype: str | None,
 ) -> None:
     """Runs the plan of these tensors' problem over a contiguous cache [batch, num_kv_heads, seq_len, head_dim]."""
-    batch, heads, dim = _query_extents(q)
+    batch, heads, dim = query_extents(q)
     _check_cache_axes(k)
     storage = _storage(k, v, k_scale, v_scale, kv_dtype, k.shape[1])
-    fields = (batch, heads, k.shape[1], k.shape[2], dim, q.dtype, softmax_scale, lse_base, alignment(k, v), *storage)
-    plan = _plan(FlashDecodingPlan, FlashDecodingDescriptor, fields, q.device)
+    shape = (batch, heads, k.shape[1], None, dim, q.dtype)
+    fields = (length_hint(k.shape[2]), *shape, softmax_scale, lse_base, alignment(k, v), *storage)
+    plan = _plan(FlashDecodingPlan, _of_any_length, fields, q.device)
     workspace = stream_workspace(plan.workspace_size(), plan.device)
     plan.run(q, k, v, k_scale=k_scale, v_scale=v_scale, out=out, lse=lse, workspace=workspace)
+
+
+def length_hint(tokens: int) -> int:
+    """max_seq_len for rows of at most `tokens`: a power of two from LEAST_HINT on, so that growing rows seldom change plans."""
+    return min(max(LEAST_HINT, 1 << max(0, tokens - 1).bit_length()), MAX_EXTENT)
 
 
 def alignment(*tensors: Tensor) -> int:
@@ -94,20 +101,29 @@ def alignment(*tensors: Tensor) -> int:
     return aligned
 
 
+def _of_any_length(max_seq_len: int, *fields: Any) -> FlashDecodingDescriptor:
+    """The descriptor of a contiguous cache whose seq_len each run decides."""
+    describe: Callable[..., FlashDecodingDescriptor] = FlashDecodingDescriptor
+    return describe(*fields, max_seq_len=max_seq_len)
+
+
 @functools.lru_cache(maxsize=MAX_PLANS)
 def _plan(kind: Any, describe: Callable[..., Any], fields: tuple[Any, ...], device: torch.device) -> Any:
     """The plan of `describe(*fields)`: `select` keeps it too, but this spares a call the descriptor."""
     return kind.select(describe(*fields), device)
 
 
-def _query_extents(q: Tensor) -> tuple[int, int, int]:
-    """(batch, num_heads, head_dim) of q, also with a unit query axis before or after the heads."""
+def query_extents(q: Tensor) -> tuple[int, int, int]:
+    """(batch, num_heads, head_dim) of q, also with a unit query axis before or after the heads.
+
+    Raises Unsupported for several query rows a request, InvalidProblem for any other shape.
+    """
     if q.dim() == 3:
         return q.shape[0], q.shape[1], q.shape[2]
     if q.dim() == 4 and 1 in q.shape[1:3]:
         return q.shape[0], q.shape[1] * q.shape[2], q.shape[3]
     rule = "must be [batch, num_heads, head_dim], or that with one unit query axis"
-    raise InvalidProblem("q.shape", tuple(q.shape), rule)
+    raise query_error(q.shape, q.dim() == 4 and 0 not in q.shape, rule)
 
 
 def _check_cache_axes(cache: Tensor) -> None:

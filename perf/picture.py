@@ -1,4 +1,7 @@
-"""python -m perf.picture perf/results/h200.jsonl docs/h200.svg: the records as bars, in percent of the plain read's bandwidth."""
+"""python -m perf.picture perf/results/h200.jsonl docs/h200.svg: the records as bars, in percent of the plain read's bandwidth.
+
+With --kv-dtype e4m3: those of a bf16 q over an e4m3 cache without scales.
+"""
 
 from __future__ import annotations
 
@@ -90,13 +93,17 @@ def bars(of_case: Mapping[str, Record]) -> list[Bar]:
     return [Bar(record, share(record), record.reason or "no plain read in its run") for record in found]
 
 
-def default_cases(newest: Newest) -> list[str]:
-    """The bf16 cases with pages of 16 (else 64) that we and most peers have a time of: at most MAX_CASES, barred ones first."""
+def default_cases(newest: Newest, kv_dtype: str = "bf16") -> list[str]:
+    """The cases of a bf16 q over such caches, without scales, with pages of 16 (else 64), that we and most peers have a time of.
+
+    At most MAX_CASES, barred ones first.
+    """
+    dtypes = "bf16" if kv_dtype == "bf16" else f"bf16 q, {kv_dtype} KV"
     for page in PAGES:
         timed: dict[str, list[Record]] = {}
         for name, of_case in newest.items():
             records = [bar.record for bar in bars(of_case) if bar.share is not None]
-            if records and records[0].provider == "ours" and (records[0].dtypes, records[0].case.page_size) == ("bf16", page):
+            if records and records[0].provider == "ours" and (records[0].dtypes, records[0].case.page_size) == (dtypes, page):
                 timed[name] = records
         best = sorted(timed, key=lambda name: (-len(timed[name]), timed[name][0].bar is None))[:MAX_CASES]
         if best:
@@ -205,15 +212,17 @@ def draw_group(svg: ElementTree.Element, group: Sequence[Bar], lines: Sequence[s
 
 
 def footer(every: Sequence[Bar], timed: set[str]) -> list[str]:
-    """The lines below the picture: who has no time at all, the peers' versions, and where the numbers come from."""
+    """The lines below the picture: who has no time at all, who rounds q, versions, and where the numbers come from."""
     absent = {bar.record.provider: bar.reason for bar in reversed(every) if bar.record.provider not in timed}
     shown = [bar.record for bar in every if bar.record.provider in timed]
+    rounded = {record.provider: record.fields["q_dtype"] for record in shown if "q_dtype" in record.fields}
     versions = {record.provider: record.version for record in sorted(shown, key=lambda record: record.time)}
     newest = max(shown, key=lambda record: record.time)
     others = len({record.revision for record in shown}) - 1
     commits = f"commit {newest.revision}" + (f" and {others} earlier" if others else "")
     return [
         *(f"{PROVIDERS[provider][0]}: {absent[provider]}" for provider in PROVIDERS if provider in absent),
+        *(f"{PROVIDERS[provider][0]} rounds q to {rounded[provider]}." for provider in PROVIDERS if provider in rounded),
         ", ".join(f"{PROVIDERS[p][0].split(',')[0]} {versions[p]}" for p in PROVIDERS if p in versions),
         f"{', '.join(gpus(shown))}, {commits}, {newest.time:%Y-%m-%d}. "
         "Median device time of a whole step, measured as docs/perf.md says.",
@@ -241,8 +250,9 @@ def main(
     results: Annotated[Path, typer.Argument(help="Records of perf.run.", exists=True, dir_okay=False)],
     out: Annotated[Path, typer.Argument(help="The SVG file to write.", dir_okay=False)],
     cases: Annotated[
-        str, typer.Option(help="Globs over case names, separated by commas; empty: the most compared bf16 ones.")
+        str, typer.Option(help="Globs over case names, separated by commas; empty: the most compared ones of --kv-dtype.")
     ] = "",
+    kv_dtype: Annotated[str, typer.Option(help="What the caches of the most compared cases store: bf16, e4m3, e5m2.")] = "bf16",
 ) -> None:
     """Draw the newest records of some cases; unusable lines are reported and left out. Exit code 2 when nothing can be drawn."""
     records, problems = read_records([results])
@@ -251,7 +261,7 @@ def main(
         print(problem, file=sys.stderr)
     try:
         patterns = [pattern.strip() for pattern in cases.split(",") if pattern.strip()]
-        chosen = matching_cases(newest, patterns) if patterns else default_cases(newest)
+        chosen = matching_cases(newest, patterns) if patterns else default_cases(newest, kv_dtype)
         picture = draw([bars(newest[name]) for name in chosen])
     except ValueError as error:
         print(f"{results}: {error}", file=sys.stderr)

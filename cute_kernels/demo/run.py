@@ -16,6 +16,7 @@ from rich.text import Text
 from torch import Tensor
 
 from ..errors import InvalidProblem
+from ..plan_base import ANY_VARIANT, resolved_device
 from .model import VOCABULARY, ByteLM, load_model, whole_prefix_logits
 from .paged import PagedDecoder
 
@@ -183,10 +184,11 @@ def run_demo(
 ) -> int:
     """Continues `requests` at once; returns 0 where the tokens equal those of plain attention over the whole prefix, else 1.
 
-    device: "cuda" where there is one, else "cpu". InvalidProblem where a prompt is empty or the text outgrows the context.
+    device: "cuda" where there is one, else "cpu". Raises InvalidArgument or Unsupported for a device that is none or is not
+    here, InvalidProblem where a prompt is empty or the text outgrows the context.
     """
     console = console or Console(highlight=False)
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    device = str(resolved_device(device, ANY_VARIANT))
     model = load_model(device)
     validate(requests, max_new_tokens, model.config.context)
     longest = max(len(request.prompt) for request in requests)

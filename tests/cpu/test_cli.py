@@ -68,10 +68,35 @@ def test_plan_on_the_cpu(capfd, monkeypatch) -> None:
 
 
 def test_doctor(capfd, monkeypatch) -> None:
+    """Here all is installed, with or without a GPU: tests/cpu/test_doctor.py has what may be missing."""
     code, out, _ = run(capfd, monkeypatch, "doctor")
     assert code == 0
-    for part in (ck.__version__, "torch", "nvidia-cutlass-dsl", "plans/h200.json"):
+    for part in (ck.__version__, "torch", "nvidia-cutlass-dsl", "plans/h200.json", "CUDA 13", "nothing is missing"):
         assert part in out
+
+
+NO_HEAD_DIM = [
+    [command, "--gpu", "h200", "--head-dim", "300", "--page-size", page, *more]
+    for command, *more in (["plan"], ["plan", "--json"], ["compile"])
+    for page in ("16", "0")
+]
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_explain_of_what_nothing_serves(capfd, monkeypatch, as_json: bool) -> None:
+    """The table, or the data, then one line of error and its exit code."""
+    code, out, err = run(capfd, monkeypatch, "explain", "--gpu", "h200", "--head-dim", "300", *["--json"][:as_json])
+    assert code == 2
+    assert err.count("\n") == 1 and err.startswith("error: Unsupported: sm90_tma: head_dim=300 is outside 1..256")
+    if as_json:
+        assert [candidate["verdict"] for candidate in json.loads(out)["candidates"]] == ["rejected"] * 3
+    else:
+        assert out.count("rejected") == 3
+
+
+def test_no_folder_is_made_for_the_dashboard(capfd, monkeypatch, tmp_path) -> None:
+    code, _, _ = run(capfd, monkeypatch, "dashboard", "--out", str(tmp_path / "new" / "x.html"))
+    assert code == 2 and not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(
@@ -84,6 +109,10 @@ def test_doctor(capfd, monkeypatch) -> None:
         (["plan", "--arch", "sm7"], ["InvalidArgument", "arch", "'sm7'"]),
         (["plan", "--table", "coo"], ["InvalidProblem", "table_format = 'coo'"]),
         (["compile", "--gpu", "cpu"], ["Unsupported", "nothing to compile"]),
+        *((command, ["Unsupported", "head_dim=300 is outside 1..256"]) for command in NO_HEAD_DIM),
+        (["demo", "--device", "bogus"], ["InvalidArgument", "device", "'bogus'"]),
+        (["demo", "--device", "cuda:77"], ["Unsupported", "device = cuda:77", "CUDA devices"]),
+        (["dashboard", "--out", "/no/such/x.html"], ["InvalidArgument", "out", "/no/such/x.html", "does not exist"]),
     ],
 )
 def test_errors_are_one_line(capfd, monkeypatch, arguments: list[str], fragments: list[str]) -> None:

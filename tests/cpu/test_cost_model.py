@@ -16,6 +16,7 @@ from cute_kernels.cost_model import (
     COSTS,
     COSTS_OF_8_BITS,
     COSTS_OF_TOKEN_SCALES,
+    LONE_SM,
     TERMS,
     Cost,
     costs_of,
@@ -224,6 +225,46 @@ def test_the_schedule_is_stated() -> None:
     short = cost((1, 1 * K, 32, 8, 128), W8)
     assert short.parts == short.pieces <= 1 * K * 512 // SHARE_BYTES
     assert cost((0, 1 * K, 32, 8, 128), W8).slices == 1
+
+
+def whole(shape: tuple, config: tuple[int, ...], **storage: object) -> Cost:
+    return predict_us(problem(*shape, **storage), DecodeConfig(*config), "sm90", "sm_90a", SMS, "whole")
+
+
+@pytest.mark.parametrize(
+    ("batch", "config", "slices"),
+    [(1, W8, 1), (8, W8, 8), (64, W8, 16), (64, TWO, 33), (3, TWO, 3), (0, W8, 1)],
+)
+def test_whole_rows_are_not_cut(batch: int, config: tuple[int, ...], slices: int) -> None:
+    predicted = whole((batch, 8 * K, 32, 8, 128), config)
+    assert (predicted.slices, predicted.pieces, predicted.parts) == (slices, batch, 1)
+    assert predicted.pieces_us == predicted.combine_us == 0
+    assert "no row cut" in str(predicted)
+
+
+def test_a_whole_row_takes_as_long_as_its_sm_needs_for_it() -> None:
+    """8 of 132 SMs read a batch of one row: eight such rows take as long, and a cut row an eighth."""
+    one, eight = (whole((batch, 128 * K, 32, 8, 128), W8) for batch in (1, 8))
+    assert one.stream_us == eight.stream_us
+    row = 128 * K * 128 * 4  # bytes of K and V of a KV head
+    tiles = 1 + COSTS["sm90"].tile_bytes / 16_384
+    assert one.stream_us == pytest.approx(row * tiles * SMS / (LONE_SM * COSTS["sm90"].bandwidth))
+    assert 7.5 < one.total_us / cost((1, 128 * K, 32, 8, 128), W8).total_us < 8
+
+
+def test_rows_left_over_are_read_by_fewer_sms() -> None:
+    """16 slices: one row a CTA is as fast as if it were cut; a 17th takes as long as the only one of a batch, on eight SMs."""
+    one, even, odd, double = (whole((batch, 8 * K, 32, 8, 128), W8).stream_us for batch in (1, 16, 17, 32))
+    assert even == pytest.approx(cost((16, 8 * K, 32, 8, 128), W8).stream_us)
+    assert odd == pytest.approx(even + one) and double == pytest.approx(2 * even)
+
+
+def test_turns_of_whole_rows_are_those_of_the_fullest_cta() -> None:
+    """993 and 1,008 rows on 16 slices: a CTA has 63 of them, and 62 turns."""
+    for rows in (993, 1008):
+        predicted = whole((rows, 16, 32, 8, 128), W8)
+        assert predicted.slices == 16
+        assert predicted.turns_us + predicted.stream_us == pytest.approx(62 * COSTS["sm90"].turn_us)
 
 
 def test_costs_print_and_add_up() -> None:

@@ -179,12 +179,19 @@ def run_cli(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
 
 def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd) -> None:
     monkeypatch.setattr(page_module, "echarts", lambda: "/* charts */")
-    out = tmp_path / "new" / "page.html"
+    out = tmp_path / "page.html"
     folder = make_results(tmp_path / "results")
     assert run_cli(monkeypatch, "--out", str(out), "--results", str(folder)) == 0
     printed, err = capfd.readouterr()
     assert "9 cases" in printed and err.startswith(f"{folder}/h200.jsonl:25: truncated: ") and err.count("\n") == 1
     assert out.read_text().startswith("<!doctype html>")
+
+
+def test_a_page_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd) -> None:
+    monkeypatch.setattr(page_module, "echarts", lambda: "/* charts */")
+    out = tmp_path / ("x" * 300 + ".html")
+    assert run_cli(monkeypatch, "--out", str(out), "--results", str(make_results(tmp_path / "results"))) == 2
+    assert capfd.readouterr().err == f"error: InvalidArgument: out: {out}: File name too long\n"
 
 
 def test_the_command_without_a_checkout(monkeypatch: pytest.MonkeyPatch, capfd) -> None:

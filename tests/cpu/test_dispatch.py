@@ -12,6 +12,7 @@ import torch
 import cute_kernels as ck
 from cute_kernels import heuristics
 from cute_kernels.config import DecodeConfig, supports
+from cute_kernels.cost_model import predict_us
 from cute_kernels.dispatch import PRETEND, VARIANTS, DeviceFacts, explain, misfits
 from cute_kernels.spec import kernel_spec
 from cute_kernels.workspace import workspace_bytes
@@ -202,6 +203,23 @@ def test_rows_stay_whole_where_the_workspace_is_too_small() -> None:
     none = chosen(H200, ck.PlanPreference(max_workspace_bytes=needed - 1), batch_size=1, max_seq_len=131_072)
     assert (none.partition, none.spec.split) == ("whole", False)
     assert f"{needed:,} workspace bytes" in none.config_source
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.parametrize(("batch", "length"), [(1, 131_072), (8, 8192), (33, 4096)])
+def test_what_explain_counts_is_what_runs(storage: str, batch: int, length: int) -> None:
+    """Without a workspace, the cost and the choice are those of whole rows; else of cut ones."""
+    shape = {"batch_size": batch, "max_seq_len": length, **STORAGES[storage]}
+    for limit, partition in ((None, "balanced"), (0, "whole")):
+        candidate = chosen(H200, ck.PlanPreference(max_workspace_bytes=limit), **shape)
+        arguments = (problem(**shape), candidate.config, "sm90", "sm_90a", 132, partition)
+        assert candidate.partition == partition and candidate.cost == predict_us(*arguments)
+        assert candidate.config == heuristics.choose(problem(**shape), "sm90", "sm_90a", 132, partition)
+        assert (candidate.cost.parts == 1) == (partition == "whole")
+    units = 8 // candidate.unit_heads
+    assert candidate.num_ctas == units * (132 * candidate.config.ctas_per_sm // units)
+    printed = str(explain(problem(**shape), H200, ck.PlanPreference(max_workspace_bytes=0)))
+    assert f"modelled {candidate.cost.total_us:.1f} us" in printed
 
 
 def test_batch_invariant_rows_are_cut_by_their_own_length() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -18,10 +19,10 @@ SVG = "{http://www.w3.org/2000/svg}"
 CASE = Case(32, 8, 128, 16, fixed(64, 8192))
 
 
-def draw(results: Path, cases: str = "") -> ElementTree.Element:
+def draw(results: Path, cases: str = "", **options: str) -> ElementTree.Element:
     """The picture of `results`, parsed."""
     out = results.with_suffix(".svg")
-    main(results, out, cases)
+    main(results, out, cases, **options)
     return ElementTree.parse(out).getroot()
 
 
@@ -128,6 +129,22 @@ def test_default_cases_are_the_most_compared(tmp_path: Path) -> None:
     newest = newest_of(read_records([path])[0])
     assert default_cases(newest) == [case.name for case in (*cases[: MAX_CASES - 2], *cases[-2:])]
     assert default_cases({name: newest[name] for name in (others[0].name, others[1].name)}) == [others[1].name]
+
+
+def test_a_picture_of_8_bit_caches(tmp_path: Path) -> None:
+    """Those without scales, the same way; a peer that rounds q is named."""
+    stored = [replace(CASE, kv_dtype=dtype) for dtype in (None, "e4m3", "e5m2")]
+    stored.append(replace(CASE, kv_dtype="int8", kv_scale="token-f16"))
+    ours = [record(case, "ours", us, 400.0) for case, us in zip(stored, (500, 625, 1000, 800), strict=True)]
+    path = write(tmp_path / "r.jsonl", *ours)
+    write(path, record(stored[1], "fa3", 1600.0, 400.0, q_dtype="e4m3"), record(stored[1], "flashinfer-fa2", 800.0, 400.0))
+    svg = draw(path, kv_dtype="e4m3")
+    assert shares(svg) == ["64.0%", "25.0%", "50.0%"]
+    assert "NVIDIA H200, bf16 q, e4m3 KV, pages of 16, rows x KV tokens, heads / KV heads / head_dim" in texts(svg)
+    assert [text for text in texts(svg) if "rounds" in text] == ["FlashAttention-3 rounds q to e4m3."]
+    assert shares(draw(path)) == ["80.0%"] and shares(draw(path, kv_dtype="e5m2")) == ["40.0%"]
+    with pytest.raises(typer.Exit):
+        draw(path, kv_dtype="int8")
 
 
 def test_chosen_cases_say_what_they_do_not_share(tmp_path: Path) -> None:
