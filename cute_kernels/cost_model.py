@@ -28,8 +28,8 @@ class ArchCosts:
     start_us: launch, share, query, first bytes, last store. second_cta_us: more of that with two CTAs an SM.
     bandwidth: KV bytes a us while all SMs stream. tile_bytes: what a tile costs the stream beyond its own bytes.
     idle_weight: how much of the bandwidth of SMs that the grid leaves without work is lost (1: all of it; 0: others take it).
-    lone_weight: how much longer a stream takes with one CTA an SM, as a part of it, at head_dim 128; with fewer columns a token
-    takes as long to attend to and has fewer bytes.
+    lone_weight: how much longer a stream takes with one CTA an SM, as a part of it, at head_dim 128. narrow_weight: how much
+    longer still, times 128 / head_dim - 1: with fewer columns a token takes as long to attend to and has fewer bytes.
     drain_us: a KB of the last tile, attended after the last byte has come. warp_us: a warp's state merged into a piece's.
     part_us: a packed row of a piece of a cut row: its merge and its store to the workspace.
     level_us: a state through the workspace, from its store to its sum. word_us: a word of states that a thread adds up.
@@ -46,6 +46,7 @@ class ArchCosts:
     tile_bytes: float
     idle_weight: float
     lone_weight: float
+    narrow_weight: float
     drain_us: float
     warp_us: float
     part_us: float
@@ -66,6 +67,7 @@ COSTS: dict[Arch, ArchCosts] = {
         tile_bytes=370.0,  # tiles of 8 KB against 16 KB end 0.9 us later at 268 MB
         idle_weight=0.425,  # 64 x 8k: 128 CTAs leave 4 SMs idle and end 5.2 us after 264, which pay for cut rows
         lone_weight=0.0,  # 32 x 2k with 32/32: one CTA an SM streams as fast as two
+        narrow_weight=0.0,
         drain_us=0.038,  # as tile_bytes
         warp_us=0.0,  # 8 warps end 0.5 us before 4 (64 x 512 with 8/1) to 0.8 us after them (32 x 4k at head_dim 256)
         part_us=0.137,  # 64 x 1k: two CTAs an SM cut rows that one leaves whole
@@ -84,6 +86,7 @@ COSTS: dict[Arch, ArchCosts] = {
         tile_bytes=0.0,
         idle_weight=0.0,
         lone_weight=0.01,
+        narrow_weight=0.01,
         drain_us=0.0,
         warp_us=0.0,
         part_us=0.0,
@@ -103,7 +106,8 @@ COSTS_OF_8_BITS: dict[Arch, ArchCosts] = {  # measured with e4m3
         bandwidth=4.815e6,
         tile_bytes=480.0,
         idle_weight=0.0,
-        lone_weight=0.032,  # 64 x 8k: one CTA an SM ends 0.2 to 3.6 us after two
+        lone_weight=0.0,  # 64 x 8k: one CTA an SM ends 0.6 us after two on one H200, 1.7 us after on another, 7.2 us before on two
+        narrow_weight=0.05,  # 32 x 4k at head_dim 64: one CTA an SM ends 0.1 to 0.5 us after two
         drain_us=0.0882,  # a KB holds twice the tokens, to be converted first: at 1 x 1k tiles of 8 KB end 0.9 us before 16
         warp_us=0.0,
         part_us=0.088,
@@ -125,6 +129,7 @@ COSTS_OF_TOKEN_SCALES: dict[Arch, ArchCosts] = {  # of 8-bit caches; measured wi
         tile_bytes=150.0,  # 64 x 8k: tiles of 8 KB end 1.0 us after 16, at 128 x 4k 3.2
         idle_weight=0.0,
         lone_weight=0.003,  # 128 x 4k: two CTAs an SM end 1.1 us after one
+        narrow_weight=0.003,
         drain_us=0.11,  # 1 x 1k: tiles of 8 KB end 1.1 us before 16
         warp_us=0.0,
         part_us=0.09,
@@ -241,7 +246,7 @@ def expected_schedule(problem: DecodeProblem, spec: KernelSpec, grid: int) -> tu
 def stream_us(nbytes: int, spec: KernelSpec, costs: ArchCosts, ctas_per_sm: int, grid: int, sm_count: int) -> float:
     """The KV bytes and their tiles at the bandwidth of the SMs that the grid fills; its fullest SM ends last."""
     idle = sm_count * -(-grid // sm_count) / grid - 1
-    lone = costs.lone_weight * LONE_COLUMNS / spec.padded_head_dim if ctas_per_sm == 1 else 0.0
+    lone = costs.lone_weight + costs.narrow_weight * (LONE_COLUMNS / spec.padded_head_dim - 1) if ctas_per_sm == 1 else 0.0
     shared = costs.pair_weight if spec.unit_heads > 1 else 0.0
     factor = 1 + costs.idle_weight * idle + lone - shared
     return nbytes * (1 + costs.tile_bytes / spec.tile_bytes) / costs.bandwidth * factor
