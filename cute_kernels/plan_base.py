@@ -51,8 +51,9 @@ class PrecisionGuarantee:
     @classmethod
     def of(cls, out_dtype: torch.dtype, batch_invariant: bool) -> PrecisionGuarantee:
         """That of attention with such outputs. An f32 output is no coarser than the f32 arithmetic behind it: F32_ULPS."""
-        ulps = {"norm_ulps": F32_ULPS, "element_ulps": F32_ULPS} if out_dtype == torch.float32 else {}
-        return cls(batch_invariant=batch_invariant, **ulps)
+        if out_dtype == torch.float32:
+            return cls(batch_invariant=batch_invariant, norm_ulps=F32_ULPS, element_ulps=F32_ULPS)
+        return cls(batch_invariant=batch_invariant)
 
 
 @dataclass(frozen=True)
