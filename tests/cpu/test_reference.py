@@ -52,7 +52,7 @@ def test_reference_equals_the_naive_loop(case: Case) -> None:
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_plan_equals_the_naive_loop(case: Case) -> None:
-    """The plan's error against f64: at most 1.25 x that of PyTorch in the same dtype, plus 2 ulp of the output dtype."""
+    """Each element within 2 ulp of f64 at its own size, which is more than the plan promises."""
     inputs = make_inputs(case)
     expected_out, expected_lse = naive(case, inputs)
     plan = ck.PagedDecodePlan.select(case.descriptor, device="cpu")
