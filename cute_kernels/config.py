@@ -185,7 +185,7 @@ class KernelSpec:
     @property
     def weight_bits(self) -> int:
         """Softmax weights are at most 2 ** weight_bits."""
-        return WEIGHT_BITS if self.v_bytes == 1 else 0
+        return WEIGHT_BITS if self.v_math == "f16" else 0
 
     @property
     def rings(self) -> tuple[RingShape, RingShape]:
