@@ -15,7 +15,7 @@ from ..config import KernelSpec
 from .partials import store_words
 
 LONGEST = 2**31 - 1
-PAGE_FAULT, LENGTH_FAULT, INDPTR_FAULT, SLOT_FAULT, POSITION_FAULT = 1, 2, 3, 4, 5  # kinds in the status words
+PAGE_FAULT, LENGTH_FAULT, INDPTR_FAULT, SLOT_FAULT, POSITION_FAULT, SCALE_FAULT = 1, 2, 3, 4, 5, 6  # kinds in the status words
 
 
 @dataclass(frozen=True)
