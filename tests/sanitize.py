@@ -21,7 +21,7 @@ from decode.harness import Inputs, Shape, make_inputs, run, select
 import cute_kernels as ck
 from cute_kernels import tuned
 from cute_kernels.config import DecodeConfig
-from cute_kernels.merge_states import reference_merge
+from cute_kernels.merge import reference_merge
 from cute_kernels.reference import decode_contiguous, decode_paged
 
 F16, BF16 = torch.float16, torch.bfloat16
