@@ -29,8 +29,9 @@ if TYPE_CHECKING:
         WorkspaceTooSmall,
     )
     from .faults import Fault
+    from .functional import append_kv, merge_states
     from .kv_scale import KVScale
-    from .merge_states import MergeStatesDescriptor, MergeStatesPlan
+    from .merge import MergeStatesDescriptor, MergeStatesPlan
     from .page_table import PageTable
     from .plan import FlashDecodingPlan, PagedDecodePlan, PrecisionGuarantee, Sku
     from .quantize import quantize_kv
@@ -71,8 +72,10 @@ __all__ = [
     "Unsupported",
     "WorkspaceRegion",
     "WorkspaceTooSmall",
+    "append_kv",
     "apply_rotary",
     "decode_attention",
+    "merge_states",
     "quantize_kv",
 ]
 
@@ -84,8 +87,9 @@ _HOMES = {
     "descriptors": ("FlashDecodingDescriptor", "KVDtype", "KVLayout", "PagedDecodeDescriptor"),
     "dispatch": ("DeviceFacts", "Explanation", "PlanPreference"),
     "faults": ("Fault",),
+    "functional": ("append_kv", "merge_states"),
     "kv_scale": ("KVScale",),
-    "merge_states": ("MergeStatesDescriptor", "MergeStatesPlan"),
+    "merge": ("MergeStatesDescriptor", "MergeStatesPlan"),
     "page_table": ("PageTable",),
     "plan": ("FlashDecodingPlan", "PagedDecodePlan", "PrecisionGuarantee", "Sku"),
     "quantize": ("quantize_kv",),

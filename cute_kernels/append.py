@@ -173,6 +173,7 @@ class KVAppendPlan(FlaggingPlan):
         A slot at or past num_pages * page_size, a row whose length or last page is not the table's or the cache's, or a position
         that cos_sin_cache lacks, is no place for a token: it is skipped (q passes unrotated) and recorded for `status`; under
         PlanPreference(validate=True) it raises InvalidArgument, which synchronises. The position of a skipped token is no fault.
+        A scale that f16 lacks is recorded, or raised, in the same way, and the token is stored, saturated (docs/numerics.md).
 
         What is stored is what `apply_rotary` and `quantize_kv` give, bit for bit but for the payload of a NaN. Allocates nothing
         else, does not synchronise. Raises, before anything is written, InvalidProblem (an extent), InvalidArgument (type, dtype,
@@ -198,7 +199,7 @@ class KVAppendPlan(FlaggingPlan):
         if self._validate:
             self._check_metadata(operands)
         try:
-            self._launch(*operands, self._tag, self._status)
+            self._launch(*operands, self._status)
         except LAUNCH_ERRORS as error:
             raise self._launch_failed(error) from error
 

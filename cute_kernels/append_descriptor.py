@@ -25,7 +25,7 @@ from .descriptors import (
 from .errors import InvalidProblem, Unsupported
 from .kv_scale import Axes, KVScale
 from .quantize import EIGHT_BIT
-from .rotary import Rotary
+from .rotary import Rotary, rotated_columns
 
 APPEND_DTYPES = (torch.float16, torch.bfloat16)
 INDEX_TYPES: dict[torch.dtype, IndexType] = {torch.int32: "i32", torch.int64: "i64"}
@@ -98,10 +98,7 @@ class KVAppendDescriptor(_StorageFields):
             return
         if not isinstance(self.rotary, Rotary):
             raise InvalidProblem("rotary", self.rotary, "must be a Rotary or None")
-        rotary_dim = self.rotary.rotary_dim or self.head_dim
-        if rotary_dim % 2 or rotary_dim > self.head_dim:
-            rule = f"must be even and at most head_dim = {self.head_dim}"
-            raise InvalidProblem("rotary.rotary_dim", rotary_dim, rule)
+        rotary_dim = rotated_columns(self.rotary, self.head_dim)
         if self.rotary.num_heads:
             _check_group(self.rotary.num_heads, self.num_kv_heads)
         object.__setattr__(self, "rotary", replace(self.rotary, rotary_dim=rotary_dim))

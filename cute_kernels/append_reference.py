@@ -9,9 +9,10 @@ from .append_checks import Operands
 from .append_descriptor import KVAppendDescriptor
 from .dispatch import Launch
 from .errors import InvalidArgument
-from .faults import Fault, first_bad_position, first_bad_slot, first_fault, record
+from .faults import Fault, first_bad_position, first_bad_scale, first_bad_slot, first_fault, record
+from .kv_scale import KVScale
 from .page_table import PageTable
-from .quantize import quantize_kv
+from .quantize import beyond_half, quantize_kv
 from .rotary import apply_rotary
 
 NO_SLOT = -1
@@ -22,18 +23,14 @@ def cpu_variant(descriptor: KVAppendDescriptor) -> Launch:
     d = descriptor
 
     def launch(*arguments: object) -> None:
-        *tensors, tag, status = arguments
+        *tensors, status = arguments
         operands = Operands(*tensors)
         error = first_error(d, operands)
-        if error is not None and isinstance(tag, int) and isinstance(status, Tensor):
-            record(status, tag, error[1])
-        slots = appended_slots(d, operands)
-        k = operands.k
-        if d.rotary is not None:
-            angles = (operands.cos_sin_cache, operands.positions, d.rotary)
-            k = apply_rotary(k, *angles)
-            if operands.q is not None:
-                operands.q_out.copy_(apply_rotary(operands.q, *angles))
+        if error is not None and isinstance(status, Tensor):
+            record(status, error[1])
+        slots, k = appended_slots(d, operands), rotated_k(d, operands)
+        if d.rotary is not None and operands.q is not None:
+            operands.q_out.copy_(apply_rotary(operands.q, operands.cos_sin_cache, operands.positions, d.rotary))
         kept = slots >= 0
         place = (slots[kept] // d.page_size, slots[kept] % d.page_size)
         caches, scales = (operands.k_cache, operands.v_cache), (operands.k_scale, operands.v_scale)
@@ -46,6 +43,13 @@ def cpu_variant(descriptor: KVAppendDescriptor) -> Launch:
                 scale[place] = found
 
     return launch
+
+
+def rotated_k(d: KVAppendDescriptor, operands: Operands) -> Tensor:
+    """K as it is stored, before it is converted."""
+    if d.rotary is None:
+        return operands.k
+    return apply_rotary(operands.k, operands.cos_sin_cache, operands.positions, d.rotary)
 
 
 def appended_slots(d: KVAppendDescriptor, operands: Operands) -> Tensor:
@@ -84,7 +88,7 @@ def last_slots(page_table: PageTable, page_size: int, num_pages: int) -> Tensor:
 
 
 def first_error(d: KVAppendDescriptor, operands: Operands) -> tuple[str, Fault] | None:
-    """The first slot, row of the table or position that is out of range, and the operand that holds it."""
+    """The first slot, row of the table, position or computed scale that is out of range, and the operand that holds it."""
     num_pages = operands.k_cache.shape[0]
     if d.table_format == "none":
         fault = first_bad_slot(operands.table0, num_pages * d.page_size)
@@ -99,7 +103,20 @@ def first_error(d: KVAppendDescriptor, operands: Operands) -> tuple[str, Fault] 
         appended = last_slots(table, d.page_size, num_pages) >= 0
     if d.rotary is not None:
         fault = first_bad_position(operands.positions, appended, len(operands.cos_sin_cache))
-        return None if fault is None else ("positions", fault)
+        if fault is not None:
+            return "positions", fault
+    return _first_bad_scale(d, operands)
+
+
+def _first_bad_scale(d: KVAppendDescriptor, operands: Operands) -> tuple[str, Fault] | None:
+    """The first token that is appended with a scale which f16 has no place for, K's before V's."""
+    for name, stored, kind in zip(("k", "v"), d.stored, d.scales, strict=True):
+        if kind != KVScale.TOKEN_F16:
+            continue
+        x = rotated_k(d, operands) if name == "k" else operands.v
+        fault = first_bad_scale(beyond_half(x, stored) & (appended_slots(d, operands) >= 0)[:, None])
+        if fault is not None:
+            return name, fault
     return None
 
 

@@ -7,8 +7,6 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from . import plan_cache, torch_ops
 from .config import LseBase
@@ -16,7 +14,6 @@ from .descriptors import KVDtype
 from .errors import InvalidArgument, InvalidProblem, Unsupported
 from .page_table import PageTable
 
-PLAIN = frozenset((Tensor, torch.nn.Parameter, type(None)))
 ONE_ROW = "the one query row stands at its row's last token"
 # what attention over several query rows or with a mask is asked for, and what of it changes nothing for one query row
 UNSERVED = {
@@ -127,17 +124,10 @@ def _shown(value: object) -> str:
 
 def _route(operands: tuple[Any, ...], op: Callable[..., None], run: Callable[..., None]) -> Callable[..., None]:
     """The torch op where the call is traced, else what it runs, which checks q itself."""
-    if not _traced(operands):
+    if not torch_ops.traced(*operands):
         return run
     plan_cache.query_extents(operands[0])
     return op
-
-
-def _traced(operands: tuple[object, ...]) -> bool:
-    """Whether the call must go through a torch op: a tracer watches, or an operand has no memory."""
-    if torch.compiler.is_compiling() or is_in_torch_dispatch_mode():
-        return True
-    return not PLAIN.issuperset(map(type, operands)) and any(isinstance(operand, FakeTensor) for operand in operands)
 
 
 def _head_major(scale: Tensor | None) -> Tensor | None:

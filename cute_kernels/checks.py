@@ -15,6 +15,7 @@ from .config import TableFormat
 from .descriptors import MAX_EXTENT, DecodeProblem
 from .errors import InvalidArgument, InvalidProblem, MisalignedOperand, Unsupported, WorkspaceTooSmall
 from .kv_scale import Axes, KVScale
+from .overlap import disjoint
 from .page_table import OPERAND_NAMES, PageTable
 from .workspace import WORKSPACE_ALIGNMENT
 
@@ -347,16 +348,16 @@ def _check_overlap(rules: Rules, operands: Operands) -> None:
 
 
 def refuse_overlap(operands: dict[str, Any], written: tuple[str, ...]) -> None:
-    """No written tensor shares bytes with another operand, or, but for the workspace, with itself."""
-    spans = {name: _span(t) for name, t in operands.items() if isinstance(t, Tensor) and t.numel()}
-    for name in (name for name in written if name in spans):
-        low, high = spans[name]
-        for other, (other_low, other_high) in spans.items():
-            if other != name and low < other_high and other_low < high:
+    """No written tensor shares bytes with another operand, or, but for the workspace, with itself; they may interleave."""
+    tensors = {name: t for name, t in operands.items() if isinstance(t, Tensor) and t.numel()}
+    for name in (name for name in written if name in tensors):
+        for other, tensor in tensors.items():
+            if other != name and not disjoint(tensors[name], tensor):
+                low, high = _span(tensors[name])
                 raise InvalidArgument(name, f"bytes [{low:#x}, {high:#x}) overlap {other}'s, must be memory of its own")
-    for name in (name for name in written if name in spans and name != "workspace"):
-        if _overlaps_itself(operands[name]):
-            strides = operands[name].stride()
+    for name in (name for name in written if name in tensors and name != "workspace"):
+        if _overlaps_itself(tensors[name]):
+            strides = tensors[name].stride()
             raise InvalidArgument(name, f"strides {strides} make elements share memory, each must have its own")
 
 

@@ -104,7 +104,7 @@ def compile_merge(spec: MergeSpec) -> Callable[..., None]:
 
 
 def compile_append(spec: AppendSpec) -> Callable[..., None]:
-    """Returns fn(*append_checks.Operands, tag, status), as compile_merge does."""
+    """Returns fn(*append_checks.Operands, status), as compile_merge does."""
     return _kernels.get(spec) or _compile_once(spec, append_supports(spec), f"{spec.arch} append", _build_append)
 
 

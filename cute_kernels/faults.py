@@ -2,8 +2,9 @@
 
 A kernel masks it: tokens of a page outside the cache do not exist, a negative length is an empty row, a length past the
 row's capacity is the capacity, a row with a bad indptr is empty; a token whose slot, page or position is none, or whose row
-has a bad length, is not appended; other rows are as if nothing were wrong. It records one such fault in its plan's status words,
-where it stays until the caller clears it. `first_fault` finds the same with torch ops.
+has a bad length, is not appended; a scale that f16 lacks is stored saturated; other rows are as if nothing were wrong. It
+records one such fault in its plan's status words, where it stays until the caller clears it. `first_fault` finds the same with
+torch ops.
 """
 
 from __future__ import annotations
@@ -19,10 +20,9 @@ from torch import Tensor
 from .errors import CompileFailed, InvalidArgument
 from .page_table import PageTable
 
-FaultKind = Literal["page", "length", "indptr", "slot", "position"]
-KINDS: tuple[FaultKind, ...] = ("page", "length", "indptr", "slot", "position")  # the codes 1 to 5 on the device
-STATUS_WORDS = 4  # int32: REPORTED, row, kind, value; 16 bytes that a kernel stores at once
-REPORTED = 1  # the first status word of a plan that has met a fault
+FaultKind = Literal["page", "length", "indptr", "slot", "position", "scale"]
+KINDS: tuple[FaultKind, ...] = ("page", "length", "indptr", "slot", "position", "scale")  # the codes 1 to 6 on the device
+STATUS_WORDS = 4  # int32: the kind's code (0: none), row, value, 0; 16 bytes that a kernel stores at once
 BLOCK_PLANS = 1024  # plans whose status words share one allocation
 INT32_MIN, INT32_MAX = -(2**31), 2**31 - 1
 ARGUMENTS = {
@@ -39,12 +39,12 @@ _lock = threading.Lock()
 
 @dataclass(frozen=True)
 class Fault:
-    """Metadata of `row` that breaks a rule; of a token, where what is at fault is its slot or its position.
+    """Metadata of `row` that breaks a rule; of a token, where what is at fault is its slot, its position or a scale.
 
     kind and value: "page", an id outside [0, num_pages); "length", one that is negative or beyond what the row's part of the
     table holds (of a CSR table: what indptr and last_page_len amount to); "indptr", the row's first entry where it is
     negative, above the next row's, or the row ends past the indices; "slot", one at or past num_pages * page_size;
-    "position", one that is no row of the cos_sin_cache.
+    "position", one that is no row of the cos_sin_cache; "scale", the KV head whose scale of K or V is outside f16's range.
     """
 
     row: int
@@ -60,6 +60,8 @@ class Fault:
             return f"token {self.row} has slot {self.value}: must be negative (skipped) or below num_pages * page_size"
         if self.kind == "position":
             return f"token {self.row} has position {self.value}: must be from 0 to the rows of the cos_sin_cache - 1"
+        if self.kind == "scale":
+            return f"token {self.row} needs a scale for KV head {self.value} that f16 lacks: must be above 2**-25, below 65,520"
         return f"row {self.row} begins at indptr {self.value}: must be from 0, at most the next row's, and end within the indices"
 
     def error(self, page_table: PageTable) -> InvalidArgument:
@@ -94,6 +96,15 @@ def first_bad_slot(slot_mapping: Tensor, num_slots: int) -> Fault | None:
 def first_bad_position(positions: Tensor, appended: Tensor, num_positions: int) -> Fault | None:
     """The first token of positions [tokens] whose position is not in [0, num_positions), of those that are `appended`."""
     return _first_token("position", appended & ((positions < 0) | (positions >= num_positions)), positions)
+
+
+def first_bad_scale(beyond: Tensor) -> Fault | None:
+    """The first token and KV head of beyond [tokens, num_kv_heads], bool, that has a scale which f16 has no place for."""
+    if not beyond.numel():
+        return None
+    heads, place = beyond.shape[1], torch.arange(beyond.numel(), device=beyond.device)
+    found, token, head = _first(beyond.flatten(), place // heads, place % heads).tolist()
+    return Fault(token, "scale", head) if found else None
 
 
 def _first_token(kind: FaultKind, bad: Tensor, values: Tensor) -> Fault | None:
@@ -148,16 +159,16 @@ def _csr_suspects(page_table: PageTable, page_size: int, num_pages: int, last_pa
     return suspects
 
 
-def record(words: Tensor, tag: int, fault: Fault) -> None:
-    """Writes `fault` into the status words of a plan with `tag`, as a kernel does, unless they hold one."""
-    if read(words, tag) is None:
-        words.copy_(torch.tensor([tag, fault.row, 1 + KINDS.index(fault.kind), fault.value], dtype=torch.int32))
+def record(words: Tensor, fault: Fault) -> None:
+    """Writes `fault` into a plan's status words, as a kernel does, unless they hold one."""
+    if read(words) is None:
+        words.copy_(torch.tensor([1 + KINDS.index(fault.kind), fault.row, fault.value, 0], dtype=torch.int32))
 
 
-def read(words: Tensor, tag: int) -> Fault | None:
-    """What the status words of a plan with `tag` say; waits for the current stream of their device."""
-    found, row, kind, value = words.tolist()
-    return Fault(row, KINDS[kind - 1], value) if found == tag else None
+def read(words: Tensor) -> Fault | None:
+    """What a plan's status words say; waits for the current stream of their device."""
+    code, row, value, _ = words.tolist()
+    return Fault(row, KINDS[code - 1], value) if code else None
 
 
 def new_status(device: torch.device) -> Tensor:

@@ -31,10 +31,10 @@ def _apart(first: Axes, second: Axes, distance: int, size: int, other_size: int)
     if not first or not second or first[0][0] != second[0][0]:
         return False
     stride, first, second = first[0][0], first[1:], second[1:]
-    distance %= max(stride, 1)
-    if _reach(first, size) > stride or distance + _reach(second, other_size) > stride:
+    if max(_reach(first, size), _reach(second, other_size)) > stride:
         return False  # one period reaches into the next
-    return _apart(first, second, distance, size, other_size)
+    distance %= max(stride, 1)  # to the period of `second` that begins in one of `first`; another reaches into it from before
+    return all(_apart(first, second, d, size, other_size) for d in (distance, distance - stride))
 
 
 def _reach(axes: Axes, size: int) -> int:

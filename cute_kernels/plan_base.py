@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .dispatch import Explanation, PlanPreference
 from .errors import InvalidArgument, LaunchFailed, Unsupported
-from .faults import REPORTED, Fault, new_status, read
+from .faults import Fault, new_status, read
 from .workspace import WorkspaceRegion, new_workspace
 
 MAX_PLANS = 256  # plans that `remembered` keeps
@@ -152,7 +152,6 @@ class FlaggingPlan(Plan):
         workspace_regions: tuple[WorkspaceRegion, ...] = (),
     ) -> None:
         super().__init__(device, sm_count, sku, explanation, workspace_bytes, workspace_regions)
-        self._tag = REPORTED
         self._words = new_status(device)
 
     def status(self) -> Fault | None:
@@ -165,7 +164,7 @@ class FlaggingPlan(Plan):
         self._refuse_capture("status")
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # a run may be on any stream
-        return read(self._words, self._tag)
+        return read(self._words)
 
     def clear_status(self) -> None:
         """Forgets the fault that `status` tells of, in the order of the current stream; nothing else does."""

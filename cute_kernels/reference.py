@@ -19,7 +19,7 @@ from torch import Tensor
 from .config import LseBase
 from .descriptors import DecodeProblem
 from .dispatch import Launch
-from .faults import REPORTED, first_fault, record
+from .faults import first_fault, record
 from .page_table import PageTable
 
 LOG2_E = math.log2(math.e)
@@ -139,7 +139,7 @@ def cpu_variant(problem: DecodeProblem) -> Launch:
             result = decode_paged(q, k, v, table, **rules)
             fault = first_fault(table, k.shape[2], k.shape[0])
             if fault is not None:
-                record(status, REPORTED, fault)
+                record(status, fault)
         out.copy_(result[0])
         lse.copy_(result[1])
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from .checks import _check_shape
 from .descriptors import _check_extent, _is_int
-from .errors import InvalidProblem
+from .errors import InvalidArgument, InvalidProblem
+from .operand_checks import check_beside
 
 Pairing = Literal["half", "interleaved"]
 PAIRINGS = ("half", "interleaved")
@@ -41,21 +43,45 @@ class Rotary:
 
 
 def apply_rotary(x: Tensor, cos_sin_cache: Tensor, positions: Tensor, rotary: Rotary) -> Tensor:
-    """x [tokens, heads, head_dim], f16 or bf16, rotated; a new tensor.
+    """x [tokens, heads, head_dim], f16 or bf16, with its first rotary_dim columns rotated; a new tensor.
 
-    cos_sin_cache: f32 [max_position, rotary_dim], the cosines first. positions [tokens]: rows of it; a token whose position is
-    none keeps its values. Products and sums are f32, each rounded by itself, and the result is rounded once to x's dtype.
+    cos_sin_cache: f32 [max_position, rotary_dim], the cosines first. positions: int32 or int64 [tokens], rows of it; a token
+    whose position is none keeps its values. Products and sums are f32, each rounded by itself, and the result is rounded once
+    to x's dtype. Of `rotary`, pairing and rotary_dim count.
+
+    Raises InvalidArgument for a type, dtype or device, InvalidProblem for a shape or a rotary_dim that x does not have.
     """
-    width = cos_sin_cache.shape[1]
-    known = (positions >= 0) & (positions < len(cos_sin_cache))
-    rows = cos_sin_cache[positions.masked_fill(~known, 0).long(), None] if len(cos_sin_cache) else cos_sin_cache[:0, None]
+    width = _check_rotary(x, cos_sin_cache, positions, rotary)
     out = x.clone()
-    if not known.any():
+    if not len(cos_sin_cache):
         return out
-    cos, sin = rows.split(width // 2, -1)
+    known = (positions >= 0) & (positions < len(cos_sin_cache))
+    cos, sin = cos_sin_cache[positions.masked_fill(~known, 0).long(), None].split(width // 2, -1)
     shape = (*x.shape[:2], 2, width // 2) if rotary.pairing == "half" else (*x.shape[:2], width // 2, 2)
     axis = 2 if rotary.pairing == "half" else 3
     first, second = x[..., :width].float().reshape(shape).unbind(axis)
     turned = torch.stack([first * cos - second * sin, second * cos + first * sin], axis)
     out[..., :width] = torch.where(known[:, None, None], turned.reshape(*x.shape[:2], width).to(x.dtype), x[..., :width])
     return out
+
+
+def rotated_columns(rotary: Rotary, head_dim: int) -> int:
+    """rotary_dim, which None leaves to head_dim. Raises InvalidProblem where a head has not so many columns, or an odd number."""
+    rotary_dim = rotary.rotary_dim or head_dim
+    if rotary_dim % 2 or rotary_dim > head_dim:
+        raise InvalidProblem("rotary.rotary_dim", rotary_dim, f"must be even and at most head_dim = {head_dim}")
+    return rotary_dim
+
+
+def _check_rotary(x: Any, cos_sin_cache: Any, positions: Any, rotary: Any) -> int:
+    """rotated_columns, where the operands are those of x."""
+    if not isinstance(rotary, Rotary):
+        raise InvalidArgument("rotary", f"got {type(rotary).__name__}, must be a Rotary")
+    check_beside("x", x, x, torch.float16, torch.bfloat16)
+    _check_shape("x", x, (None, None, None), "[tokens, heads, head_dim]")
+    width = rotated_columns(rotary, x.shape[2])
+    check_beside("cos_sin_cache", cos_sin_cache, x, torch.float32)
+    _check_shape("cos_sin_cache", cos_sin_cache, (None, width), "[max_position, rotary_dim]")
+    check_beside("positions", positions, x, torch.int32, torch.int64)
+    _check_shape("positions", positions, (x.shape[0],), "[tokens], those of x")
+    return width

@@ -1,32 +1,47 @@
-"""Decode attention as torch ops: what a graph traced by torch.compile calls. They write out and lse and return nothing."""
+"""Attention, append and merge as torch ops: what a graph traced by torch.compile calls. They write and return nothing."""
 
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
+from .derived_plans import run_append, run_merge
 from .plan_cache import run_contiguous, run_paged
 
-# `define` and `impl` dispatch in 2.5 us, `custom_op` in 25
-_library = torch.library.Library("cute_kernels", "DEF")
-_library.define(
-    "paged_decode(Tensor q, Tensor k_cache, Tensor v_cache, Tensor table0, Tensor table1, Tensor? table2, "
+SCHEMAS = {
+    "paged_decode": "(Tensor q, Tensor k_cache, Tensor v_cache, Tensor table0, Tensor table1, Tensor? table2, "
     "Tensor? k_scale, Tensor? v_scale, Tensor(a!) out, Tensor(b!) lse, float? softmax_scale, str layout, str lse_base, "
-    "int? max_seq_len, str? kv_dtype) -> ()"
-)
-_library.define(
-    "flash_decoding(Tensor q, Tensor k, Tensor v, Tensor? k_scale, Tensor? v_scale, Tensor(a!) out, Tensor(b!) lse, "
-    "float? softmax_scale, str lse_base, str? kv_dtype) -> ()"
-)
+    "int? max_seq_len, str? kv_dtype) -> ()",
+    "flash_decoding": "(Tensor q, Tensor k, Tensor v, Tensor? k_scale, Tensor? v_scale, Tensor(a!) out, Tensor(b!) lse, "
+    "float? softmax_scale, str lse_base, str? kv_dtype) -> ()",
+    "append_kv": "(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor table0, Tensor? table1, Tensor? table2, "
+    "Tensor? k_scale, Tensor? v_scale, Tensor(c!)? k_scale_out, Tensor(d!)? v_scale_out, Tensor? q, Tensor(e!)? q_out, "
+    "Tensor? cos_sin_cache, Tensor? positions, str layout, str pairing) -> ()",
+    "merge_states": "(Tensor outs, Tensor lses, Tensor(a!) out, Tensor(b!) lse, str lse_base) -> ()",
+}
+RUNS = {"paged_decode": run_paged, "flash_decoding": run_contiguous, "append_kv": run_append, "merge_states": run_merge}
+PLAIN = frozenset((Tensor, torch.nn.Parameter, type(None)))
+
+
+def traced(*operands: object) -> bool:
+    """Whether a call must go through its torch op: something watches operations, or an operand may have no memory of its own."""
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
+        return True
+    return not PLAIN.issuperset(map(type, operands))
 
 
 def _writes_only(*operands: object) -> None:
     """The shape function of an op that returns nothing."""
 
 
-for _name, _run in (("paged_decode", run_paged), ("flash_decoding", run_contiguous)):
+_library = torch.library.Library("cute_kernels", "DEF")  # `define` and `impl` dispatch in 2.5 us, `custom_op` in 25
+for _name, _schema in SCHEMAS.items():
+    _library.define(_name + _schema)
     for _key in ("CPU", "CUDA"):
-        _library.impl(_name, _run, _key)
+        _library.impl(_name, RUNS[_name], _key)
     torch.library.register_fake(f"cute_kernels::{_name}", _writes_only, lib=_library)
 
 paged_decode = torch.ops.cute_kernels.paged_decode.default
 flash_decoding = torch.ops.cute_kernels.flash_decoding.default
+append_kv = torch.ops.cute_kernels.append_kv.default
+merge_states = torch.ops.cute_kernels.merge_states.default

@@ -11,14 +11,14 @@ from functools import partial
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, Int64
+from cutlass import Boolean, Float16, Float32, Int32, Int64
 
 from ..append_spec import CTA_THREADS, AppendSpec
-from ..quantize import LEAST_AMAX
+from ..quantize import LARGEST_HALF, LEAST_AMAX, LEAST_NORMAL_HALF
 from .append_slots import INT32_MAX, find_slot, given_slot
-from .kv_encode import divide, divide_largest, encode, quantize
+from .kv_encode import beyond_half, divide, divide_largest, encode, end_of_half, quantize
 from .kv_scale import head_scale
-from .kv_source import POSITION_FAULT, report
+from .kv_source import POSITION_FAULT, SCALE_FAULT, report
 from .packed import as_words, larger_pair, select_bytes, widen, widen_pair
 from .registers import quotient, remainder
 from .rotary import find_angles, rotate_row
@@ -47,23 +47,22 @@ class AppendKernel:
         q_out,
         cos_sin_cache,
         positions,
-        tag: Int32,
         status: Int64,
         stream,
     ):
         """k, v [tokens, num_kv_heads, head_dim]; caches 4-D in the spec's order; scales of its forms.
 
         table0..2: slots [tokens], or a page table's tensors. q, q_out [tokens, num_heads, head_dim], cos_sin_cache
-        [max_position, rotary_dim] and positions [tokens] where the spec has them. tag: marks this plan's words; status:
-        address of the plan's 4 int32 status words.
+        [max_position, rotary_dim] and positions [tokens] where the spec has them. status: address of the
+        plan's 4 int32 status words.
         """
-        caches, scales, faults = (k_cache, v_cache), (k_scale, v_scale), (status, tag)
+        caches, scales = (k_cache, v_cache), (k_scale, v_scale)
         tables = tuple(table for table in (table0, table1, table2) if table is not None)
         num_ctas = self.ctas_of(k)
         if cutlass.const_expr(q is not None):
             num_ctas = num_ctas + self.ctas_of(q)
         divisors = tuple(None if x is None else cute.fast_divmod_create_divisor_v2(Int32(x.shape[1])) for x in (k, q))
-        self.append(k, v, caches, tables, scales, (q, q_out), (cos_sin_cache, positions), faults, divisors).launch(
+        self.append(k, v, caches, tables, scales, (q, q_out), (cos_sin_cache, positions), status, divisors).launch(
             grid=(num_ctas, 1, 1),
             block=(CTA_THREADS, 1, 1),
             stream=stream,
@@ -84,7 +83,7 @@ class AppendKernel:
         scales: tuple,
         queries: tuple,
         rotary: tuple,
-        status: tuple,
+        status: Int64,
         divisors: tuple,
     ):
         """CTAs of K's and V's rows first, then those of q's: rows_per_cta (token, head) rows each, heads innermost.
@@ -130,7 +129,7 @@ def append_rows(
     tables: tuple,
     scales: tuple,
     rotary: tuple,
-    status: tuple,
+    status: Int64,
     heads,
     cta: Int32,
 ):
@@ -159,7 +158,7 @@ def append_rows(
         if cutlass.const_expr(spec.rotary is not None):
             place = rotate_key(spec, k[token, head, None], rotary, token, place, lane, k_rows[u], speaks, status)
         place = cutlass.select_(inside, place, Int32(-1))
-        append_pair(spec, (k_rows[u], v_rows[u]), caches, scales, place, head, lane)
+        append_pair(spec, (k_rows[u], v_rows[u]), caches, scales, place, token, head, lane, status)
 
 
 @cute.jit
@@ -172,7 +171,7 @@ def rotate_key(
     lane: Int32,
     row: cute.Tensor,
     speaks: Boolean,
-    status: tuple,
+    status: Int64,
 ) -> Int32:
     """Rotates a thread's part of a row of K and returns `place`; no place, reported, where the position has no angles."""
     position = rotary[1][token]
@@ -224,14 +223,27 @@ def load_row(spec: cutlass.Constexpr, source: cute.Tensor, lane: Int32, row: cut
 
 
 @cute.jit
-def append_pair(spec: cutlass.Constexpr, rows: tuple, caches: tuple, scales: tuple, place: Int32, head: Int32, lane: Int32):
+def append_pair(
+    spec: cutlass.Constexpr,
+    rows: tuple,
+    caches: tuple,
+    scales: tuple,
+    place: Int32,
+    token: Int32,
+    head: Int32,
+    lane: Int32,
+    status: Int64,
+):
     """Converts a row of K and one of V and stores them at slot `place`, nowhere where that is negative.
 
     All lanes of the warp take part.
     """
     largest = largest_magnitudes(spec, *rows) if cutlass.const_expr(spec.computes) else (None, None)
-    k_row, k_divisor = convert_row(spec, spec.k_type, spec.k_scale, rows[0], scales[0], head, largest[0])
-    v_row, v_divisor = convert_row(spec, spec.v_type, spec.v_scale, rows[1], scales[1], head, largest[1])
+    where = (token, head, place >= 0 and lane == 0, status)
+    k_divisor = row_divisor(spec.k_type, spec.k_scale, largest[0], where)
+    v_divisor = row_divisor(spec.v_type, spec.v_scale, largest[1], where)
+    k_row = convert_row(spec, spec.k_type, spec.k_scale, rows[0], scales[0], head, largest[0], k_divisor)
+    v_row = convert_row(spec, spec.v_type, spec.v_scale, rows[1], scales[1], head, largest[1], v_divisor)
     if place >= 0:
         page, slot = quotient(place, spec.page_size), remainder(place, spec.page_size)
         for cache, stored in zip(caches, (k_row, v_row), strict=True):
@@ -249,6 +261,26 @@ def store_scale(form: str, scales, page: Int32, slot: Int32, head: Int32, scale:
 
 
 @cute.jit
+def row_divisor(stored_type: cutlass.Constexpr, form: cutlass.Constexpr, largest, where: tuple):
+    """What a row is divided by, which is what is stored as its scale; None where no scale is computed.
+
+    largest: magnitude of the row. where: (token, head, whether this thread reports, status), for a scale that f16 lacks.
+    """
+    if cutlass.const_expr(not form.startswith("token")):
+        return None
+    exact = divide_largest(stored_type, largest)
+    if cutlass.const_expr(form == "token_f32"):
+        return exact
+    token, head, speaks, status = where
+    divisor = exact.to(Float16).to(Float32)
+    if not (exact >= LEAST_NORMAL_HALF and exact <= LARGEST_HALF):
+        divisor = end_of_half(exact)
+        if speaks and beyond_half(exact, largest):
+            report(status, token, SCALE_FAULT, head)
+    return divisor
+
+
+@cute.jit
 def convert_row(
     spec: cutlass.Constexpr,
     stored_type: cutlass.Constexpr,
@@ -257,20 +289,20 @@ def convert_row(
     scale,
     head: Int32,
     largest,
-) -> tuple:
-    """(what is stored of a row [columns, rounds], what its values are divided by). largest: magnitude of the row."""
-    divisor, codes = Float32(1.0), row
+    divisor,
+) -> cute.Tensor:
+    """What is stored of a row [columns, rounds]. largest, divisor: its magnitude and row_divisor, where a scale is computed."""
+    codes = row
     if cutlass.const_expr(stored_type != spec.element_type):
         by_instruction = cutlass.const_expr(spec.arch == "sm90")
         values = widen(row)
         if cutlass.const_expr(form.startswith("token")):
-            divisor = divide_largest(stored_type, largest)
-            codes = quantize(stored_type, by_instruction, values, divisor, largest)
+            codes = quantize(stored_type, row.element_type, form == "token_f16", by_instruction, values, divisor, largest)
         else:
             if cutlass.const_expr(form == "head"):
                 divide(values, head_scale(scale, head), bounded=False)
             codes = encode(stored_type, by_instruction, values)
-    return cute.make_tensor(codes.iterator, row.layout), divisor
+    return cute.make_tensor(codes.iterator, row.layout)
 
 
 @cute.jit

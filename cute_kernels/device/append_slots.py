@@ -17,7 +17,7 @@ def given_slot(spec: AppendSpec, tables: tuple, token: Int32) -> Int32 | Int64:
 
 @cute.jit
 def find_slot(
-    spec: cutlass.Constexpr, tables: tuple, slot: Int32 | Int64, token: Int32, num_pages: Int32, speaks: Boolean, status: tuple
+    spec: cutlass.Constexpr, tables: tuple, slot: Int32 | Int64, token: Int32, num_pages: Int32, speaks: Boolean, status: Int64
 ) -> Int32:
     """page * page_size + slot of a token, negative where it is skipped or what says so is out of range.
 

@@ -44,7 +44,7 @@ def arguments(spec: AppendSpec) -> tuple:
     tables = slots if spec.table_format == "none" else fake_tables(spec.table_format)
     scales = fake_scale(spec.k_scale), fake_scale(spec.v_scale)
     stream = make_fake_stream(use_tvm_ffi_env_stream=True)
-    return (*incoming, *caches, *tables, *scales, *_rotary(spec, tokens), Int32(1), Int64(0), stream)
+    return (*incoming, *caches, *tables, *scales, *_rotary(spec, tokens), Int64(0), stream)
 
 
 def build_append(spec: AppendSpec, options: str = ""):

@@ -27,7 +27,7 @@ from .crew import (
 )
 from .epilogue import share_state, store_final, store_partial
 from .kv_scale import Scaling, open_scaling
-from .kv_source import REPORTED, open_row, open_row_or_nothing
+from .kv_source import open_row, open_row_or_nothing
 from .mainloop_sm80 import CpAsyncMainloop
 from .mainloop_sm90 import TmaMainloop
 from .pack_gqa import fetch_query, hold_query, read_inverses, read_query, settle_query, sync_consumers
@@ -86,7 +86,7 @@ class DecodeKernel:
         """
         tables = tuple(t for t in (table0, table1, table2) if t is not None)
         caches, scales = self.mainloop.operands(k, v), (k_scale, v_scale)
-        self.decode(q, k, caches, scales, tables, out, lse, workspace, softmax_scale * LOG2_E, (status, Int32(REPORTED))).launch(
+        self.decode(q, k, caches, scales, tables, out, lse, workspace, softmax_scale * LOG2_E, status).launch(
             grid=(num_ctas, 1, 1),
             block=(self.threads, 1, 1),
             smem=self.spec.smem_bytes,
@@ -97,7 +97,7 @@ class DecodeKernel:
         )
 
     @cute.kernel
-    def decode(self, q, k, caches, scales: tuple, tables: tuple, out, lse, workspace, scale_log2: Float32, status: tuple):
+    def decode(self, q, k, caches, scales: tuple, tables: tuple, out, lse, workspace, scale_log2: Float32, status: Int64):
         """One CTA's share: a producer warp runs ahead, consumer warps attend, merge and store piece by piece."""
         spec = self.spec
         problem, shared = Problem(q, k, caches, scales, tables, out, lse, workspace, status), allocate(spec)

@@ -8,8 +8,9 @@ import struct
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int8, Int32, Uint8, Uint16
+from cutlass import BFloat16, Boolean, Float16, Float32, Int8, Int32, Uint8, Uint16
 
+from ..quantize import HALF_TO_INF, HALF_TO_ZERO, LARGEST_HALF, LEAST_AMAX, LEAST_NORMAL_HALF
 from .registers import MAGNITUDE, SIGN, as_bits, as_float
 from .tracing import stored_element
 
@@ -24,6 +25,8 @@ BEYOND = 2.0**20  # a quotient that saturates every type
 ROUNDER = 1.5 * 2.0**23  # added to an f32, rounds it to a whole number, whose low bits the sum then ends in
 NUDGE = 2.0**-21  # above what an inverse is off by, 2**-22; below how near a product is to the middle of two whole numbers
 HALF_UNIT = 2.0**-18  # of the last place of an f32 in 64..128
+MANTISSA_BITS = {Float16: 11, BFloat16: 8}  # of a value before it is stored, with the first; F32_BITS of an f32
+F32_BITS = 24
 
 
 def bits_of(value: float) -> int:
@@ -56,29 +59,91 @@ def divide_largest(stored_type: str, largest: Float32) -> Float32:
 
 
 @cute.jit
-def quantize(
-    stored_type: cutlass.Constexpr, by_instruction: cutlass.Constexpr, values: cute.Tensor, divisor: Float32, largest: Float32
-) -> cute.Tensor:
-    """encode(values / divisor) where divisor = divide_largest(largest), and `values` have 16 bits and are up to `largest`.
+def end_of_half(exact: Float32) -> Float32:
+    """What f16 stores of a scale above zero that is no normal value of its own: quantize.rounded_scale."""
+    scale = cutlass.select_(exact < Float32.inf, Float32(LARGEST_HALF), exact)
+    if exact < LEAST_NORMAL_HALF:
+        scale = whole_units(exact)
+    return scale
 
-    int8 by one multiplication a value. 127 x / largest, for 16-bit x, is the middle of two whole numbers for x = +-largest / 2,
-    63.5, and for no other x, nor very near it, but where the divisor is exact. So an inverse that is off to that side on which
-    the quotient of largest / 2 rounds gives all codes. Where the divisor is exact, infinity or NaN, by quotients.
+
+def whole_units(value: Float32) -> Float32:
+    """A value below 1/2, rounded up to a multiple of f16's least: the last place of a sum in 1/2..1."""
+    return cute.arch.inline_ptx(
+        "{ .reg .f32 sum; add.rp.f32 sum, {$r0}, 0f3F000000; sub.rn.f32 {$w0}, sum, 0f3F000000; }",
+        write_only_types=[Float32],
+        read_only_args=[value],
+    )
+
+
+@cute.jit
+def beyond_half(exact: Float32, largest: Float32) -> Boolean:
+    """quantize.beyond_half of a row of this largest magnitude, at least LEAST_AMAX."""
+    return (exact <= HALF_TO_ZERO and largest > LEAST_AMAX) or (exact >= HALF_TO_INF and exact < Float32.inf)
+
+
+@cute.jit
+def quantize(
+    stored_type: cutlass.Constexpr,
+    dtype: cutlass.Constexpr,
+    rounded: cutlass.Constexpr,
+    by_instruction: cutlass.Constexpr,
+    values: cute.Tensor,
+    divisor: Float32,
+    largest: Float32,
+) -> cute.Tensor:
+    """encode(values / divisor), for values of a 16-bit `dtype` up to `largest` and a divisor that follows from it.
+
+    divisor: divide_largest(largest), which is rounded to f16 where `rounded`. int8 by one multiplication a value.
     """
     if cutlass.const_expr(stored_type != "int8"):
         divide(values, divisor, bounded=True)
         return encode(stored_type, by_instruction, values)
-    count = cutlass.const_expr(cute.size(values))
-    codes = cute.make_rmem_tensor(count, Int8)
-    excess = fma(divisor, Float32(-LARGEST["int8"]), largest)  # exact
+    codes = cute.make_rmem_tensor(cutlass.const_expr(cute.size(values)), Int8)
     inverse = cute.arch.rcp_approx(divisor)
-    nudged = nudge(inverse, fma(divisor, Float32(HALF_UNIT), excess))
-    for i in cutlass.range_constexpr(count):
+    if cutlass.const_expr(rounded):
+        nudged, doubtful = inverse_of_half(dtype, divisor, inverse)
+    else:
+        nudged, doubtful = inverse_of_exact(divisor, inverse, largest)
+    for i in cutlass.range_constexpr(cute.size(values)):
         codes[i] = Int8(as_bits(fma(values[i], nudged, Float32(ROUNDER))))
-    if not cute.arch.fmax(excess, -excess) > 0.0:
-        for i in cutlass.range_constexpr(count):
-            codes[i] = to_int8(ieee_quotient(values[i], divisor, inverse, bounded=True))
+    if doubtful:
+        for i in cutlass.range_constexpr(cute.size(values)):
+            codes[i] = to_int8(corrected_quotient(values[i], divisor, inverse))
     return codes
+
+
+@cute.jit
+def inverse_of_exact(divisor: Float32, inverse: Float32, largest: Float32) -> tuple[Float32, Boolean]:
+    """(an inverse by which products round as quotients do, whether they may not) of divisor = divide_largest(largest).
+
+    127 x / largest, for 16-bit x, is the middle of two whole numbers for x = +-largest / 2, 63.5, and for no other x, nor very
+    near it, but where the divisor is exact. So an inverse that is off to that side on which the quotient of largest / 2 rounds
+    gives all codes. In doubt: where the divisor is exact, infinity or NaN.
+    """
+    excess = fma(divisor, Float32(-LARGEST["int8"]), largest)  # exact
+    return nudge(inverse, fma(divisor, Float32(HALF_UNIT), excess)), not cute.arch.fmax(excess, -excess) > 0.0
+
+
+@cute.jit
+def inverse_of_half(dtype: cutlass.Constexpr, divisor: Float32, inverse: Float32) -> tuple[Float32, Boolean]:
+    """The same of a divisor that is an f16, for values of `dtype`.
+
+    x / divisor is the middle of two whole numbers, n and n + 1, or at least 2**-19 of itself away from any. So an inverse that
+    is too small gives all codes but those of middles where n is odd, and (n + 1/2) divisors have more bits than x unless the
+    divisor ends in zeros. In doubt: there, and where it is the largest f16, whose quotients may saturate, infinity or NaN.
+    """
+    ends_in_zeros = (as_bits(divisor) & zeros_of_middles(dtype)) == 0
+    return nudge(inverse, Float32(-1.0)), ends_in_zeros or not divisor < LARGEST_HALF
+
+
+def zeros_of_middles(dtype: type) -> int:
+    """The bits that are zeros in an f16, as an f32, of which 3/2 or more may be a value of `dtype`.
+
+    An odd number of as many bits as such a value has, or one less, has too many bits three times.
+    """
+    zeros = MANTISSA_BITS[Float16] + 1 - MANTISSA_BITS[dtype]
+    return ((1 << zeros) - 1) << (F32_BITS - MANTISSA_BITS[Float16])
 
 
 def nudge(inverse: Float32, direction: Float32) -> Float32:
@@ -108,8 +173,7 @@ def ieee_quotient(value: Float32, divisor: Float32, inverse: Float32, bounded: c
 
     Its sign is the value's, of a zero too. Below 2**-18, where everything stored is a zero, a remainder may be inexact.
     """
-    rough = value * inverse
-    near = fma(fma(-rough, divisor, value), inverse, rough)
+    rough, near = value * inverse, corrected_quotient(value, divisor, inverse)
     exact = fma(fma(-near, divisor, value), inverse, near)
     exact = as_float((as_bits(exact) & MAGNITUDE) | (as_bits(rough) & SIGN))
     if cutlass.const_expr(bounded):
@@ -117,6 +181,12 @@ def ieee_quotient(value: Float32, divisor: Float32, inverse: Float32, bounded: c
     if rough > BEYOND or rough < -BEYOND:  # infinity has no remainder
         exact = rough
     return exact
+
+
+def corrected_quotient(value: Float32, divisor: Float32, inverse: Float32) -> Float32:
+    """value / divisor, from an inverse that is right to one unit: right to one unit, and exact where the quotient is short."""
+    rough = value * inverse
+    return fma(fma(-rough, divisor, value), inverse, rough)
 
 
 @cute.jit

@@ -15,8 +15,7 @@ from ..config import KernelSpec
 from .partials import store_words
 
 LONGEST = 2**31 - 1
-REPORTED = 1  # the first status word, where there is a fault
-PAGE_FAULT, LENGTH_FAULT, INDPTR_FAULT, SLOT_FAULT, POSITION_FAULT = 1, 2, 3, 4, 5  # kinds in the status words
+PAGE_FAULT, LENGTH_FAULT, INDPTR_FAULT, SLOT_FAULT, POSITION_FAULT, SCALE_FAULT = 1, 2, 3, 4, 5, 6  # kinds in the status words
 
 
 @dataclass(frozen=True)
@@ -118,7 +117,7 @@ def token_of_lane(spec: KernelSpec, tile: Int32) -> Int32:
 
 
 @cute.jit
-def find_holes(token: Int32, length: Int32, page: Int32, num_pages: Int32, row: Int32, status: tuple) -> Int32:
+def find_holes(token: Int32, length: Int32, page: Int32, num_pages: Int32, row: Int32, status: Int64) -> Int32:
     """Bit l: the page that lane l looked up for a token of the row is not in the pool. Reports such a page."""
     hole = token < length and (page < 0 or page >= num_pages)
     holes = cute.arch.vote_ballot_sync(hole)
@@ -128,7 +127,7 @@ def find_holes(token: Int32, length: Int32, page: Int32, num_pages: Int32, row: 
 
 
 @cute.jit
-def inspect_row(spec: cutlass.Constexpr, tables: tuple, row: Int32, status: tuple):
+def inspect_row(spec: cutlass.Constexpr, tables: tuple, row: Int32, status: Int64):
     """Reports a length or an indptr that row_length had to correct."""
     if cutlass.const_expr(spec.table_format == "dense"):
         length = tables[1][row]
@@ -145,7 +144,6 @@ def inspect_row(spec: cutlass.Constexpr, tables: tuple, row: Int32, status: tupl
 
 
 @cute.jit
-def report(status: tuple, row: Int32, kind: cutlass.Constexpr, value: Int32):
-    """Writes the plan's status words. status: (address of 4 int32, the plan's tag)."""
-    address, tag = status
-    store_words(address, tag, row, Int32(kind), value)
+def report(status: Int64, row: Int32, kind: cutlass.Constexpr, value: Int32):
+    """Writes a plan's status words, 4 int32 at the address `status`: kind, row, value, 0."""
+    store_words(status, Int32(kind), row, value, Int32(0))

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 import cutlass.cute as cute
+from cutlass import Int64
 
 
 @dataclass(frozen=True)
@@ -10,7 +11,7 @@ class Problem:
     """q, out [batch, num_heads, head_dim]; lse [batch, num_heads]; the caches as the mainloop takes them.
 
     k [pages, num_kv_heads, page_size, head_dim] gives extents only. scales: K's and V's, or None (kv_scale.py). tables: the page
-    table's tensors. workspace: its bytes, or None where rows stay whole. status: where faults are reported, and by which word.
+    table's tensors. workspace: its bytes, or None where rows stay whole. status: the address at which faults are reported.
     """
 
     q: cute.Tensor
@@ -21,4 +22,4 @@ class Problem:
     out: cute.Tensor
     lse: cute.Tensor
     workspace: cute.Tensor | None
-    status: tuple
+    status: Int64

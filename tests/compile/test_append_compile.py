@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from compile.test_compile import disassembler
+from cutlass import BFloat16, Float16
 
 import cute_kernels as ck
 from cute_kernels import compile as compiler
@@ -23,8 +24,9 @@ from cute_kernels.device.kv_encode import (
     LEAST_DIVISOR,
     NUDGE,
     rounded_down,
+    zeros_of_middles,
 )
-from cute_kernels.quantize import LEAST_AMAX
+from cute_kernels.quantize import LEAST_AMAX, rounded_scale
 
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
 K, S, HND, NHD = ck.KVDtype, ck.KVScale, ck.KVLayout.HND, ck.KVLayout.NHD
@@ -136,6 +138,7 @@ def divisors(count: int) -> np.ndarray:
     mantissas[::3] = np.where(mantissas[::3] % 2, 2**23 - 1 - mantissas[::3] % 64, mantissas[::3] % 64)
     exponents = generator.integers(-60, 122, count)
     found = np.ldexp(1 + mantissas / 2**23, exponents).astype(np.float32)
+    found[::4] = generator.integers(1, 0x7C00, len(found[::4])).astype(np.uint16).view(np.float16)  # scales of f16
     found[1::3] = np.abs(generator.standard_normal(count)[1::3]).astype(np.float16).astype(np.float32) / np.float32(127)
     return np.concatenate([found, np.array([LEAST_DIVISOR, LARGEST_DIVISOR, 1e-8 / 127], dtype=np.float32)])
 
@@ -187,23 +190,28 @@ def test_scales_are_those_of_ieee_division(stored_type: str) -> None:
         assert np.array_equal(got, largest / np.float32(LARGEST[stored_type]), equal_nan=True)
 
 
-def nudged_codes(x: np.ndarray, largest: np.ndarray, off: int) -> tuple[np.ndarray, np.ndarray]:
-    """(codes [x, largest] of `quantize`, which are by quotients); the inverse is `off` units off.
+def codes_by(x: np.ndarray, scale: np.ndarray, inverse: np.ndarray, nudge: np.ndarray, doubtful: np.ndarray) -> np.ndarray:
+    """Codes [x, scale] of `quantize`: by products with a nudged inverse, by corrected quotients where `doubtful`.
 
     A product of 11 and 24 bits is exact in 64, so rint rounds it once, as a multiply-add with a large summand does.
     """
+    products = np.rint(x[:, None].astype(np.float64) * fma(inverse, nudge, inverse))
+    over, by = scale[doubtful], inverse[doubtful]
+    rough = x[:, None] * by
+    near = np.rint(fma(fma(-rough, over, x[:, None]), by, rough))
+    products[:, doubtful] = np.nan_to_num(near, nan=0.0, posinf=127.0, neginf=-127.0).clip(-127, 127)
+    return products
+
+
+def nudged_codes(x: np.ndarray, largest: np.ndarray, off: int) -> tuple[np.ndarray, np.ndarray]:
+    """(codes [x, largest] of `quantize`, which are by quotients); the inverse is `off` units off."""
     f32 = np.float32
     scale = largest / f32(127)
     inverse = ((f32(1) / scale).view(np.int32) + np.int32(off)).view(f32)
     excess = fma(scale, f32(-127), largest)
     direction = fma(scale, f32(HALF_UNIT), excess)
-    products = np.rint(x[:, None].astype(np.float64) * fma(inverse, np.copysign(f32(NUDGE), direction), inverse))
     exact = ~(np.abs(excess) > 0)
-    over, by = scale[exact], inverse[exact]
-    rough = x[:, None] * by
-    near = fma(fma(-rough, over, x[:, None]), by, rough)
-    products[:, exact] = np.nan_to_num(np.rint(fma(fma(-near, over, x[:, None]), by, near)), nan=0.0)
-    return products, exact
+    return codes_by(x, scale, inverse, np.copysign(f32(NUDGE), direction), exact), exact
 
 
 @pytest.mark.parametrize("off", [-1, 0, 1])
@@ -254,3 +262,69 @@ def test_codes_of_rows_with_infinity_or_nan_are_zeros() -> None:
     with np.errstate(all="ignore"):
         codes, by_quotients = nudged_codes(x, largest, 0)
     assert by_quotients.all() and not codes.any()
+
+
+def halves(mantissas: np.ndarray, exponent: int) -> np.ndarray:
+    """f32 of normal f16 values with these 11-bit mantissas."""
+    return np.ldexp(mantissas.astype(np.float32), exponent - 10).astype(np.float16).astype(np.float32)
+
+
+@pytest.mark.parametrize("off", [-1, 0, 1])
+@pytest.mark.parametrize(("dtype", "bits", "kept"), [(F16, 11, Float16), (BF16, 8, BFloat16)], ids=["f16", "bf16"])
+def test_products_by_an_f16_scale_round_as_quotients_do(dtype: torch.dtype, bits: int, kept: type, off: int) -> None:
+    """The int8 codes of `quantize` under every mantissa of an f16 scale, for every value that gives no zero and none above 127.
+
+    A scale is at most 2**-11 of itself below largest / 127. Powers of two that both have change nothing.
+    """
+    scale = halves(np.arange(2**10, 2**11), 0)
+    inverse = ((np.float32(1) / scale).view(np.int32) + np.int32(off)).view(np.float32)
+    doubtful = (scale.view(np.int32) & zeros_of_middles(kept)) == 0
+    ties = odd = 0
+    for exponent in range(-2, 7):
+        x = np.ldexp(np.arange(2 ** (bits - 1), 2**bits).astype(np.float32), exponent + 1 - bits)
+        codes = codes_by(x, scale, inverse, np.float32(-NUDGE), doubtful)
+        quotients = x[:, None].astype(np.float64) / scale
+        same = (codes == np.rint(x[:, None] / scale)) | (quotients > 127.1)
+        assert same.all(), (exponent, np.argwhere(~same)[:4])
+        middles = (x[:, None] / scale * 2 % 2 == 1) & (quotients < 127)
+        ties += int(middles.sum())
+        odd += int((middles[:, ~doubtful] & (quotients[:, ~doubtful] > 1)).sum())
+    assert ties > 400 and odd == 0, "no middle above 1/2 where products alone give the codes"
+    assert doubtful.mean() == 2.0 ** (bits - 12), "one scale in two of f16 values, in 16 of bf16 values"
+
+
+@pytest.mark.parametrize("dtype", [F16, BF16], ids=str)
+def test_codes_by_the_least_and_the_largest_f16(dtype: torch.dtype) -> None:
+    """Subnormal scales, the largest, infinity and NaN: every value that a row of such a scale may hold."""
+    every, kept = magnitudes(dtype), Float16 if dtype == F16 else BFloat16
+    scales = np.array([2.0**-24, 2.0**-23, 3 * 2.0**-24, 5 * 2.0**-24, 1023 * 2.0**-24, 65504, np.inf, np.nan], dtype=np.float32)
+    with np.errstate(all="ignore"):
+        for off in (-1, 0, 1):
+            inverse = np.float32(1) / scales
+            inverse[:6] = (inverse[:6].view(np.int32) + np.int32(off)).view(np.float32)
+            doubtful = ((scales.view(np.int32) & zeros_of_middles(kept)) == 0) | ~(scales < 65504)
+            got = codes_by(every, scales, inverse, np.float32(-NUDGE), doubtful)
+            wanted = np.nan_to_num(np.rint(every[:, None] / scales), nan=0.0, posinf=np.inf).clip(-127, 127)
+            held = (every[:, None] <= 127 * scales) | (scales == 65504) | ~np.isfinite(scales)
+            held &= np.isfinite(every[:, None]) | ~np.isfinite(scales)
+            assert ((got == wanted) | ~held).all() and held[:, 5:7].sum() > 60000
+
+
+@pytest.mark.parametrize("stored_type", LARGEST)
+def test_scales_in_f16_are_those_of_the_reference(stored_type: str) -> None:
+    """The kernel's steps in numpy (conversion to nearest, a sum rounded up, the largest) for every magnitude of a row."""
+    half, f32 = np.float32(0.5), np.float32
+    largest = np.concatenate([magnitudes(F16), magnitudes(BF16), [f32(LEAST_AMAX)]])
+    with np.errstate(all="ignore"):
+        exact = largest[~(largest < f32(LEAST_AMAX))] / f32(LARGEST[stored_type])
+        total = exact + half
+        up = np.where(np.longdouble(exact) + half > total, np.nextafter(total, f32(2)), total) - half
+        end = np.where(exact < 2.0**-14, up, np.where(exact < np.inf, f32(65504), exact))
+        normal = (exact >= 2.0**-14) & (exact <= 65504)
+        got = np.where(normal, exact.astype(np.float16).astype(f32), end)
+    wanted = rounded_scale(torch.from_numpy(exact), F16).float().numpy()
+    assert np.array_equal(got, wanted, equal_nan=True)
+    finite = np.isfinite(exact)
+    assert (got[finite] > 0).all() and np.isfinite(got[finite]).all() and not np.isfinite(got[~finite]).any()
+    assert (abs(got[normal] - exact[normal]) <= 2.0**-11 * exact[normal]).all()
+    assert (got >= exact)[finite & (exact < 2.0**-14)].all()

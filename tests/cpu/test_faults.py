@@ -112,12 +112,12 @@ def test_a_contiguous_cache_has_no_metadata() -> None:
 
 
 def test_what_a_kernel_writes_is_read(pretend_h200: list) -> None:
-    """[REPORTED, row, kind, value]; words of zeros say nothing."""
+    """[kind, row, value, 0]; words of zeros say nothing."""
     plan = ck.PagedDecodePlan.select(DENSE.descriptor, "cpu")
     *_, address = plan._constants
     assert address == plan._words.data_ptr()
     for kind, name in enumerate(("page", "length", "indptr"), 1):
-        plan._words.copy_(torch.tensor([1, 3, kind, -5], dtype=torch.int32))
+        plan._words.copy_(torch.tensor([kind, 3, -5, 0], dtype=torch.int32))
         assert plan.status() == Fault(3, name, -5)
         plan._words[0] = 0
         assert plan.status() is None

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 import cute_kernels as ck
-from cute_kernels import InvalidArgument, InvalidProblem, MisalignedOperand, Unsupported, merge_states
+from cute_kernels import InvalidArgument, InvalidProblem, MisalignedOperand, Unsupported, merge
 from cute_kernels.dispatch import PRETEND
+from cute_kernels.merge import explain, kernel_spec, reference_merge
 from cute_kernels.merge_spec import MergeSpec, merge_supports
-from cute_kernels.merge_states import explain, kernel_spec, reference_merge
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 D = ck.MergeStatesDescriptor(3, 4, 5, 64, BF16)
@@ -158,10 +158,10 @@ def test_the_kernel_is_given_the_operands_as_they_are(monkeypatch: pytest.Monkey
         specs.append(spec)
         return lambda *operands: launches.append(operands)
 
-    real = merge_states.explain
-    monkeypatch.setattr(merge_states, "_launch_of", launch_of)
-    monkeypatch.setattr(merge_states, "explain", lambda d, facts, preference: real(d, PRETEND["h200"], preference))
-    monkeypatch.setattr(merge_states.DeviceFacts, "of", lambda device: PRETEND["h200"])
+    real = merge.explain
+    monkeypatch.setattr(merge, "_launch_of", launch_of)
+    monkeypatch.setattr(merge, "explain", lambda d, facts, preference: real(d, PRETEND["h200"], preference))
+    monkeypatch.setattr(merge.DeviceFacts, "of", lambda device: PRETEND["h200"])
     cpu = torch.device("cpu")
     plan, args = ck.MergeStatesPlan(D, cpu, ck.PlanPreference()), arguments()
     assert specs == [kernel_spec(D, "sm_90a")] == [plan.sku.config] and plan.sku.arch == "sm90a"

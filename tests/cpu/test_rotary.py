@@ -40,7 +40,7 @@ def test_rotation_is_a_complex_product(pairing: Any, head_dim: int, share: float
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(5, 3, head_dim, generator=generator).to(dtype)
     table, positions = cos_sin_of(100, rotary_dim), torch.randint(0, 100, (5,), generator=generator)
-    got = ck.apply_rotary(x, table, positions, ck.Rotary(pairing))
+    got = ck.apply_rotary(x, table, positions, ck.Rotary(pairing, rotary_dim))
     exact, size = naive_rotary(x, table, positions, pairing)
     assert torch.equal(got[..., rotary_dim:], x[..., rotary_dim:])
     assert ulps(got[..., :rotary_dim], exact, size) <= 1.0
@@ -54,6 +54,65 @@ def test_rotation_keeps_the_length_of_a_pair_and_turns_by_the_angle() -> None:
         got = ck.apply_rotary(x, table, torch.tensor([1]), ck.Rotary(pairing))
         assert got.flatten().tolist() == torch.tensor([np.cos(1.0), np.sin(1.0)]).half().tolist()
         assert torch.equal(ck.apply_rotary(x, table, torch.tensor([0]), ck.Rotary(pairing)), x)
+
+
+@pytest.mark.parametrize("pairing", ["half", "interleaved"])
+def test_what_is_rotated_is_what_a_plan_with_that_rotary_dim_rotates(pairing: Any) -> None:
+    """rotary_dim says it, not the table's width: one of the whole head_dim is refused, None stands for head_dim."""
+    d = replace(D, rotary=ck.Rotary(pairing, 24))
+    (k, v), table, positions = (torch.randn(4, 2, 64).bfloat16() for _ in range(2)), cos_sin_of(9, 24), torch.tensor([3, 8, 0, 5])
+    k_cache, v_cache = (torch.zeros(1, 2, 8, 64, dtype=BF16) for _ in range(2))
+    ck.KVAppendPlan.select(d, "cpu").run(k, v, k_cache, v_cache, torch.arange(4), cos_sin_cache=table, positions=positions)
+    got = ck.apply_rotary(k, table, positions, ck.Rotary(pairing, 24))
+    assert torch.equal(got, k_cache[0, :, :4].transpose(0, 1))
+    assert torch.equal(got[..., 24:], k[..., 24:]) and not torch.equal(got[:2, :, :1], k[:2, :, :1])
+    exact, size = naive_rotary(k, table, positions, pairing)
+    assert ulps(got[..., :24], exact, size) <= 1.0
+    for rotary, columns in ((ck.Rotary(pairing, 24), 64), (ck.Rotary(pairing), 24)):
+        with pytest.raises(
+            ck.InvalidProblem, match=rf"cos_sin_cache\.shape = \(9, {columns}\).*rotary_dim\] = \[\*, {88 - columns}\]"
+        ):
+            ck.apply_rotary(k, cos_sin_of(9, columns), positions, rotary)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "match"),
+    [
+        ({"x": [1.0]}, ck.InvalidArgument, "x: got list, must be a tensor"),
+        ({"x": torch.zeros(4, 2, 64)}, ck.InvalidArgument, "x: has dtype torch.float32"),
+        ({"x": torch.zeros(4, 64, dtype=BF16)}, ck.InvalidProblem, r"x\.shape = \(4, 64\): must be \[tokens, heads, head_dim\]"),
+        ({"x": torch.zeros(4, 2, 5, dtype=BF16)}, ck.InvalidProblem, r"rotary\.rotary_dim = 5: must be even"),
+        ({"rotary": ck.Rotary(rotary_dim=66)}, ck.InvalidProblem, r"rotary\.rotary_dim = 66: .* at most head_dim = 64"),
+        ({"rotary": "half"}, ck.InvalidArgument, "rotary: got str, must be a Rotary"),
+        ({"cos_sin_cache": None}, ck.InvalidArgument, "cos_sin_cache: got NoneType, must be a tensor"),
+        ({"cos_sin_cache": torch.zeros(9, 64).half()}, ck.InvalidArgument, "cos_sin_cache: has dtype torch.float16"),
+        ({"cos_sin_cache": torch.zeros(9, 32)}, ck.InvalidProblem, r"cos_sin_cache\.shape = \(9, 32\)"),
+        ({"cos_sin_cache": torch.zeros(64)}, ck.InvalidProblem, r"cos_sin_cache\.shape = \(64,\)"),
+        ({"cos_sin_cache": torch.zeros(9, 64, device="meta")}, ck.InvalidArgument, "cos_sin_cache: is on meta, must be on x's"),
+        ({"positions": 3}, ck.InvalidArgument, "positions: got int, must be a tensor"),
+        (
+            {"positions": torch.zeros(4)},
+            ck.InvalidArgument,
+            "positions: has dtype torch.float32, must be torch.int32 or torch.int64",
+        ),
+        ({"positions": torch.arange(5)}, ck.InvalidProblem, r"positions\.shape = \(5,\): must be \[tokens\]"),
+        ({"positions": torch.tensor(1)}, ck.InvalidProblem, r"positions\.shape = \(\)"),
+        ({"positions": torch.zeros(4, dtype=torch.int64, device="meta")}, ck.InvalidArgument, "positions: is on meta"),
+    ],
+    ids=str,
+)
+def test_apply_rotary_names_what_is_wrong(change: Any, error: type[Exception], match: str) -> None:
+    good = {"x": torch.zeros(4, 2, 64, dtype=BF16), "cos_sin_cache": torch.zeros(9, 64), "positions": torch.arange(4)}
+    with pytest.raises(error, match=match) as caught:
+        ck.apply_rotary(**{"rotary": ck.Rotary(), **good, **change})
+    assert isinstance(caught.value, ck.CuteKernelsError)
+
+
+def test_positions_of_either_width_and_no_tokens() -> None:
+    x, table = torch.randn(3, 2, 8).half(), cos_sin_of(5, 8)
+    got = ck.apply_rotary(x, table, torch.tensor([4, 1, 2]), ck.Rotary())
+    assert torch.equal(got, ck.apply_rotary(x, table, torch.tensor([4, 1, 2], dtype=torch.int32), ck.Rotary()))
+    assert ck.apply_rotary(x[:0], table, torch.arange(0), ck.Rotary()).shape == (0, 2, 8)
 
 
 @pytest.mark.parametrize("position", [-1, 2, 2**31 - 1])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -111,16 +112,25 @@ def expected(d: ck.KVAppendDescriptor, k: torch.Tensor, v: torch.Tensor, slots: 
 
 
 def naive_row(values: np.ndarray, kv_dtype: ck.KVDtype, kind: ck.KVScale, divisor: np.float32) -> tuple[np.ndarray, np.float32]:
-    """(codes uint8, the scale before rounding) of f32 values [head_dim]."""
+    """(codes uint8, the scale that is stored) of f32 values [head_dim]."""
     with np.errstate(all="ignore"):
         if kind.granularity == "token":
             amax = np.maximum(np.abs(values).max(), np.float32(1e-8))
-            divisor = np.float32(amax / np.float32(LARGEST[kv_dtype]))
+            divisor = naive_scale(np.float32(amax / np.float32(LARGEST[kv_dtype])), kind.dtype)
         quotients = values if not kind else (values / divisor).astype(np.float32)
         if kv_dtype is K.INT8:
             whole = np.clip(np.rint(quotients.astype(np.float64)), -127, 127)
             return np.where(np.isnan(quotients), 0, whole).astype(np.int8).view(np.uint8), divisor
         return naive_fp8(quotients.astype(np.float64), kv_dtype), divisor
+
+
+def naive_scale(exact: np.float32, dtype: torch.dtype) -> np.float32:
+    """As it is stored: in f16 the nearest, the next above among subnormals, at most the largest where it is finite."""
+    if dtype == torch.float32 or not np.isfinite(exact):
+        return exact
+    if exact < 2.0**-14:
+        return np.float32(math.ceil(float(exact) * 2.0**24) * 2.0**-24)
+    return np.float32(np.float16(min(exact, 65504.0)))
 
 
 def naive_fp8(values: np.ndarray, kv_dtype: ck.KVDtype) -> np.ndarray:
