@@ -42,10 +42,12 @@ def run_paged(
     lse_base: str,
     max_seq_len: int | None,
     kv_dtype: str | None,
+    traced: bool = False,
 ) -> None:
     """Runs the plan of these tensors' problem over a paged cache, writing out and lse.
 
-    table0..2: a PageTable's operands. kv_dtype: the value of a KVDtype, None where the caches' dtypes say it.
+    table0..2: a PageTable's operands. kv_dtype: the value of a KVDtype, None where the caches' dtypes say it. traced: whether this
+    runs as a torch op.
     """
     batch, heads, dim = query_extents(q)
     _check_cache_axes(k_cache)
@@ -59,7 +61,7 @@ def run_paged(
     shape = (batch, heads, k_cache.shape[head_axis], dim, page_size, q.dtype)
     fields = (*shape, *cache, table.format, None, None, max_seq_len, softmax_scale, lse_base, *rest)
     plan = _plan(PagedDecodePlan, PagedDecodeDescriptor, fields, q.device)
-    workspace = stream_workspace(plan.workspace_size(), plan.device)
+    workspace = stream_workspace(plan.workspace_size(), plan.device, reuse_in_capture=not traced)
     plan.run(q, k_cache, v_cache, table, k_scale=k_scale, v_scale=v_scale, out=out, lse=lse, workspace=workspace)
 
 
@@ -74,6 +76,7 @@ def run_contiguous(
     softmax_scale: float | None,
     lse_base: str,
     kv_dtype: str | None,
+    traced: bool = False,
 ) -> None:
     """Runs the plan of these tensors' problem over a contiguous cache [batch, num_kv_heads, seq_len, head_dim]."""
     batch, heads, dim = query_extents(q)
@@ -82,7 +85,7 @@ def run_contiguous(
     shape = (batch, heads, k.shape[1], None, dim, q.dtype)
     fields = (length_hint(k.shape[2]), *shape, softmax_scale, lse_base, alignment(k, v), *storage)
     plan = _plan(FlashDecodingPlan, _of_any_length, fields, q.device)
-    workspace = stream_workspace(plan.workspace_size(), plan.device)
+    workspace = stream_workspace(plan.workspace_size(), plan.device, reuse_in_capture=not traced)
     plan.run(q, k, v, k_scale=k_scale, v_scale=v_scale, out=out, lse=lse, workspace=workspace)
 
 

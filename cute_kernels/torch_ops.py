@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from .derived_plans import run_append, run_merge
 from .plan_cache import run_contiguous, run_paged
@@ -19,15 +23,20 @@ SCHEMAS = {
     "Tensor? cos_sin_cache, Tensor? positions, str layout, str pairing) -> ()",
     "merge_states": "(Tensor outs, Tensor lses, Tensor(a!) out, Tensor(b!) lse, str lse_base) -> ()",
 }
-RUNS = {"paged_decode": run_paged, "flash_decoding": run_contiguous, "append_kv": run_append, "merge_states": run_merge}
+RUNS = {
+    "paged_decode": partial(run_paged, traced=True),
+    "flash_decoding": partial(run_contiguous, traced=True),
+    "append_kv": run_append,
+    "merge_states": run_merge,
+}
 PLAIN = frozenset((Tensor, torch.nn.Parameter, type(None)))
 
 
 def traced(*operands: object) -> bool:
-    """Whether a call must go through its torch op: something watches operations, or an operand may have no memory of its own."""
-    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
+    """Whether a call must go through its torch op: something watches operations, or an operand has no memory."""
+    if torch.compiler.is_compiling() or is_in_torch_dispatch_mode():
         return True
-    return not PLAIN.issuperset(map(type, operands))
+    return not PLAIN.issuperset(map(type, operands)) and any(isinstance(operand, FakeTensor) for operand in operands)
 
 
 def _writes_only(*operands: object) -> None:

@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import cute_kernels as ck
-from cute_kernels import attention
+from cute_kernels import attention, torch_ops
 from tests.cases import Case, make_inputs
 
 CASE = Case("fake", (0, 5, 40))
@@ -116,5 +116,5 @@ def test_plans_refuse_fake_tensors(place: int) -> None:
 
 def test_plain_tensors_and_parameters_take_the_short_way() -> None:
     parameter = torch.nn.Parameter(torch.zeros(1))
-    assert not attention._traced((torch.zeros(1), parameter, None, 3))
-    assert attention._traced((torch.zeros(1), FakeTensorMode().from_tensor(torch.zeros(1))))
+    assert not torch_ops.traced(torch.zeros(1), parameter, None, 3)
+    assert torch_ops.traced(torch.zeros(1), FakeTensorMode().from_tensor(torch.zeros(1)))

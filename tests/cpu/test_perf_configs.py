@@ -70,12 +70,13 @@ def test_a_wrong_configuration_has_a_line_and_no_time():
     assert broken.times == {} and "the plan's choice could not be timed" in broken.wrong[-1]
 
 
-def test_64_rows_of_8k_at_e4m3_are_compared_with_tiles_of_64_and_one_cta():
+def test_64_rows_of_8k_at_e4m3_are_compared_with_two_ctas_an_sm():
     (case,) = select_cases([configs.CASES])
     task = task_of(case, H200)
     chosen, *others = to_compare(task, H200, [])[0]
     assert chosen == task.heuristic
-    assert (64, 1) in {(config.tile_n, config.ctas_per_sm) for config in others}
+    assert (chosen.tile_n, chosen.ctas_per_sm) == (64, 1)
+    assert (32, 2) in {(config.tile_n, config.ctas_per_sm) for config in others}
     assert to_compare(task, H200, [chosen, OTHER, OTHER]) == ([chosen, OTHER], [])
 
 

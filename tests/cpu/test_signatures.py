@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import cute_kernels as ck
-from cute_kernels import append_checks, checks, merge_states, plan_base
+from cute_kernels import append_checks, checks, merge, plan_base
 from tests.cases import Case, make_inputs
 
 DEVICES = torch.device("cuda", 0), torch.device("cuda", 1)
@@ -44,7 +44,7 @@ CHANGES: dict[str, dict[str, Any]] = {
 SIGNATURES = {
     "decode": (checks.signature, tuple(inspect.signature(checks.signature).parameters)),
     "append": (lambda *t: append_checks.Operands(*t).signature(), append_checks.Operands._fields),
-    "merge": (lambda *t: merge_states.Operands(*t).signature(), merge_states.Operands._fields),
+    "merge": (lambda *t: merge.Operands(*t).signature(), merge.Operands._fields),
 }
 OF_EACH = [
     (name, operand, change)
