@@ -46,8 +46,8 @@ def run_paged(
 ) -> None:
     """Runs the plan of these tensors' problem over a paged cache, writing out and lse.
 
-    table0..2: a PageTable's operands. kv_dtype: the value of a KVDtype, None where the caches' dtypes say it. traced: whether this
-    runs as a torch op.
+    table0..2: a PageTable's operands. kv_dtype: the value of a KVDtype, None where the caches' dtypes say it. traced: whether
+    this runs as a torch op.
     """
     batch, heads, dim = query_extents(q)
     _check_cache_axes(k_cache)
