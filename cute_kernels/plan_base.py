@@ -107,8 +107,8 @@ class Plan:
     def new_workspace(self) -> Tensor:
         """A zeroed workspace for `run`, uint8 [workspace_size()] on the plan's device.
 
-        From now on it is left to launches of plans, of this one and any others, one launch at a time. Waits for its zeroing;
-        inside a graph capture the zeroing is a node of the graph.
+        From now on it is left to launches of plans, of this one and any others, one launch at a time; a graph that was captured
+        with it needs it alive. Waits for its zeroing; inside a graph capture the zeroing is a node of the graph.
         """
         return new_workspace(self._workspace_bytes, self.device)
 

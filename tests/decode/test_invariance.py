@@ -93,14 +93,14 @@ class Probes:
 
     def alone(self, plan: ck.PagedDecodePlan) -> Result:
         """(out, lse) of every probe, each in a launch of its own."""
-        launch, rows = launcher(plan, self), zip(self.q.split(1), self.table.split(1), self.seq_lens.split(1), strict=True)
+        launch = launcher(plan, self, plan.new_workspace())
+        rows = zip(self.q.split(1), self.table.split(1), self.seq_lens.split(1), strict=True)
         results = [launch(*row) for row in rows]
         return torch.cat([out for out, _ in results]), torch.cat([lse for _, lse in results])
 
 
-def launcher(plan: ck.PagedDecodePlan, probes: Probes) -> Callable[..., Result]:
-    """launch(q, table, seq_lens, out=, lse=) with the probes' pool and a workspace that is kept from launch to launch."""
-    workspace = plan.new_workspace()
+def launcher(plan: ck.PagedDecodePlan, probes: Probes, workspace: torch.Tensor) -> Callable[..., Result]:
+    """launch(q, table, seq_lens, out=, lse=) with the probes' pool and one workspace from launch to launch."""
     pool, kept = probes.pool, {**probes.pool.scales, "workspace": workspace}
 
     def launch(q: torch.Tensor, table: torch.Tensor, seq_lens: torch.Tensor, **outputs: torch.Tensor) -> Result:
@@ -109,11 +109,11 @@ def launcher(plan: ck.PagedDecodePlan, probes: Probes) -> Callable[..., Result]:
     return launch
 
 
-def replayer(plan: ck.PagedDecodePlan, probes: Probes, first: Batch) -> Callable[..., Result]:
-    """The same by a graph captured on `first`."""
+def replayer(plan: ck.PagedDecodePlan, probes: Probes, workspace: torch.Tensor, first: Batch) -> Callable[..., Result]:
+    """The same by a graph captured on `first`; whoever replays it keeps the workspace alive."""
     held = [tensor.clone() for tensor in first[:3]]
     out, lse = torch.empty_like(first.q), torch.empty(first.q.shape[:2], device="cuda")
-    launch, graph = launcher(plan, probes), torch.cuda.CUDAGraph()
+    launch, graph = launcher(plan, probes, workspace), torch.cuda.CUDAGraph()
     launch(*held, out=out, lse=lse)
     with torch.cuda.graph(graph):
         launch(*held, out=out, lse=lse)
@@ -132,13 +132,15 @@ def compare(probes: Probes, alone: Result, plan: ck.PagedDecodePlan, batches: in
     """(comparisons, differences) of probes in `batches` random batches of the plan's size with the same probes alone."""
     size, generator = plan.descriptor.batch_size, torch.Generator(probes.q.device).manual_seed(plan.descriptor.batch_size)
     compared, wrong = 0, torch.zeros((), dtype=torch.int64, device=probes.q.device)
-    launch = replayer(plan, probes, probes.batch(size, generator)) if captured else launcher(plan, probes)
+    first, workspace = probes.batch(size, generator) if captured else None, plan.new_workspace()
+    launch = replayer(plan, probes, workspace, first) if first else launcher(plan, probes, workspace)
     for _ in range(batches):
         batch = probes.batch(size, generator)
         out, lse = launch(*batch[:3])
         expected = alone[0][batch.probes], alone[1][batch.probes]
         wrong += differing_rows((out[batch.places], lse[batch.places]), expected).sum()
         compared += len(batch.places)
+    assert not workspace.any()
     return compared, int(wrong)
 
 
