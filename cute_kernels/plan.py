@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 from weakref import ref
@@ -55,12 +54,13 @@ class DecodePlan(FlaggingPlan):
         self._inspects = self._validate or self._check_workspace
         status = self._words.data_ptr() if chosen.spec else self._words  # the reference writes the words themselves
         self._constants = (descriptor.scale, self.num_ctas, status)
-        device_index = device.index if self._several_gpus else None
-        views = (rules.nhd, rules.scale_shapes)
-        hold = _hold_of(chosen.spec)
-        self._setting = Setting(self._constants, self._workspace_bytes > 0, *views, device_index, hold)
         plain = problem.kv_dtype.element_bytes > 1 and problem.v_dtype.element_bytes > 1
+        views = (rules.nhd, rules.scale_shapes)
         self._views = None if plain and views == (False, ((), ())) else views  # None: caches reach the kernel as they are
+        device_index = device.index if self._several_gpus else None
+        self._setting = None  # the CPU variant refuses nothing by itself: its runs are checked
+        if chosen.spec is not None:
+            self._setting = Setting(self._constants, self._workspace_bytes > 0, self._views, device_index)
         self._checked: dict[object, Passage] = {}
         self._shortcuts: dict[int, Shortcut] = {}  # by the id of the K cache, as the next
         self._last_q: dict[int, ref[Tensor]] = {}
@@ -94,12 +94,8 @@ class DecodePlan(FlaggingPlan):
         if passage is not Passage.DIRECT or stream is not None or self._inspects or (self._several_gpus and self._elsewhere()):
             self._run_slowly(passage, Operands(q, k, v, *table, k_scale, v_scale, out, lse, workspace), stream)
             return out, lse
-        last_q = self._last_q.get(id(k))
-        if last_q is not None and last_q() is q:  # a third run may be the same: for tensors made anew it would not pay
-            operands = (q, k, v, page_table, k_scale, v_scale, out, lse, workspace)
-            self._shortcuts[id(k)] = shortcut(self._launch, self._setting, partial(_forget, self._shortcuts, id(k)), *operands)
-        else:
-            self._expect(q, k)
+        if self._setting is not None:
+            self._remember(self._setting, (q, k, v, page_table, k_scale, v_scale, out, lse, workspace))
         if self._views is not None:
             k, v, k_scale, v_scale = checks.kernel_views(*self._views, k, v, k_scale, v_scale)
         self._start(q, k, v, *table, k_scale, v_scale, out, lse, workspace)
@@ -122,8 +118,13 @@ class DecodePlan(FlaggingPlan):
         self._checked[key] = passage
         return passage
 
-    def _expect(self, q: Tensor, k: Tensor) -> None:
-        """A second run with q and this K cache makes a shortcut."""
+    def _remember(self, setting: Setting, operands: tuple[Any, ...]) -> None:
+        """A second run with the same q and K cache makes a shortcut: for tensors made anew it would not pay."""
+        q, k, *_ = operands
+        last_q = self._last_q.get(id(k))
+        if last_q is not None and last_q() is q:
+            self._shortcuts[id(k)] = shortcut(self._launch, setting, partial(_forget, self._shortcuts, id(k)), *operands)
+            return
         if len(self._last_q) >= MAX_SHORTCUTS:
             self._last_q.clear()
             self._shortcuts.clear()
@@ -320,15 +321,6 @@ def _launch_of(spec: KernelSpec | None, descriptor: PagedDecodeDescriptor | Flas
 
     refuse_compile_in_capture(spec)
     return compile_decode(spec)
-
-
-def _hold_of(spec: KernelSpec | None) -> Callable[[Tensor], Any]:
-    """Setting.hold of the launch of `spec`."""
-    if spec is None:
-        return Tensor.detach
-    from .compile import as_operand
-
-    return as_operand
 
 
 def _forget(shortcuts: dict[int, Shortcut], key: int, _: object) -> None:

@@ -10,16 +10,16 @@ from .decode import DecodeKernel
 from .tracing import ELEMENT_TYPES, compile_kernel, rows, scalars, stored_element
 
 
-def fake_tables(table_format: TableFormat) -> tuple:
-    """Fake page table tensors: dense (table, seq_lens), csr (indices, indptr, last_page_len), or none."""
+def fake_tables(table_format: TableFormat, batch) -> tuple:
+    """Fake page table tensors of `batch` rows: dense (table, seq_lens), csr (indices, indptr, last_page_len), or none."""
 
-    def vector():
-        return make_fake_tensor(Int32, (cute.sym_int64(),), (1,), assumed_align=4)
+    def vector(extent):
+        return make_fake_tensor(Int32, (extent,), (1,), assumed_align=4)
 
     if table_format == "dense":
-        return rows(Int32, (cute.sym_int64(), cute.sym_int64()), 1, 4), vector(), None
+        return rows(Int32, (batch, cute.sym_int64()), 1, 4), vector(batch), None
     if table_format == "csr":
-        return vector(), vector(), vector()
+        return vector(cute.sym_int64()), vector(cute.sym_int64()), vector(batch)
     return None, None, None
 
 
@@ -44,13 +44,13 @@ def arguments(spec: KernelSpec) -> tuple:
     pair = 2 if spec.head_dim % 2 == 0 else 1
     query = [rows(dtype, (batch, heads, spec.head_dim), pair, pair * QUERY_BYTES) for _ in range(2)]
     slots = spec.page_size or cute.sym_int64()
-    pages = cute.sym_int64()
+    pages = batch if spec.source == "contiguous" else cute.sym_int64()
     caches = [_cache(spec, stored, (pages, kv_heads, slots, spec.head_dim)) for stored in (spec.k_type, spec.v_type)]
     scales = fake_scale(spec.k_scale), fake_scale(spec.v_scale)
     lse = scalars(Float32, (batch, heads))
     workspace = make_fake_tensor(cutlass.Uint8, (cute.sym_int64(),), (1,), assumed_align=16) if spec.split else None
     stream = make_fake_stream(use_tvm_ffi_env_stream=True)
-    tensors = (query[0], *caches, *fake_tables(spec.table_format), *scales, query[1], lse, workspace)
+    tensors = (query[0], *caches, *fake_tables(spec.table_format, batch), *scales, query[1], lse, workspace)
     return (*tensors, Float32(1.0), Int32(1), Int64(0), stream)
 
 

@@ -41,7 +41,7 @@ def arguments(spec: AppendSpec) -> tuple:
     elements = [stored_element(stored) for stored in (spec.k_type, spec.v_type)]
     caches = [rows(e, (pages, *inner, spec.head_dim), spec.columns, spec.columns * e.width // 8) for e in elements]
     slots = (scalars(INDEX_TYPES[spec.slot_type], (tokens,)), None, None)
-    tables = slots if spec.table_format == "none" else fake_tables(spec.table_format)
+    tables = slots if spec.table_format == "none" else fake_tables(spec.table_format, tokens)
     scales = fake_scale(spec.k_scale), fake_scale(spec.v_scale)
     stream = make_fake_stream(use_tvm_ffi_env_stream=True)
     return (*incoming, *caches, *tables, *scales, *_rotary(spec, tokens), Int64(0), stream)

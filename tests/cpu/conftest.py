@@ -7,8 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+import tvm_ffi
 
 from cute_kernels import dispatch, plan, plan_base, plan_cache
+from cute_kernels.reference import cpu_variant
+from tests.cpu.launches import refuse
 
 
 @pytest.fixture
@@ -29,19 +32,39 @@ def pretend_h200(monkeypatch: pytest.MonkeyPatch, no_plans: None) -> list[tuple[
     """Plans made here choose as on an H200 but hold CPU tensors; the list records what each launch was given."""
     launches: list[tuple[Any, ...]] = []
 
+    def launch_of(spec: Any, descriptor: Any) -> Callable[..., None]:
+        def launch(*operands: Any) -> None:
+            refuse(spec, operands)
+            launches.append(operands)
+
+        return launch
+
+    launches_of(monkeypatch, launch_of)
+    return launches
+
+
+@pytest.fixture
+def computing_h200(monkeypatch: pytest.MonkeyPatch, no_plans: None) -> None:
+    """The same, but that each launch is computed, by the CPU variant."""
+
+    def launch_of(spec: Any, descriptor: Any) -> Callable[..., None]:
+        compute, words = cpu_variant(descriptor.problem), torch.zeros(4, dtype=torch.int32)
+
+        def launch(*operands: Any) -> None:
+            refuse(spec, operands)
+            *tensors, scale, num_ctas, _ = (torch.from_dlpack(t) if isinstance(t, tvm_ffi.Tensor) else t for t in operands)
+            compute(*tensors, scale, num_ctas, words)
+
+        return launch
+
+    launches_of(monkeypatch, launch_of)
+
+
+def launches_of(monkeypatch: pytest.MonkeyPatch, launch_of: Callable[..., Any]) -> None:
+    """Plans choose as on an H200, and launch_of(spec, descriptor) stands for what they compile."""
+
     def explain(problem: Any, facts: Any, preference: Any) -> dispatch.Explanation:
         return dispatch.explain(problem, dispatch.PRETEND["h200"], preference)
 
-    def launch_of(spec: Any, descriptor: Any) -> Callable[..., None]:
-        return launch
-
-    def launch(q: torch.Tensor, *others: Any) -> None:
-        """Refuses, as a compiled kernel does, a q of another dtype or shape than its out."""
-        out = torch.from_dlpack(others[7])
-        if (q.dtype, q.shape) != (out.dtype, out.shape):
-            raise TypeError(f"Mismatched q: {q.dtype} {tuple(q.shape)}")
-        launches.append((q, *others))
-
     monkeypatch.setattr(plan, "explain", explain)
     monkeypatch.setattr(plan, "_launch_of", launch_of)
-    return launches

@@ -153,7 +153,7 @@ def test_scales_of_a_contiguous_cache() -> None:
 
 @pytest.mark.parametrize("layout", ["HND", "NHD"])
 @pytest.mark.parametrize("flat", [False, True])
-def test_what_a_kernel_is_given(monkeypatch: pytest.MonkeyPatch, layout: str, flat: bool, no_plans: None) -> None:
+def test_what_a_kernel_is_given(pretend_h200: list, layout: str, flat: bool) -> None:
     """fp8 as HND bytes, scales in one shape, the same memory; from the first run to the shortcut."""
     descriptor = replace(CASE.descriptor, kv_dtype=E4M3, layout=ck.KVLayout(layout), k_scale=TENSOR, v_scale=TOKEN_F16)
     plan, good = ck.PagedDecodePlan.select(descriptor, "cpu"), arguments(E4M3, TENSOR, TOKEN_F16)
@@ -161,12 +161,12 @@ def test_what_a_kernel_is_given(monkeypatch: pytest.MonkeyPatch, layout: str, fl
         good |= {name: good[name].transpose(1, 2).contiguous() for name in ("k_cache", "v_cache")}
     if flat:
         good |= {"k_scale": good["k_scale"][0], "v_scale": good["v_scale"].view(-1)}
-    launches: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(plan, "_launch", lambda *operands: launches.append(operands))
+    good["workspace"] = plan.new_workspace()
     for _ in range(4):
         plan.run(**good)
-    assert len(launches) == 4 and len(plan._shortcuts) == 1
-    for _, k, v, _, _, _, k_scale, v_scale, *_ in launches:
+    assert len(pretend_h200) == 4 and len(plan._shortcuts) == 1
+    for launched in pretend_h200:
+        k, v, k_scale, v_scale = (torch.from_dlpack(launched[i]) for i in (1, 2, 6, 7))
         assert (k.dtype, tuple(k.shape[1:]), v.dtype, tuple(v.shape[1:])) == (U8, (2, 16, 64), U8, (2, 16, 64))
         assert (tuple(k_scale.shape), tuple(v_scale.shape)) == ((1,), POOL)
         for given, name in ((k, "k_cache"), (v, "v_cache"), (k_scale, "k_scale"), (v_scale, "v_scale")):
@@ -174,9 +174,10 @@ def test_what_a_kernel_is_given(monkeypatch: pytest.MonkeyPatch, layout: str, fl
 
 
 @pytest.fixture
-def settled(monkeypatch: pytest.MonkeyPatch, no_plans: None) -> tuple[ck.PagedDecodePlan, Args, list[object]]:
+def settled(monkeypatch: pytest.MonkeyPatch, computing_h200: None) -> tuple[ck.PagedDecodePlan, Args, list[object]]:
     """A plan whose next run with these arguments takes the shortcut, and the runs that do not."""
     plan, good, checked = plan_of(INT8, HEAD, TOKEN), arguments(INT8, HEAD, TOKEN), []
+    good["workspace"] = plan.new_workspace()
     real = checks.signature
     monkeypatch.setattr(checks, "signature", lambda *operands: (checked.append(operands), real(*operands))[1])
     for _ in range(2):
@@ -218,8 +219,9 @@ def test_other_scales_are_checked(settled: tuple[ck.PagedDecodePlan, Args, list[
             plan.run(**{**good, name: kept})
 
 
-def test_superfluous_scales_are_seen_by_a_shortcut(no_plans: None) -> None:
+def test_superfluous_scales_are_seen_by_a_shortcut(pretend_h200: list) -> None:
     plan, good = plan_of(INT8), arguments(INT8)
+    good["workspace"] = plan.new_workspace()
     for _ in range(3):
         plan.run(**good)
     assert len(plan._shortcuts) == 1
