@@ -17,7 +17,6 @@ ASSUMED_SEQ_LEN = 4096  # tokens a row where the descriptor gives no max_seq_len
 LONE_COLUMNS = 128  # of the head that lone_weight is for
 CROWDING, CROWDED_ROWS = 1.5, 4  # what a CTA does beside another on its SM, as a multiple of the same alone, at so many rows
 PAIRED_TURN = 1.6  # a turn of two KV heads, as a multiple of that of one: 256 x 200 of int8 with scales a token
-LONE_SM = 2.0  # what an SM reads alone, as a multiple of its share while all read. Not measured: its port to L2 would take three
 MOST_CUT = 2  # pieces of a share that are parts of cut rows: of the row it continues and of the row it opens
 
 
@@ -36,6 +35,7 @@ class ArchCosts:
     merge_us: a warp's sums merged with the others', where a thread has not all parts of its columns.
     turn_us: from a CTA's piece to its next, with one tile between: what short rows take where the stream does not hide it.
     row_crowding: how much CROWDING grows, for turns, with each packed row past CROWDED_ROWS.
+    lone_sm: what an SM reads while few others do, as a multiple of its share while all read.
     pair_weight: how much shorter a stream takes where a CTA takes two KV heads, as a part of it. pair_us: what such a launch
     takes more, however long it is.
     """
@@ -55,6 +55,7 @@ class ArchCosts:
     merge_us: float
     turn_us: float
     row_crowding: float
+    lone_sm: float
     pair_weight: float
     pair_us: float
 
@@ -76,6 +77,7 @@ COSTS: dict[Arch, ArchCosts] = {
         merge_us=0.04,  # 1 x 8k, 1 x 32k: 16 parts a row
         turn_us=1.5,  # 1024 x 64: 64 rows a CTA take 98 us, of which the stream hides 61
         row_crowding=0.125,  # 4,096 x 64 with 8/1: two CTAs an SM take twice as long for a turn as one
+        lone_sm=2.75,  # 1 x 8k in whole rows: 8 CTAs take 46.6 us
         pair_weight=0.0,  # no candidate
         pair_us=0.0,
     ),
@@ -95,6 +97,7 @@ COSTS: dict[Arch, ArchCosts] = {
         merge_us=0.0,
         turn_us=0.0,
         row_crowding=0.0,
+        lone_sm=2.0,  # not measured
         pair_weight=0.0,
         pair_us=0.0,
     ),
@@ -116,6 +119,7 @@ COSTS_OF_8_BITS: dict[Arch, ArchCosts] = {  # measured with e4m3
         merge_us=0.0,
         turn_us=2.55,  # 256 x 200: 16 rows a CTA take 42 us, 8 on each of two 33
         row_crowding=0.0,  # 4,096 x 64 with 8/1: 1.6 times as long
+        lone_sm=1.8,  # 1 x 8k in whole rows: 36.1 us
         pair_weight=0.0,  # no candidate
         pair_us=0.0,
     ),
@@ -138,6 +142,7 @@ COSTS_OF_TOKEN_SCALES: dict[Arch, ArchCosts] = {  # of 8-bit caches; measured wi
         merge_us=0.0,
         turn_us=2.7,  # 256 x 200: 16 rows a CTA take 47 to 50 us, 8 on each of two 37
         row_crowding=0.0,
+        lone_sm=1.2,  # 1 x 8k in whole rows: 53.8 us
         pair_weight=0.018,  # 128 x 4k on page 64: two heads a CTA end 1.3% before T8
         pair_us=0.75,  # 64 x 1k: 0.7 us after one
     ),
@@ -254,7 +259,9 @@ def stream_us(nbytes: int, spec: KernelSpec, costs: ArchCosts, ctas_per_sm: int,
 
 def round_us(nbytes: int, ctas: int, spec: KernelSpec, costs: ArchCosts, ctas_per_sm: int, grid: int, sm_count: int) -> float:
     """`ctas` of the grid's CTAs read `nbytes` each, the others nothing: at the bandwidth of all SMs, or of those that work."""
-    alone = nbytes * -(-ctas // sm_count) * (1 + costs.tile_bytes / spec.tile_bytes) * sm_count / (costs.bandwidth * LONE_SM)
+    alone = (
+        nbytes * -(-ctas // sm_count) * (1 + costs.tile_bytes / spec.tile_bytes) * sm_count / (costs.bandwidth * costs.lone_sm)
+    )
     return max(stream_us(nbytes * ctas, spec, costs, ctas_per_sm, grid, sm_count), alone)
 
 

@@ -119,7 +119,7 @@ def unchanged(base: Revision, new: Revision, key: Key, floor: str) -> bool:
     sides = base.timed(key), new.timed(key)
     if not all(sides) or key.provider.startswith(OURS) or sides[1][0].case.floor != floor:
         return False
-    return key.provider == floor or len({record.version for side in sides for record in side}) == 1
+    return len({record.version for side in sides for record in side}) == 1
 
 
 def log_of(base: Revision, new: Revision, key: Key) -> float:

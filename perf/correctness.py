@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from perf.cases import Case
-from perf.inputs import Inputs
+from perf.inputs import Inputs, Reference
 
 LSE_TOLERANCE = 1e-5
 CHUNK = 2**25  # elements of K that are compared with at once: 256 MiB in f64, beside as much of V
@@ -40,22 +40,6 @@ OURS = Tolerance()
 EXACT = Tolerance(0, 0, 0, 0)  # of an append: every byte
 PEERS = Tolerance(4, 8, 4, 8)  # their own choices of precision: this catches wrong answers only
 FP8_QUERY = replace(PEERS, relative=0.1)  # peers that round q, or q and P, to e4m3: 0.02 to 0.035 was measured
-
-
-@dataclass(frozen=True)
-class Reference:
-    """What one input set has to give, and how far same-dtype PyTorch is from it, f64.
-
-    out: [batch, num_heads, head_dim]. The others are [batch, num_heads]: lse (natural log), norm and largest (2-norm and largest
-    magnitude of out), torch_norm and torch_largest (the same of PyTorch's error).
-    """
-
-    out: torch.Tensor
-    lse: torch.Tensor
-    norm: torch.Tensor
-    largest: torch.Tensor
-    torch_norm: torch.Tensor
-    torch_largest: torch.Tensor
 
 
 @dataclass(frozen=True)

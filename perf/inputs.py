@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import zlib
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -15,13 +14,26 @@ from cute_kernels import KVDtype
 from perf.cases import Case
 from perf.storage import fill, quantize_normal, raw, scale_of
 
-if TYPE_CHECKING:
-    from perf.correctness import Reference
-
 ROTATED_BYTES = 600 * 2**20  # of K and V over all sets: ten times the 60 MB L2 of an H200
 MIN_SETS = 2
 SPARE_PAGES = 1  # pages that no table names
 DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What one input set has to give, and how far same-dtype PyTorch is from it, f64.
+
+    out: [batch, num_heads, head_dim]. The others are [batch, num_heads]: lse (natural log), norm and largest (2-norm and largest
+    magnitude of out), torch_norm and torch_largest (the same of PyTorch's error).
+    """
+
+    out: torch.Tensor
+    lse: torch.Tensor
+    norm: torch.Tensor
+    largest: torch.Tensor
+    torch_norm: torch.Tensor
+    torch_largest: torch.Tensor
 
 
 @dataclass(frozen=True)

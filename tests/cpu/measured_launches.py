@@ -119,3 +119,10 @@ SHORT = {
         (4096, 64, 8, 1, 128): {T8: 93.08, TWO8: 67.61, W8_8: 82.39},
     },
 }
+
+# rows of 8k, 32/8/128, that stay whole for want of a workspace, by their number, with the choice's configuration
+WHOLE = {
+    "bf16": {1: 46.6, 8: 64.9, 16: 125.4, 64: 473.5},
+    "e4m3": {1: 36.1, 8: 37.7, 16: 62.6, 64: 240.7},
+    "int8 token": {1: 53.8, 8: 54.1, 16: 63.1, 64: 244.6},
+}

@@ -194,6 +194,13 @@ def test_a_peer_of_another_version_says_nothing() -> None:
     assert called(compare_revisions(sides[:1], sides[1], ["ours"])) == {"slower"}
 
 
+def test_a_floor_of_another_version_is_no_control() -> None:
+    base = flat("base", {READ: 90.0}, version="1") + flat("base", {"ours": 100.0})
+    new = flat("new", {READ: 87.0}, version="2") + flat("new", {"ours": 100.0})
+    found = control(revision("base", read_lines(base)), revision("new", read_lines(new)))
+    assert (found.cases, found.drift, found.trusted) == (0, 0.0, False)
+
+
 def test_where_no_peer_tells_a_kernel_may_follow_the_reads_drift_or_not() -> None:
     """The memory is 3% faster: a kernel that waits for something else keeps its time, and one that takes 3% longer is slower."""
     base, faster = {"ours": 100.0, READ: 90.0}, {READ: 90.0 * 0.97}
