@@ -259,9 +259,8 @@ def stream_us(nbytes: int, spec: KernelSpec, costs: ArchCosts, ctas_per_sm: int,
 
 def round_us(nbytes: int, ctas: int, spec: KernelSpec, costs: ArchCosts, ctas_per_sm: int, grid: int, sm_count: int) -> float:
     """`ctas` of the grid's CTAs read `nbytes` each, the others nothing: at the bandwidth of all SMs, or of those that work."""
-    alone = (
-        nbytes * -(-ctas // sm_count) * (1 + costs.tile_bytes / spec.tile_bytes) * sm_count / (costs.bandwidth * costs.lone_sm)
-    )
+    lone = costs.bandwidth * costs.lone_sm / sm_count
+    alone = nbytes * -(-ctas // sm_count) * (1 + costs.tile_bytes / spec.tile_bytes) / lone
     return max(stream_us(nbytes * ctas, spec, costs, ctas_per_sm, grid, sm_count), alone)
 
 

@@ -262,7 +262,7 @@ def test_whole_rows_are_not_cut(batch: int, config: tuple[int, ...], slices: int
 
 
 def test_a_whole_row_takes_as_long_as_its_sm_needs_for_it() -> None:
-    """8 of 132 SMs read a batch of one row, each faster than its share; eight such rows are as many as all SMs can read at a time."""
+    """8 of 132 SMs read a batch of one row, each faster than its share; eight such rows fill the bandwidth."""
     one, eight = (whole((batch, 128 * K, 32, 8, 128), W8) for batch in (1, 8))
     assert eight.stream_us == pytest.approx(cost((8, 128 * K, 32, 8, 128), W8).stream_us)
     row = 128 * K * 128 * 4  # bytes of K and V of a KV head
