@@ -10,12 +10,13 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .append import KVAppendPlan
-    from .append_descriptor import KVAppendDescriptor
-    from .attention import decode_attention
-    from .config import DecodeConfig, KernelSpec
-    from .descriptors import FlashDecodingDescriptor, KVDtype, KVLayout, PagedDecodeDescriptor
-    from .dispatch import DeviceFacts, Explanation, PlanPreference
+    from .api.attention import decode_attention
+    from .api.functional import append_kv, merge_states
+    from .append.descriptor import KVAppendDescriptor
+    from .append.plan import KVAppendPlan
+    from .attention.descriptors import FlashDecodingDescriptor, PagedDecodeDescriptor
+    from .attention.plan import FlashDecodingPlan, PagedDecodePlan, PrecisionGuarantee, Sku
+    from .config.decode import DecodeConfig, KernelSpec
     from .errors import (
         CompileFailed,
         CuteKernelsError,
@@ -28,15 +29,15 @@ if TYPE_CHECKING:
         Unsupported,
         WorkspaceTooSmall,
     )
-    from .faults import Fault
-    from .functional import append_kv, merge_states
-    from .kv_scale import KVScale
-    from .merge import MergeStatesDescriptor, MergeStatesPlan
-    from .page_table import PageTable
-    from .plan import FlashDecodingPlan, PagedDecodePlan, PrecisionGuarantee, Sku
-    from .quantize import quantize_kv
-    from .rotary import Rotary, apply_rotary
-    from .workspace import WorkspaceRegion
+    from .kv.faults import Fault
+    from .kv.page_table import PageTable
+    from .kv.quantize import quantize_kv
+    from .kv.rotary import Rotary, apply_rotary
+    from .kv.scale import KVScale
+    from .kv.types import KVDtype, KVLayout
+    from .merge.plan import MergeStatesDescriptor, MergeStatesPlan
+    from .planning.variants import DeviceFacts, Explanation, PlanPreference
+    from .planning.workspace import WorkspaceRegion
 
 __version__ = "0.1.0"
 __all__ = [
@@ -80,21 +81,23 @@ __all__ = [
 ]
 
 _HOMES = {
-    "append": ("KVAppendPlan",),
-    "append_descriptor": ("KVAppendDescriptor",),
-    "attention": ("decode_attention",),
-    "config": ("DecodeConfig", "KernelSpec"),
-    "descriptors": ("FlashDecodingDescriptor", "KVDtype", "KVLayout", "PagedDecodeDescriptor"),
-    "dispatch": ("DeviceFacts", "Explanation", "PlanPreference"),
-    "faults": ("Fault",),
-    "functional": ("append_kv", "merge_states"),
-    "kv_scale": ("KVScale",),
-    "merge": ("MergeStatesDescriptor", "MergeStatesPlan"),
-    "page_table": ("PageTable",),
-    "plan": ("FlashDecodingPlan", "PagedDecodePlan", "PrecisionGuarantee", "Sku"),
-    "quantize": ("quantize_kv",),
-    "rotary": ("Rotary", "apply_rotary"),
-    "workspace": ("WorkspaceRegion",),
+    "api.attention": ("decode_attention",),
+    "api.functional": ("append_kv", "merge_states"),
+    "append.descriptor": ("KVAppendDescriptor",),
+    "append.plan": ("KVAppendPlan",),
+    "attention.descriptors": ("FlashDecodingDescriptor", "PagedDecodeDescriptor"),
+    "attention.plan": ("FlashDecodingPlan", "PagedDecodePlan"),
+    "kv.faults": ("Fault",),
+    "kv.page_table": ("PageTable",),
+    "kv.quantize": ("quantize_kv",),
+    "kv.rotary": ("Rotary", "apply_rotary"),
+    "kv.scale": ("KVScale",),
+    "kv.types": ("KVDtype", "KVLayout"),
+    "merge.plan": ("MergeStatesDescriptor", "MergeStatesPlan"),
+    "planning.base": ("PrecisionGuarantee", "Sku"),
+    "planning.variants": ("DeviceFacts", "Explanation", "PlanPreference"),
+    "planning.workspace": ("WorkspaceRegion",),
+    "config.decode": ("DecodeConfig", "KernelSpec"),
 }
 _HOME = {name: module for module, names in _HOMES.items() for name in names}
 

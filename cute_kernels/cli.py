@@ -17,14 +17,16 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from . import __version__, tuned
-from .descriptors import DecodeProblem, FlashDecodingDescriptor, KVDtype, KVLayout, PagedDecodeDescriptor
-from .dispatch import PRETEND, DeviceFacts, Explanation, PlanPreference, VariantArch
-from .dispatch import explain as explain_problem
+from . import __version__
+from .attention.choice import tuned
+from .attention.descriptors import DecodeProblem, FlashDecodingDescriptor, PagedDecodeDescriptor
+from .attention.plan import sku_of
+from .attention.variants import explain as explain_problem
+from .attention.workspace import workspace_bytes, workspace_regions
 from .errors import CuteKernelsError, InvalidArgument, MissingDependency, Unsupported
-from .kv_scale import NAMED_SCALES
-from .plan import sku_of
-from .workspace import workspace_bytes, workspace_regions
+from .kv.scale import NAMED_SCALES
+from .kv.types import KVDtype, KVLayout
+from .planning.variants import PRETEND, DeviceFacts, Explanation, PlanPreference, VariantArch
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help="Decode attention on Hopper.")
 console = Console(highlight=False, soft_wrap=True)
@@ -147,7 +149,7 @@ def explain(request: Request) -> None:
 @_shape_command
 def compile(request: Request) -> None:
     """Compiles the kernel of a shape; needs no GPU."""
-    from .compile import compile_decode
+    from .compile.kernels import compile_decode
 
     chosen = request.explanation().chosen
     if chosen.spec is None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from packaging.requirements import Requirement
 
-from .dispatch import VARIANTS, DeviceFacts
+from .planning.variants import VARIANTS, DeviceFacts
 
 # pyproject.toml's dependencies; a checkout that is not installed has no other list of them
 REQUIREMENTS = (

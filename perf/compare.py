@@ -16,7 +16,7 @@ from typing import Literal
 import numpy as np
 from scipy import stats
 
-from cute_kernels.tuning import FLOOR, NOISE_FACTOR
+from cute_kernels.attention.choice.tuning import FLOOR, NOISE_FACTOR
 from perf.cases import FLOORS, READ
 from perf.history import Key, Revision
 from perf.measure import DEVICE, IN_STREAM

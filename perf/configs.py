@@ -12,12 +12,14 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from cute_kernels import Unsupported, heuristics
-from cute_kernels.compile import compile_ahead
-from cute_kernels.config import DecodeConfig
-from cute_kernels.dispatch import DeviceFacts, explain, misfits
-from cute_kernels.spec import kernel_spec
-from cute_kernels.tuned import KNOBS
+from cute_kernels import Unsupported
+from cute_kernels.attention.choice import heuristics
+from cute_kernels.attention.choice.tuned import KNOBS
+from cute_kernels.attention.kernel_spec import kernel_spec
+from cute_kernels.attention.variants import explain, misfits
+from cute_kernels.compile.kernels import compile_ahead
+from cute_kernels.config.decode import DecodeConfig
+from cute_kernels.planning.variants import DeviceFacts
 from perf.case_sets import select_cases
 from perf.cases import Case
 from perf.inputs import make_inputs

@@ -11,7 +11,7 @@ from pathlib import Path
 from textwrap import shorten
 from typing import Any, Literal, TypeVar
 
-from cute_kernels.dispatch import PRETEND, DeviceFacts
+from cute_kernels.planning.variants import PRETEND, DeviceFacts
 from perf.cases import FLOORS, Bar, Case, Rows, Spread, short
 from perf.correctness import GateResult, Tolerance
 from perf.measure import DEVICE, IN_STREAM

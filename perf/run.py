@@ -12,7 +12,7 @@ import torch
 import typer
 from rich.console import Console
 
-from cute_kernels.dispatch import DeviceFacts
+from cute_kernels.planning.variants import DeviceFacts
 from perf.case_sets import select_cases
 from perf.cases import OPERATIONS, Case
 from perf.measure import DeviceFailed, Limits, Outcome, measure

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from cute_kernels import KVScale
-from cute_kernels.descriptors import KVDtype
-from cute_kernels.kv_scale import NAMED_SCALES
-from cute_kernels.quantize import EIGHT_BIT, quantize_kv
+from cute_kernels.kv.quantize import EIGHT_BIT, quantize_kv
+from cute_kernels.kv.scale import NAMED_SCALES
+from cute_kernels.kv.types import KVDtype
 from perf.cases import Case
 
 INT8_RANGE = 4.0  # standard deviations that int8 holds where one scale serves many tokens

@@ -9,12 +9,14 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from cute_kernels import InvalidArgument, Unsupported, tuned
-from cute_kernels.compile import compile_ahead
-from cute_kernels.config import Arch, DecodeConfig, KernelSpec, Target
-from cute_kernels.descriptors import DecodeProblem
-from cute_kernels.dispatch import DeviceFacts, explain
-from cute_kernels.tuning import Cell, Finding, Group, cells, finalists, group_of, sweep, updated
+from cute_kernels import InvalidArgument, Unsupported
+from cute_kernels.attention.choice import tuned
+from cute_kernels.attention.choice.tuning import Cell, Finding, Group, cells, finalists, group_of, sweep, updated
+from cute_kernels.attention.descriptors import DecodeProblem
+from cute_kernels.attention.variants import explain
+from cute_kernels.compile.kernels import compile_ahead
+from cute_kernels.config.decode import Arch, DecodeConfig, KernelSpec, Target
+from cute_kernels.planning.variants import DeviceFacts
 from perf.case_sets import select_cases
 from perf.cases import Case, Rows
 from perf.inputs import Inputs, make_inputs

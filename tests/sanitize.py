@@ -21,8 +21,8 @@ from decode.merge_cases import assert_close as assert_merge_close
 from decode.metadata import equivalent
 
 import cute_kernels as ck
-from cute_kernels import tuned
-from cute_kernels.config import DecodeConfig
+from cute_kernels.attention.choice import tuned
+from cute_kernels.config.decode import DecodeConfig
 
 F16, BF16 = torch.float16, torch.bfloat16
 LENGTHS = (0, 1, 700, 17, 129, 300)  # the long rows are cut where a plan cuts rows

@@ -16,7 +16,7 @@ from rich.text import Text
 from torch import Tensor
 
 from ..errors import InvalidProblem
-from ..plan_base import ANY_VARIANT, resolved_device
+from ..planning.base import ANY_VARIANT, resolved_device
 from .model import VOCABULARY, ByteLM, load_model, whole_prefix_logits
 from .paged import PagedDecoder
 

@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 
 import cute_kernels as ck
-from cute_kernels.dispatch import VariantArch
+from cute_kernels.planning.variants import VariantArch
 from perf.append_inputs import AppendInputs, append, append_descriptor
 from perf.cases import COPY, Operation
 from perf.correctness import EXACT, Tolerance

@@ -9,11 +9,12 @@ from typing import Any, ClassVar
 import torch
 
 import cute_kernels as ck
-from cute_kernels import tuned
-from cute_kernels.compile import compile_ahead
-from cute_kernels.config import DecodeConfig, KernelSpec
-from cute_kernels.descriptors import DecodeProblem
-from cute_kernels.dispatch import DeviceFacts, VariantArch, explain
+from cute_kernels.attention.choice import tuned
+from cute_kernels.attention.descriptors import DecodeProblem
+from cute_kernels.attention.variants import explain
+from cute_kernels.compile.kernels import compile_ahead
+from cute_kernels.config.decode import DecodeConfig, KernelSpec
+from cute_kernels.planning.variants import DeviceFacts, VariantArch
 from perf.cases import Case, Operation
 from perf.correctness import OURS, Tolerance
 from perf.inputs import DTYPES, Inputs, InputSet, Pages

@@ -12,11 +12,10 @@ from compile.test_compile import disassembler
 from cutlass import BFloat16, Float16
 
 import cute_kernels as ck
-from cute_kernels import compile as compiler
-from cute_kernels.append import kernel_spec
-from cute_kernels.append_spec import AppendSpec, append_supports
-from cute_kernels.device.build_append import build_append
-from cute_kernels.device.kv_encode import (
+from cute_kernels.append.plan import kernel_spec
+from cute_kernels.compile import kernels as compiler
+from cute_kernels.config.append import AppendSpec, append_supports
+from cute_kernels.device.kv.encode import (
     BEYOND,
     HALF_UNIT,
     LARGEST,
@@ -26,7 +25,8 @@ from cute_kernels.device.kv_encode import (
     rounded_down,
     zeros_of_middles,
 )
-from cute_kernels.quantize import LEAST_AMAX, rounded_scale
+from cute_kernels.device.tracing.append import build_append
+from cute_kernels.kv.quantize import LEAST_AMAX, rounded_scale
 
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
 K, S, HND, NHD = ck.KVDtype, ck.KVScale, ck.KVLayout.HND, ck.KVLayout.NHD

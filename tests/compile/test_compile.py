@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from cute_kernels.config import Arch, ElementType, KernelSpec, Source, TableFormat, Target, supports
-from cute_kernels.descriptors import DecodeProblem, KVDtype
-from cute_kernels.device.build import build
-from cute_kernels.heuristics import choose
-from cute_kernels.spec import kernel_spec
+from cute_kernels.attention.choice.heuristics import choose
+from cute_kernels.attention.descriptors import DecodeProblem
+from cute_kernels.attention.kernel_spec import kernel_spec
+from cute_kernels.config.decode import Arch, ElementType, KernelSpec, Source, TableFormat, Target, supports
+from cute_kernels.device.tracing.decode import build
+from cute_kernels.kv.types import KVDtype
 
 DTYPES = {"f16": (torch.float16, KVDtype.F16), "bf16": (torch.bfloat16, KVDtype.BF16)}
 SOURCES: dict[str, tuple[Source, TableFormat, int]] = {

@@ -9,10 +9,10 @@ import torch
 from decode.harness import Shape, assert_close, make_inputs, run, select
 
 import cute_kernels as ck
-import cute_kernels.compile as compiler
-from cute_kernels.config import KernelSpec
-from cute_kernels.dispatch import PRETEND
-from cute_kernels.plan_base import forget_plans
+import cute_kernels.compile.kernels as compiler
+from cute_kernels.config.decode import KernelSpec
+from cute_kernels.planning.base import forget_plans
+from cute_kernels.planning.variants import PRETEND
 from perf.providers.ours import spec_of
 
 DESCRIBED = ck.PagedDecodeDescriptor(4, 8, 2, 128, 16, torch.bfloat16, max_seq_len=512)

@@ -9,8 +9,12 @@ import pytest
 import torch
 import tvm_ffi
 
-from cute_kernels import dispatch, plan, plan_base, plan_cache
-from cute_kernels.reference import cpu_variant
+from cute_kernels.api import plan_cache
+from cute_kernels.attention import plan
+from cute_kernels.attention.reference import cpu_variant
+from cute_kernels.attention.variants import explain as explain_problem
+from cute_kernels.planning import base as plan_base
+from cute_kernels.planning import variants as dispatch
 from tests.cpu.launches import refuse
 
 
@@ -20,7 +24,7 @@ def no_plans() -> Iterator[None]:
 
     def forget() -> None:
         plan_base.forget_plans()
-        plan_cache._plan.cache_clear()
+        plan_cache.plan_of.cache_clear()
 
     forget()
     yield
@@ -64,7 +68,7 @@ def launches_of(monkeypatch: pytest.MonkeyPatch, launch_of: Callable[..., Any]) 
     """Plans choose as on an H200, and launch_of(spec, descriptor) stands for what they compile."""
 
     def explain(problem: Any, facts: Any, preference: Any) -> dispatch.Explanation:
-        return dispatch.explain(problem, dispatch.PRETEND["h200"], preference)
+        return explain_problem(problem, dispatch.PRETEND["h200"], preference)
 
     monkeypatch.setattr(plan, "explain", explain)
     monkeypatch.setattr(plan, "_launch_of", launch_of)

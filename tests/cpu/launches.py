@@ -1,4 +1,4 @@
-"""What a compiled decode kernel refuses of its operands, by the signature in device/build.py: for pretended launches."""
+"""What a compiled decode kernel refuses of its operands, by the signature in device/tracing/decode.py: for pretended launches."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from cute_kernels.config import KernelSpec
+from cute_kernels.config.decode import KernelSpec
 
 TORCH_TYPES = {
     "f16": torch.float16,

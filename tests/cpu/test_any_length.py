@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 import cute_kernels as ck
-from cute_kernels import plan_cache
-from cute_kernels.checks import MAX_TOKENS, MIN_TILE_N
-from cute_kernels.descriptors import MAX_EXTENT
+from cute_kernels.api import plan_cache
+from cute_kernels.attention.checks import MAX_TOKENS, MIN_TILE_N
+from cute_kernels.checks.fields import MAX_EXTENT
 
 F16, INT8, TOKEN = torch.float16, ck.KVDtype.INT8, ck.KVScale.TOKEN
 ANY = ck.FlashDecodingDescriptor(2, 4, 2, None, 16, torch.float32, max_seq_len=64)
@@ -31,7 +31,7 @@ def test_a_thousand_lengths_make_a_dozen_plans_and_are_right(no_plans: None) -> 
         got = ck.decode_attention(q, k[:, :, :length], v[:, :, :length])
         for ours, right in zip(got, f64(q, k[:, :, :length], v[:, :, :length]), strict=True):
             torch.testing.assert_close(ours.double(), right, rtol=1e-5, atol=1e-6)
-    assert plan_cache._plan.cache_info().currsize <= 12
+    assert plan_cache.plan_of.cache_info().currsize <= 12
 
 
 def test_hints_are_a_dozen_up_to_128k_and_bound_the_length() -> None:

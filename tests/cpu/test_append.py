@@ -11,10 +11,11 @@ import pytest
 import torch
 
 import cute_kernels as ck
-from cute_kernels import InvalidArgument, InvalidProblem, MisalignedOperand, Unsupported, append
-from cute_kernels.append import explain, kernel_spec
-from cute_kernels.append_spec import AppendSpec, append_supports
-from cute_kernels.dispatch import PRETEND
+from cute_kernels import InvalidArgument, InvalidProblem, MisalignedOperand, Unsupported
+from cute_kernels.append import plan as append
+from cute_kernels.append.plan import explain, kernel_spec
+from cute_kernels.config.append import AppendSpec, append_supports
+from cute_kernels.planning.variants import PRETEND
 
 F16, BF16, F32, I64 = torch.float16, torch.bfloat16, torch.float32, torch.int64
 K, S = ck.KVDtype, ck.KVScale

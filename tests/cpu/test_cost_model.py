@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import cute_kernels as ck
-from cute_kernels.config import SHARE_BYTES, DecodeConfig, supports
-from cute_kernels.cost_model import (
+from cute_kernels.attention.choice.cost_model import (
     ASSUMED_SEQ_LEN,
     COSTS,
     COSTS_OF_8_BITS,
@@ -21,8 +20,9 @@ from cute_kernels.cost_model import (
     costs_of,
     predict_us,
 )
-from cute_kernels.heuristics import SHAPES, SHAPES_OF_8_BITS, candidates, choose, pairs_heads
-from cute_kernels.spec import kernel_spec
+from cute_kernels.attention.choice.heuristics import SHAPES, SHAPES_OF_8_BITS, candidates, choose, pairs_heads
+from cute_kernels.attention.kernel_spec import kernel_spec
+from cute_kernels.config.decode import SHARE_BYTES, DecodeConfig, supports
 from tests.cpu.measured_launches import (
     E4M3,
     E4M3_ELSEWHERE,

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import cute_kernels as ck
-from cute_kernels.descriptors import vector_bytes
+from cute_kernels.kv.types import vector_bytes
 
 
 def paged(**changes) -> ck.PagedDecodeDescriptor:

@@ -10,12 +10,13 @@ import pytest
 import torch
 
 import cute_kernels as ck
-from cute_kernels import heuristics
-from cute_kernels.config import DecodeConfig, supports
-from cute_kernels.cost_model import predict_us
-from cute_kernels.dispatch import PRETEND, VARIANTS, DeviceFacts, explain, misfits
-from cute_kernels.spec import kernel_spec
-from cute_kernels.workspace import workspace_bytes
+from cute_kernels.attention.choice import heuristics
+from cute_kernels.attention.choice.cost_model import predict_us
+from cute_kernels.attention.kernel_spec import kernel_spec
+from cute_kernels.attention.variants import explain, misfits
+from cute_kernels.attention.workspace import workspace_bytes
+from cute_kernels.config.decode import DecodeConfig, supports
+from cute_kernels.planning.variants import PRETEND, VARIANTS, DeviceFacts
 
 H200, A100, CPU = PRETEND["h200"], PRETEND["a100"], PRETEND["cpu"]
 E4M3, E5M2, INT8 = ck.KVDtype.E4M3, ck.KVDtype.E5M2, ck.KVDtype.INT8

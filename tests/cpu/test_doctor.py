@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from cute_kernels import cli, doctor
-from cute_kernels.dispatch import PRETEND
 from cute_kernels.doctor import COMPILERS, NO_DEVICE, Driver, Setup, variants_on
+from cute_kernels.planning.variants import PRETEND
 
 ROOT = Path(__file__).parents[2]
 VERSIONS = {

@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import cute_kernels as ck
-from cute_kernels import attention, torch_ops
+from cute_kernels.api import attention, torch_ops
 from tests.cases import Case, make_inputs
 
 CASE = Case("fake", (0, 5, 40))
@@ -101,6 +101,7 @@ def test_export(call: Callable[..., tuple[Tensor, Tensor]], strict: bool) -> Non
 
 
 @pytest.mark.parametrize("place", range(3))
+@pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
 def test_plans_refuse_fake_tensors(place: int) -> None:
     """Each operand by its name, though the others are real."""
     plan = ck.FlashDecodingPlan.select(ck.FlashDecodingDescriptor(2, 8, 2, 33, 64, torch.float16), "cpu")

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import cute_kernels as ck
-from cute_kernels.faults import Fault, first_fault
+from cute_kernels.kv.faults import Fault, first_fault
 from tests.cases import INT_MAX, INT_MIN, Case, make_inputs
 
 DENSE = Case("faults", (5, 40, 17, 0), num_heads=2, num_kv_heads=1, head_dim=8)

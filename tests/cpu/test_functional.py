@@ -8,14 +8,14 @@ import pytest
 import torch
 
 import cute_kernels as ck
-from cute_kernels import plan_cache, torch_ops
+from cute_kernels.api import plan_cache, torch_ops
 from tests.cases import CASES, Case, make_inputs
 
 CASE = Case("functional", (0, 5, 40))
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_equals_the_plan(case: Case) -> None:
+def test_equals_theplan_of(case: Case) -> None:
     inputs = make_inputs(case)
     expected = ck.PagedDecodePlan.select(case.descriptor, "cpu").run(*inputs)
     rules = {"softmax_scale": case.softmax_scale, "layout": case.layout, "lse_base": case.lse_base}
@@ -60,9 +60,9 @@ def test_given_outputs_and_a_unit_query_axis() -> None:
 def test_plans_are_kept() -> None:
     inputs = make_inputs(CASE)
     ck.decode_attention(*inputs[:3], page_table=inputs.page_table)
-    before = plan_cache._plan.cache_info()
+    before = plan_cache.plan_of.cache_info()
     ck.decode_attention(*inputs[:3], page_table=inputs.page_table)
-    after = plan_cache._plan.cache_info()
+    after = plan_cache.plan_of.cache_info()
     assert (after.misses, after.hits) == (before.misses, before.hits + 1)
 
 

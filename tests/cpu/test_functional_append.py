@@ -14,7 +14,7 @@ from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import cute_kernels as ck
-from cute_kernels import plan_cache, torch_ops
+from cute_kernels.api import plan_cache, torch_ops
 
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
 K, S, HND, NHD = ck.KVDtype, ck.KVScale, ck.KVLayout.HND, ck.KVLayout.NHD
@@ -195,13 +195,13 @@ def test_an_append_of_fake_tensors_writes_nothing(d: ck.KVAppendDescriptor) -> N
     memory.assert_equals(before)
 
 
-def test_another_number_of_tokens_seldom_asks_for_a_plan() -> None:
+def test_another_number_of_tokens_seldom_asks_for_aplan_of() -> None:
     args, _ = arguments(COPY)
     ck.append_kv(**args)
-    before = plan_cache._plan.cache_info()
+    before = plan_cache.plan_of.cache_info()
     for tokens in (17, 18, 23):
         ck.append_kv(**args | {name: args[name][:tokens] for name in ("k", "v", "slots")})
-    after = plan_cache._plan.cache_info()
+    after = plan_cache.plan_of.cache_info()
     assert (after.misses, after.hits) == (before.misses, before.hits + 3)
     ck.append_kv(**args | {name: args[name][:0] for name in ("k", "v", "slots")})
 
@@ -352,7 +352,7 @@ def test_bad_arguments_of_merge_states(changes: Args, error: type[Exception], fr
 
 def test_the_names_are_those_of_the_package() -> None:
     """Also after modules of similar names were imported."""
-    import cute_kernels.merge
+    import cute_kernels.merge.plan
 
-    assert callable(ck.merge_states) and callable(ck.append_kv) and cute_kernels.merge.MergeStatesPlan is ck.MergeStatesPlan
+    assert callable(ck.merge_states) and callable(ck.append_kv) and cute_kernels.merge.plan.MergeStatesPlan is ck.MergeStatesPlan
     assert {"append_kv", "merge_states"} <= set(ck.__all__)

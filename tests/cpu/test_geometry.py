@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import cute_kernels as ck
-from cute_kernels import geometry
-from cute_kernels.config import MAX_BLOCKS, KernelSpec, grid_ctas, padded_head_dim
-from cute_kernels.workspace import workspace_bytes, workspace_regions
+from cute_kernels.attention.workspace import workspace_bytes, workspace_regions
+from cute_kernels.config.decode import MAX_BLOCKS, KernelSpec, grid_ctas, padded_head_dim
+from cute_kernels.kv import geometry
 
 
 def test_block_and_page_bytes() -> None:
@@ -54,7 +54,7 @@ def test_group_size_and_threads() -> None:
     assert geometry.group_size(32, 8) == 4
     with pytest.raises(ck.InvalidProblem, match="num_heads = 30"):
         geometry.group_size(30, 8)
-    assert geometry.threads("sm90", 4) == 160  # four consumer warps and the producer
+    assert geometry.threads("sm90", 4) == 192  # four consumer warps and two producers
     assert geometry.threads("sm80", 4) == 128
 
 

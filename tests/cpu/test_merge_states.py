@@ -11,10 +11,11 @@ import pytest
 import torch
 
 import cute_kernels as ck
-from cute_kernels import InvalidArgument, InvalidProblem, MisalignedOperand, Unsupported, merge
-from cute_kernels.dispatch import PRETEND
-from cute_kernels.merge import explain, kernel_spec, reference_merge
-from cute_kernels.merge_spec import MergeSpec, merge_supports
+from cute_kernels import InvalidArgument, InvalidProblem, MisalignedOperand, Unsupported
+from cute_kernels.config.merge import MergeSpec, merge_supports
+from cute_kernels.merge import plan as merge
+from cute_kernels.merge.plan import explain, kernel_spec, reference_merge
+from cute_kernels.planning.variants import PRETEND
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 D = ck.MergeStatesDescriptor(3, 4, 5, 64, BF16)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import cute_kernels as ck
-from cute_kernels.overlap import disjoint
+from cute_kernels.checks.overlap import disjoint
 from tests.cases import Case, make_inputs
 
 PAGED = Case("overlap", (0, 5, 40))

@@ -12,8 +12,8 @@ from perf_fakes import FakeClock, Kernel
 from rich.console import Console
 from typer.testing import CliRunner
 
-from cute_kernels.config import DecodeConfig
-from cute_kernels.dispatch import PRETEND
+from cute_kernels.config.decode import DecodeConfig
+from cute_kernels.planning.variants import PRETEND
 from perf import configs
 from perf.case_sets import select_cases
 from perf.cases import Case, fixed

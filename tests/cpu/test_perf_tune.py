@@ -14,10 +14,12 @@ from perf_fakes import FakeClock, Kernel
 from rich.console import Console
 
 import cute_kernels as ck
-from cute_kernels import cli, heuristics, tuned
-from cute_kernels.config import DecodeConfig
-from cute_kernels.dispatch import PRETEND
-from cute_kernels.tuning import sweep
+from cute_kernels import cli
+from cute_kernels.attention.choice import heuristics, tuned
+from cute_kernels.attention.choice.tuning import sweep
+from cute_kernels.attention.variants import explain
+from cute_kernels.config.decode import DecodeConfig
+from cute_kernels.planning.variants import PRETEND
 from perf.cases import Case, Rows, append_case, fixed
 from perf.measure import Limits
 from perf.providers.ours import Configured, descriptor, paged_descriptor
@@ -124,7 +126,7 @@ def test_a_run_writes_a_table_that_plans_are_then_chosen_from(tmp_path: Path, mo
 
 def task_chosen(case: Case) -> tuple[DecodeConfig, str]:
     """What an H200 would take: the configuration, and who chose it."""
-    chosen = ck.dispatch.explain(descriptor(case).problem, H200).candidates[0]
+    chosen = explain(descriptor(case).problem, H200).candidates[0]
     return chosen.config, chosen.config_source
 
 

@@ -10,9 +10,10 @@ import pytest
 import torch
 
 import cute_kernels as ck
-from cute_kernels import compile as compiler
-from cute_kernels import plan as plan_module
-from cute_kernels.dispatch import PRETEND, explain
+from cute_kernels.attention import plan as plan_module
+from cute_kernels.attention.variants import explain
+from cute_kernels.compile import kernels as compiler
+from cute_kernels.planning.variants import PRETEND
 from tests.cases import CASES, Case, make_inputs
 
 CASE = Case("plan", (0, 5, 40, 17))
@@ -206,7 +207,7 @@ def test_batch_invariance_is_guaranteed_only_on_request(pretend_h200: list) -> N
 
 
 @pytest.mark.parametrize("seq_len", [0, 1, 33])
-def test_flash_decoding_equals_the_paged_plan(seq_len: int) -> None:
+def test_flash_decoding_equals_the_pagedplan_of(seq_len: int) -> None:
     """A contiguous cache is one page a row."""
     generator = torch.Generator().manual_seed(seq_len)
     q = torch.randn(3, 8, 64, generator=generator).half()

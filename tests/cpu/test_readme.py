@@ -12,11 +12,11 @@ import torch
 
 import cute_kernels as ck
 from cute_kernels import cli
-from cute_kernels import compile as compiler
-from cute_kernels.attention import UNSERVED
-from cute_kernels.checks import MAX_TOKENS
-from cute_kernels.dispatch import VARIANTS
-from cute_kernels.reference import decode_paged
+from cute_kernels.api.attention import UNSERVED
+from cute_kernels.attention.checks import MAX_TOKENS
+from cute_kernels.attention.reference import decode_paged
+from cute_kernels.compile import kernels as compiler
+from cute_kernels.planning.variants import VARIANTS
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -109,7 +109,9 @@ def test_setup_shows_its_progress_and_ends_clearly(tmp_path: Path) -> None:
     """A fresh clone: what would run, pip in sight, and a last line that says how to go on."""
     for name in ("Makefile", "pyproject.toml", "constraints.txt"):
         (tmp_path / name).write_text((ROOT / name).read_text())
-    done = subprocess.run(["make", "-n", "setup"], cwd=tmp_path, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        ["make", "-n", "--no-print-directory", "setup"], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
     lines = done.stdout.splitlines()
     (install,) = (line for line in lines if "pip install" in line)
     assert not {"-q", "--quiet"} & set(shlex.split(install)) and "--progress-bar on" in install

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import cute_kernels as ck
-from cute_kernels import reference
+from cute_kernels.attention import reference
 from tests.cases import CASES, INT_MAX, INT_MIN, Case, Inputs, make_inputs
 from tests.cpu.naive import naive_row
 

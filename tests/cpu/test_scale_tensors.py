@@ -12,7 +12,8 @@ import pytest
 import torch
 
 import cute_kernels as ck
-from cute_kernels import InvalidArgument, InvalidProblem, MisalignedOperand, checks
+from cute_kernels import InvalidArgument, InvalidProblem, MisalignedOperand
+from cute_kernels.attention import checks
 from tests.cases import Case, make_inputs
 
 E4M3, E5M2, INT8 = ck.KVDtype.E4M3, ck.KVDtype.E5M2, ck.KVDtype.INT8
@@ -240,7 +241,7 @@ def test_no_scale_is_kept_alive(settled: tuple[ck.PagedDecodePlan, Args, list[ob
 
 @pytest.mark.parametrize("kv_dtype", [None, E4M3, E5M2, INT8], ids=str)
 @pytest.mark.parametrize("scale", [NONE, TENSOR, HEAD, TOKEN, TOKEN_F16], ids=str)
-def test_decode_attention_equals_the_plan(kv_dtype: ck.KVDtype | None, scale: ck.KVScale) -> None:
+def test_decode_attention_equals_theplan_of(kv_dtype: ck.KVDtype | None, scale: ck.KVScale) -> None:
     """The kind of scale comes from the tensor; the encoding from the cache's dtype, or from kv_dtype for bytes."""
     good = arguments(kv_dtype, scale, scale)
     expected = plan_of(kv_dtype, scale, scale).run(**good)

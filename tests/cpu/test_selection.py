@@ -10,10 +10,12 @@ import pytest
 import torch
 
 import cute_kernels as ck
-from cute_kernels import compile as compiler
-from cute_kernels import faults, plan_base
-from cute_kernels import plan as plan_module
-from cute_kernels.dispatch import PRETEND, explain
+from cute_kernels.attention import plan as plan_module
+from cute_kernels.attention.variants import explain
+from cute_kernels.compile import kernels as compiler
+from cute_kernels.kv import faults
+from cute_kernels.planning import base as plan_base
+from cute_kernels.planning.variants import PRETEND
 from tests.cases import Case
 
 DESCRIPTOR = Case("selection", (5, 40)).descriptor
@@ -24,7 +26,7 @@ SLOW_MACHINE = 10  # a busy machine's factor on it
 pytestmark = pytest.mark.usefixtures("no_plans")
 
 
-def test_the_same_descriptor_device_and_preference_give_the_same_plan() -> None:
+def test_the_same_descriptor_device_and_preference_give_the_sameplan_of() -> None:
     plan = ck.PagedDecodePlan.select(DESCRIPTOR, "cpu")
     equal = [
         (replace(DESCRIPTOR), "cpu", None),
@@ -78,7 +80,7 @@ def test_errors_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ck.PagedDecodePlan.select(DESCRIPTOR, "cpu").sku.arch == "cpu"
 
 
-def test_32_threads_get_one_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_32_threads_get_oneplan_of(monkeypatch: pytest.MonkeyPatch) -> None:
     start, real = threading.Barrier(32), plan_module._launch_of
     monkeypatch.setattr(plan_module, "_launch_of", lambda *operands: (start.wait(), real(*operands))[1])
     plans: list[ck.PagedDecodePlan] = []

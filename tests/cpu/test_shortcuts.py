@@ -14,9 +14,9 @@ import torch
 import tvm_ffi
 
 import cute_kernels as ck
-from cute_kernels import checks
-from cute_kernels import plan as plan_module
-from cute_kernels.compile import as_operand
+from cute_kernels.attention import checks
+from cute_kernels.attention import plan as plan_module
+from cute_kernels.compile.kernels import as_operand
 from tests.cases import Case, make_inputs
 
 CASE = Case("shortcuts", (0, 5, 40, 17))

@@ -9,11 +9,13 @@ import pytest
 import torch
 
 import cute_kernels as ck
-from cute_kernels import dispatch, tuned
-from cute_kernels.config import DecodeConfig, supports
-from cute_kernels.descriptors import DecodeProblem
-from cute_kernels.spec import kernel_spec
-from cute_kernels.tuning import FLOOR
+from cute_kernels.attention.choice import tuned
+from cute_kernels.attention.choice.tuning import FLOOR
+from cute_kernels.attention.descriptors import DecodeProblem
+from cute_kernels.attention.kernel_spec import kernel_spec
+from cute_kernels.attention.variants import explain as explain_problem
+from cute_kernels.config.decode import DecodeConfig, supports
+from cute_kernels.planning import variants as dispatch
 
 ENTRY = {
     "arch": "sm90",
@@ -110,7 +112,7 @@ def test_forced_configurations_pass_the_tables_by(tmp_path: Path) -> None:
     config = DecodeConfig(tile_n=16, num_stages=8, num_warps=8, ctas_per_sm=1)
     with tuned.forced(config):
         assert tuned.lookup(problem(), "sm90", "h200", tmp_path) == config
-        assert dispatch.explain(problem(), dispatch.PRETEND["h200"]).chosen.config == config
+        assert explain_problem(problem(), dispatch.PRETEND["h200"]).chosen.config == config
         with tuned.forced(None):
             assert tuned.lookup(problem(), "sm90", "h200", tmp_path) is None
         assert tuned.lookup(problem(page_size=64), "sm80", "h200", tmp_path) == config
@@ -144,7 +146,7 @@ def test_knobs_with_a_default_may_be_left_out(tmp_path: Path) -> None:
 def test_dispatch_prefers_a_tuned_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path, ENTRY)
     monkeypatch.setattr(tuned, "plans_folder", lambda: tmp_path)
-    chosen = dispatch.explain(problem(), dispatch.PRETEND["h200"]).chosen
+    chosen = explain_problem(problem(), dispatch.PRETEND["h200"]).chosen
     assert chosen.config == DecodeConfig(**ENTRY["config"])
     assert chosen.config_source == "plans/h200.json"
 
@@ -152,7 +154,7 @@ def test_dispatch_prefers_a_tuned_config(tmp_path: Path, monkeypatch: pytest.Mon
 def test_a_tuned_config_that_does_not_fit_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path, {**ENTRY, "config": {**ENTRY["config"], "num_stages": 512}})
     monkeypatch.setattr(tuned, "plans_folder", lambda: tmp_path)
-    chosen = dispatch.explain(problem(), dispatch.PRETEND["h200"]).chosen
+    chosen = explain_problem(problem(), dispatch.PRETEND["h200"]).chosen
     assert (chosen.variant, chosen.config_source) == ("sm90_tma", "heuristics")
 
 

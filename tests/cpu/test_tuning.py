@@ -12,12 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import cute_kernels as ck
-from cute_kernels import heuristics, tuned
-from cute_kernels.config import SMEM_BYTES, DecodeConfig, supports
-from cute_kernels.cost_model import predict_us
-from cute_kernels.spec import kernel_spec
-from cute_kernels.tuned import Bucket
-from cute_kernels.tuning import Cell, Finding, Group, around, cells, finalists, sweep, updated
+from cute_kernels.attention.choice import heuristics, tuned
+from cute_kernels.attention.choice.cost_model import predict_us
+from cute_kernels.attention.choice.tuned import Bucket
+from cute_kernels.attention.choice.tuning import Cell, Finding, Group, around, cells, finalists, sweep, updated
+from cute_kernels.attention.kernel_spec import kernel_spec
+from cute_kernels.config.decode import SMEM_BYTES, DecodeConfig, supports
 
 A, B, C = (DecodeConfig(32, stages, 4, 1) for stages in (4, 8, 12))
 

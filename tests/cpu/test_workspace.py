@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import cute_kernels as ck
-from cute_kernels import workspace_cache
-from cute_kernels.workspace_cache import MAX_STREAMS, stream_workspace
+from cute_kernels.api import workspace_cache
+from cute_kernels.api.workspace_cache import MAX_STREAMS, stream_workspace
 from tests.cases import Case, make_inputs
 
 CASE = Case("workspace", (2000, 64), head_dim=128)

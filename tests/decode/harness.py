@@ -14,8 +14,8 @@ from decode.tolerance import check_states
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import cute_kernels as ck
-from cute_kernels import tuned
-from cute_kernels.config import DecodeConfig
+from cute_kernels.attention.choice import tuned
+from cute_kernels.config.decode import DecodeConfig
 
 BACKENDS = [
     pytest.param("cpu", id="cpu"),
@@ -202,8 +202,8 @@ def select_patched(
 ):
     """A plan whose kernel is compiled anew with another `owner.name`."""
     with monkeypatch.context() as patch:
-        patch.setattr("cute_kernels.compile._kernels", {})
-        patch.setattr("cute_kernels.plan_base._plans", OrderedDict())
+        patch.setattr("cute_kernels.compile.kernels._kernels", {})
+        patch.setattr("cute_kernels.planning.base._plans", OrderedDict())
         patch.setattr(owner, name, value)
         return select(shape, backend, **preference)
 

@@ -8,7 +8,7 @@ import torch
 from cutlass import Int32, Int64
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
-from cute_kernels.device.tracing import compile_kernel
+from cute_kernels.device.tracing.fakes import compile_kernel
 
 CTAS, THREADS = 8, 1024  # few SMs, so that the next kernel's CTAs start beside them
 VECTOR = 16  # bytes

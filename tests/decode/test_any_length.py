@@ -8,8 +8,8 @@ from decode.harness import BACKENDS
 from torch import Tensor
 
 import cute_kernels as ck
-from cute_kernels import plan_cache
-from cute_kernels.compile import compiled_specs
+from cute_kernels.api import plan_cache
+from cute_kernels.compile.kernels import compiled_specs
 
 HEADS, KV_HEADS, DIM = 8, 2, 128
 LENGTHS = (1, 17, 64, 65, 700, 4097, 20_000)
@@ -63,8 +63,8 @@ def test_many_lengths_in_one_call_make_few_plans_and_kernels() -> None:
     torch.manual_seed(1)
     q = torch.randn(2, HEADS, DIM, device="cuda").bfloat16()
     k, v = torch.randn(2, 2, KV_HEADS, 4096, DIM, device="cuda").bfloat16()
-    before, plans = len(compiled_specs()), plan_cache._plan.cache_info().misses
+    before, plans = len(compiled_specs()), plan_cache.plan_of.cache_info().misses
     for length in range(1, 4097, 4):
         assert_right(ck.decode_attention(q, k[:, :, :length], v[:, :, :length]), q, k[:, :, :length], v[:, :, :length])
-    assert plan_cache._plan.cache_info().misses - plans <= 7
+    assert plan_cache.plan_of.cache_info().misses - plans <= 7
     assert len(compiled_specs()) - before <= 4

@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import cute_kernels as ck
-from cute_kernels.append_reference import last_slots
-from cute_kernels.faults import first_fault
+from cute_kernels.append.reference import last_slots
+from cute_kernels.kv.faults import first_fault
 
 BF16, I32 = torch.bfloat16, torch.int32
 K, S = ck.KVDtype, ck.KVScale

@@ -1,4 +1,4 @@
-"""The combine of a row divided between its CTAs (device/crew.py): who takes its columns changes no bit."""
+"""The combine of a row divided between its CTAs (device/schedule/crew.py): who takes its columns changes no bit."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -10,8 +10,8 @@ from cutlass import Boolean
 from decode.harness import Inputs, Shape, assert_bitwise, assert_close, make_inputs, run, select, select_forced, select_patched
 from decode.storage import STORAGES
 
-from cute_kernels.config import DecodeConfig
-from cute_kernels.device import crew
+from cute_kernels.config.decode import DecodeConfig
+from cute_kernels.device.schedule import crew
 
 pytestmark = pytest.mark.gpu
 ARCHES = pytest.mark.parametrize("arch", ["sm90", "sm80"])

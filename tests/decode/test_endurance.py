@@ -15,7 +15,7 @@ from decode.harness import NAN, Inputs, Shape, assert_bitwise, assert_close, mak
 from decode.storage import STORAGES
 
 import cute_kernels as ck
-from cute_kernels.compile import compiled_specs
+from cute_kernels.compile.kernels import compiled_specs
 
 pytestmark = pytest.mark.gpu
 ARCHES = pytest.mark.parametrize("arch", ["sm90", "sm80"])

@@ -13,7 +13,7 @@ from decode.merge_cases import Pair, assert_close, make_states
 from decode.tolerance import check_states, ulp
 
 import cute_kernels as ck
-from cute_kernels.reference import decode_contiguous
+from cute_kernels.attention.reference import decode_contiguous
 
 NAN, INF = math.nan, math.inf
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16

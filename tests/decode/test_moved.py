@@ -1,4 +1,4 @@
-"""Operands that are changed in place between two runs: the shortcut (seen.py) launches what they are now, or an error says so."""
+"""Operands that are changed in place between two runs: the shortcut launches what they are now, or an error says so."""
 
 from __future__ import annotations
 

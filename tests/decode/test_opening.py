@@ -1,11 +1,12 @@
-"""A share found from lengths as they were before the wait (device/opening.py): what it foresees changes no bit."""
+"""A share found from lengths as they were before the wait (device/schedule/opening.py): what it foresees changes no bit."""
 
 import pytest
 from cutlass import Boolean
 from decode.harness import Shape, assert_bitwise, assert_close, make_inputs, run, select, select_patched
 from decode.storage import STORAGES
 
-from cute_kernels.device import kv_source, opening
+from cute_kernels.device.kv import source as kv_source
+from cute_kernels.device.schedule import opening
 
 pytestmark = pytest.mark.gpu
 MIXED = (700, 0, 33, 4100, 1, 2048) * 16  # 96 rows: three a lane, and a fourth that it lacks

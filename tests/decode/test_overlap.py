@@ -19,7 +19,8 @@ from decode.late_writer import LateWriter
 from decode.storage import STORAGES
 
 import cute_kernels as ck
-from cute_kernels.device import kv_source, opening
+from cute_kernels.device.kv import source as kv_source
+from cute_kernels.device.schedule import opening
 
 pytestmark = pytest.mark.gpu
 TRIALS = 100

@@ -10,7 +10,7 @@ import torch
 from decode.harness import Inputs, Shape, assert_bitwise, assert_close, make_inputs, run, select_forced
 
 import cute_kernels as ck
-from cute_kernels.config import DecodeConfig
+from cute_kernels.config.decode import DecodeConfig
 
 pytestmark = pytest.mark.gpu
 E4M3, INT8 = ck.KVDtype.E4M3, ck.KVDtype.INT8

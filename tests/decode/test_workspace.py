@@ -13,8 +13,8 @@ from decode.harness import NAN, Inputs, Shape, make_inputs, run, select, select_
 from decode.storage import STORAGES
 
 import cute_kernels as ck
-from cute_kernels import workspace_cache
-from cute_kernels.device import combine
+from cute_kernels.api import workspace_cache
+from cute_kernels.device.combine import combine
 
 pytestmark = pytest.mark.gpu
 LAUNCHES = 10_000

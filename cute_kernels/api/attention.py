@@ -1,0 +1,147 @@
+"""decode_attention(): describe, select and run in one call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from ..config.decode import LseBase
+from ..errors import InvalidArgument, InvalidProblem, Unsupported
+from ..kv.page_table import PageTable
+from ..kv.types import KVDtype
+from . import plan_cache, torch_ops
+
+ONE_ROW = "the one query row stands at its row's last token"
+# what attention over several query rows or with a mask is asked for, and what of it changes nothing for one query row
+UNSERVED = {
+    "causal": f'None, False and "bottom_right" are served: {ONE_ROW}',
+    "window": "None is served",
+    "window_left": "None (no bound) is served",
+    "window_right": f"None and any int from 0 are served: {ONE_ROW}",
+    "softcap": "None (no cap) is served",
+    "sinks": "None is served",
+    "alibi": "None and False are served",
+    "tree_mask": "None and False are served",
+    "qo_indptr": "None is served: one query row a request",
+}
+
+
+def decode_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    *,
+    page_table: PageTable | Tensor | None = None,
+    seq_lens: Tensor | int | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    kv_dtype: KVDtype | None = None,
+    softmax_scale: float | None = None,
+    layout: Literal["HND", "NHD"] = "HND",
+    lse_base: LseBase = "e",
+    max_seq_len: int | None = None,
+    out: Tensor | None = None,
+    lse: Tensor | None = None,
+    **masks: object,
+) -> tuple[Tensor, Tensor]:
+    """Decode attention of one query row a request; selects and keeps the plan and its workspace. Returns (out, lse).
+
+    q, out: [batch, num_heads, head_dim], also with one unit query axis. page_table: a PageTable, or an int32 table [batch,
+    max_pages] with `seq_lens` (int32 [batch] or an int); then the caches are pages in `layout`. Without a page_table
+    they are contiguous, [batch, num_kv_heads, seq_len, head_dim] ("NHD": the middle axes swapped). lse: f32 [batch,
+    num_heads] in `lse_base`. k_scale, v_scale: [] or [1], [num_kv_heads], or one for each token and KV head, [num_pages,
+    page_size, num_kv_heads] (contiguous: the cache's axes but head_dim). kv_dtype: what the caches are stored as, where their
+    dtype does not say it (uint8). softmax_scale: head_dim ** -0.5 by default. max_seq_len: a hint for the choice of a
+    configuration over a paged cache. A contiguous cache may have another seq_len in each call, with the same plan for all
+    up to a power of two.
+
+    masks: the names of UNSERVED, in the meanings of flash-attention. A value that cannot change the result of one query row is
+    taken, as causal="bottom_right"; any other raises Unsupported.
+
+    Where tensors are traced (torch.compile, torch.export, FakeTensorMode), this is a torch op: nothing is launched, and
+    fake tensors give fake ones.
+
+    Raises what the descriptors, `select` and `run` raise, and Unsupported for several query rows a request.
+    """
+    if masks:
+        _refuse_masks(masks)
+    for name, tensor in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
+        if not isinstance(tensor, Tensor):
+            raise InvalidArgument(name, f"got {type(tensor).__name__}, must be a tensor")
+    if layout not in ("HND", "NHD"):
+        raise InvalidProblem("layout", layout, 'must be "HND" or "NHD"')
+    if kv_dtype is not None and not isinstance(kv_dtype, KVDtype):
+        raise InvalidProblem("kv_dtype", kv_dtype, "must be a KVDtype or None")
+    encoding = None if kv_dtype is None else kv_dtype.value
+    if lse is None:
+        lse = q.new_empty(plan_cache.query_extents(q)[:2], dtype=torch.float32)
+    if out is None:
+        out = q.new_empty(q.shape)
+    if page_table is None:
+        if seq_lens is not None:
+            raise InvalidArgument("seq_lens", "given without a page_table, must be None: a contiguous cache has one length")
+        if layout == "NHD":
+            k_cache, v_cache = k_cache.transpose(1, 2), v_cache.transpose(1, 2)
+            k_scale, v_scale = _head_major(k_scale), _head_major(v_scale)
+        operands: tuple[Tensor | None, ...] = (q, k_cache, v_cache, k_scale, v_scale, out, lse)
+        contiguous = _route(operands, torch_ops.flash_decoding, plan_cache.run_contiguous)
+        contiguous(*operands, softmax_scale, lse_base, encoding)
+        return out, lse
+    table = _table(page_table, seq_lens)
+    operands = (q, k_cache, v_cache, *table.operands, k_scale, v_scale, out, lse)
+    paged = _route(operands, torch_ops.paged_decode, plan_cache.run_paged)
+    paged(*operands, softmax_scale, layout, lse_base, max_seq_len, encoding)
+    return out, lse
+
+
+def _refuse_masks(masks: dict[str, object]) -> None:
+    """Raises TypeError for a name that is not in UNSERVED, Unsupported for values that may change a result."""
+    unknown = [name for name in masks if name not in UNSERVED]
+    if unknown:
+        raise TypeError(f"decode_attention() got an unexpected keyword argument {unknown[0]!r}")
+    reasons = [
+        f"{name} = {_shown(value)}: {UNSERVED[name]}" for name, value in masks.items() if not _changes_nothing(name, value)
+    ]
+    if reasons:
+        raise Unsupported(reasons)
+
+
+def _changes_nothing(name: str, value: object) -> bool:
+    """Whether a mask hides no key from one query row at its row's last token, and leaves its scores as they are."""
+    if value is None or (value is False and name in ("causal", "alibi", "tree_mask")):
+        return True
+    if name == "window_right":
+        return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    return name == "causal" and isinstance(value, str) and value == "bottom_right"
+
+
+def _shown(value: object) -> str:
+    return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+
+
+def _route(operands: tuple[Any, ...], op: Callable[..., None], run: Callable[..., None]) -> Callable[..., None]:
+    """The torch op where the call is traced, else what it runs, which checks q itself."""
+    if not torch_ops.traced(*operands):
+        return run
+    plan_cache.query_extents(operands[0])
+    return op
+
+
+def _head_major(scale: Tensor | None) -> Tensor | None:
+    """Scales per token of a contiguous NHD cache as [batch, num_kv_heads, seq_len]."""
+    return scale.transpose(1, 2) if isinstance(scale, Tensor) and scale.dim() == 3 else scale
+
+
+def _table(page_table: PageTable | Tensor, seq_lens: Tensor | int | None) -> PageTable:
+    if isinstance(page_table, PageTable):
+        if seq_lens is not None:
+            raise InvalidArgument("seq_lens", "given beside a PageTable, must be None: the PageTable holds the lengths")
+        return page_table
+    if not isinstance(page_table, Tensor):
+        raise InvalidArgument("page_table", f"got {type(page_table).__name__}, must be a PageTable, a tensor or None")
+    if seq_lens is None:
+        raise InvalidArgument("seq_lens", "is None, must be given with a table tensor")
+    return PageTable.dense(page_table, seq_lens)

@@ -1,0 +1,126 @@
+"""The plans behind append_kv and merge_states: derived from the tensors, selected once, kept."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..append.descriptor import MAX_ROWS, KVAppendDescriptor
+from ..append.plan import KVAppendPlan
+from ..config.decode import LseBase
+from ..errors import InvalidArgument, InvalidProblem
+from ..kv.page_table import PageTable
+from ..kv.rotary import Pairing, Rotary
+from ..kv.scale import KVScale
+from ..kv.types import KVDtype, KVLayout
+from ..merge.plan import AXES as STATE_AXES
+from ..merge.plan import MergeStatesDescriptor, MergeStatesPlan
+from .plan_cache import KV_DTYPES, alignment, plan_of, scale_kind_of
+
+CACHE_AXES = {"HND": (2, 1), "NHD": (1, 2)}  # of page_size and num_kv_heads, by layout
+ANGLE_SHARE = 2  # bytes of a cosine, f32, to those of the 16-bit value beside it
+
+_layout = functools.cache(KVLayout)
+
+
+def run_append(
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    table0: Tensor,
+    table1: Tensor | None,
+    table2: Tensor | None,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+    k_scale_out: Tensor | None,
+    v_scale_out: Tensor | None,
+    q: Tensor | None,
+    q_out: Tensor | None,
+    cos_sin_cache: Tensor | None,
+    positions: Tensor | None,
+    layout: str,
+    pairing: Pairing,
+) -> None:
+    """Runs the plan of these tensors' problem, writing the caches, k_scale_out and v_scale_out (scales a token), and q_out.
+
+    table0..2: the slots alone, or a PageTable's operands.
+    """
+    _check_axes("k", k, ("tokens", "num_kv_heads", "head_dim"))
+    _check_axes("k_cache", k_cache, ("num_pages", "num_kv_heads", "page_size", "head_dim"))
+    _check_axes("v_cache", v_cache, ("num_pages", "num_kv_heads", "page_size", "head_dim"))
+    tokens, heads, dim = k.shape
+    rotary = _rotary(q, cos_sin_cache, positions, pairing)
+    shape = (_rounded_up(tokens, heads + (rotary.num_heads if rotary else 0)), heads, dim, k_cache.shape[CACHE_AXES[layout][0]])
+    scales = [given if out is None else out for given, out in ((k_scale, k_scale_out), (v_scale, v_scale_out))]
+    k_kind, v_kind = (scale_kind(*one, layout) for one in zip(("k_scale", "v_scale"), scales, (k_cache, v_cache), strict=True))
+    slots, table_format, slot_dtype = _slots(table0, table1, table2)
+    kept = (_layout(layout, alignment(k_cache, v_cache)), table_format, None, _stored("v_cache", v_cache), k_kind, v_kind)
+    aligned = _alignment(cos_sin_cache, *(t for t in (k, v, q, q_out) if t is not None))
+    fields = (*shape, k.dtype, _stored("k_cache", k_cache), *kept, slot_dtype, aligned, rotary)
+    plan = plan_of(KVAppendPlan, KVAppendDescriptor, fields, k.device)
+    given = {"q": q, "q_out": q_out, "cos_sin_cache": cos_sin_cache, "positions": positions}
+    plan.run(k, v, k_cache, v_cache, slots, k_scale=scales[0], v_scale=scales[1], **given)
+
+
+def run_merge(outs: Tensor, lses: Tensor, out: Tensor, lse: Tensor, lse_base: LseBase) -> None:
+    """Runs the plan of these tensors' problem, writing out and lse."""
+    _check_axes("outs", outs, STATE_AXES)
+    _check_axes("out", out, STATE_AXES[1:])
+    fields = (*outs.shape, outs.dtype, lse_base, alignment(outs, out))
+    plan_of(MergeStatesPlan, MergeStatesDescriptor, fields, outs.device).run(outs, lses, out=out, lse=lse)
+
+
+def scale_kind(name: str, scale: Any, cache: Tensor, layout: str) -> KVScale:
+    """The KVScale that a tensor beside a cache stands for; NONE without one. Raises InvalidArgument, InvalidProblem."""
+    return scale_kind_of(name, scale, cache.shape[CACHE_AXES[layout][1]], math.prod(cache.shape[:-1]))
+
+
+def _check_axes(name: str, tensor: Tensor, axes: tuple[str, ...]) -> None:
+    if tensor.dim() != len(axes):
+        raise InvalidProblem(f"{name}.shape", tuple(tensor.shape), f"must have the axes of [{', '.join(axes)}]")
+
+
+def _stored(name: str, cache: Tensor) -> KVDtype:
+    stored = KV_DTYPES.get(cache.dtype)
+    if stored is None:
+        raise InvalidArgument(name, f"has dtype {cache.dtype}, must be one of {', '.join(map(str, KV_DTYPES))} (a view of bytes)")
+    return stored
+
+
+def _slots(table0: Tensor, table1: Tensor | None, table2: Tensor | None) -> tuple[Tensor | PageTable, str, torch.dtype]:
+    """(what a plan is given as slots, its table_format and slot_dtype)."""
+    if table1 is None:
+        return table0, "none", table0.dtype
+    table = PageTable("dense" if table2 is None else "csr", (table0, table1, table2))
+    return table, table.format, torch.int64
+
+
+def _rotary(q: Tensor | None, cos_sin_cache: Tensor | None, positions: Tensor | None, pairing: Pairing) -> Rotary | None:
+    """The rotary embedding that the tensors say, None without a cos_sin_cache."""
+    if cos_sin_cache is None:
+        return None
+    if positions is None:
+        raise InvalidArgument("positions", "is None, must be a tensor beside a cos_sin_cache")
+    _check_axes("cos_sin_cache", cos_sin_cache, ("max_position", "rotary_dim"))
+    if q is not None:
+        _check_axes("q", q, ("tokens", "num_heads", "head_dim"))
+    return Rotary(pairing, cos_sin_cache.shape[1], 0 if q is None else q.shape[1], positions.dtype)
+
+
+def _rounded_up(tokens: int, heads: int) -> int:
+    """num_tokens of a plan for `tokens`: a power of two, so that another number of tokens seldom asks for another plan."""
+    return max(tokens, min(1 << max(0, tokens - 1).bit_length(), MAX_ROWS // max(1, heads)))
+
+
+def _alignment(cos_sin_cache: Tensor | None, *incoming: Tensor) -> int:
+    """alignment_bytes of the incoming K, V and q, no more than the angles of as many columns have."""
+    aligned = alignment(*incoming)
+    if cos_sin_cache is None:
+        return aligned
+    angles = alignment(cos_sin_cache)
+    return aligned if angles == 16 else min(aligned, max(2, angles // ANGLE_SHARE))

@@ -1,0 +1,108 @@
+"""append_kv() and merge_states(): describe, select and run in one call."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from ..config.decode import LseBase
+from ..errors import InvalidArgument, InvalidProblem
+from ..kv.page_table import PageTable
+from ..kv.rotary import PAIRINGS, Pairing
+from . import derived_plans, torch_ops
+
+
+def append_kv(
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slots: Tensor | PageTable,
+    *,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    layout: Literal["HND", "NHD"] = "HND",
+    q: Tensor | None = None,
+    cos_sin_cache: Tensor | None = None,
+    positions: Tensor | None = None,
+    pairing: Pairing = "half",
+) -> Tensor | None:
+    """Appends K and V of new tokens to a paged cache; selects and keeps the plan. Returns q rotated, None without q.
+
+    k, v: [tokens, num_kv_heads, head_dim], f16 or bf16. k_cache, v_cache: [num_pages, num_kv_heads, page_size, head_dim] ("NHD":
+    the middle axes swapped), of k's dtype, torch.float8_e4m3fn, torch.float8_e5m2 or torch.int8; view bytes as one of them.
+    slots: int32 or int64 [tokens], page * page_size + slot, negative for a token that is skipped; or a PageTable, whose lengths
+    count the new token, which is appended at its row's end. k_scale, v_scale: [] or [1], or [num_kv_heads], f32, which are
+    read; or one for each token and KV head, f32 or f16 [num_pages, page_size, num_kv_heads], which are computed and written.
+
+    cos_sin_cache f32 [max_position, rotary_dim], the cosines first, and positions [tokens]: K is rotated on its way, and so is q
+    [tokens, num_heads, head_dim], into a new tensor. pairing: as in Rotary.
+
+    What is stored and what is skipped is as KVAppendPlan.run says. Raises what KVAppendDescriptor, `select` and `run` raise.
+    Where tensors are traced (torch.compile, torch.export, FakeTensorMode), this is a torch op that declares what it writes.
+    """
+    _check_tensors(k=k, v=v, k_cache=k_cache, v_cache=v_cache)
+    _check_tensors_or_none(q=q, cos_sin_cache=cos_sin_cache, positions=positions)
+    _check_choice("layout", layout, ("HND", "NHD"))
+    _check_choice("pairing", pairing, PAIRINGS)
+    if not isinstance(slots, (Tensor, PageTable)):
+        raise InvalidArgument("slots", f"got {type(slots).__name__}, must be a tensor or a PageTable")
+    table = (slots, None, None) if isinstance(slots, Tensor) else slots.operands
+    k_given, k_written = _read_or_written("k_scale", k_scale, k_cache, layout)
+    v_given, v_written = _read_or_written("v_scale", v_scale, v_cache, layout)
+    q_out = None if q is None else q.new_empty(q.shape)
+    scales = (k_given, v_given, k_written, v_written)
+    operands = (k, v, k_cache, v_cache, *table, *scales, q, q_out, cos_sin_cache, positions)
+    run: Any = torch_ops.append_kv if torch_ops.traced(*operands) else derived_plans.run_append
+    run(*operands, layout, pairing)
+    return q_out
+
+
+def merge_states(
+    outs: Tensor, lses: Tensor, *, lse_base: LseBase = "e", out: Tensor | None = None, lse: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Merges states of attention over disjoint parts of the KV; selects and keeps the plan. Returns (out, lse).
+
+    outs: [num_states, batch, num_heads, head_dim], f32, f16 or bf16; lses: f32 [num_states, batch, num_heads] in `lse_base`. out:
+    [batch, num_heads, head_dim] of outs' dtype; lse: f32 [batch, num_heads]; both are made where they are not given.
+
+    As MergeStatesPlan.run. Raises what MergeStatesDescriptor, `select` and `run` raise. Where tensors are traced (torch.compile,
+    torch.export, FakeTensorMode), this is a torch op that declares what it writes.
+    """
+    _check_tensors(outs=outs, lses=lses)
+    _check_tensors_or_none(out=out, lse=lse)
+    _check_choice("lse_base", lse_base, ("e", "2"))
+    if out is None:
+        out = outs.new_empty(outs.shape[1:])
+    if lse is None:
+        lse = outs.new_empty(outs.shape[1:3], dtype=torch.float32)
+    run: Any = torch_ops.merge_states if torch_ops.traced(outs, lses, out, lse) else derived_plans.run_merge
+    run(outs, lses, out, lse, lse_base)
+    return out, lse
+
+
+def _read_or_written(name: str, scale: Tensor | None, cache: Tensor, layout: str) -> tuple[Tensor | None, Tensor | None]:
+    """(scale, None) where an append reads it, (None, scale) where it is written, one a token."""
+    if scale is None or cache.dim() != 4:
+        return scale, None
+    written = derived_plans.scale_kind(name, scale, cache, layout).granularity == "token"
+    return (None, scale) if written else (scale, None)
+
+
+def _check_tensors(**tensors: object) -> None:
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, Tensor):
+            raise InvalidArgument(name, f"got {type(tensor).__name__}, must be a tensor")
+
+
+def _check_tensors_or_none(**tensors: object) -> None:
+    for name, tensor in tensors.items():
+        if tensor is not None and not isinstance(tensor, Tensor):
+            raise InvalidArgument(name, f"got {type(tensor).__name__}, must be a tensor or None")
+
+
+def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise InvalidProblem(name, value, f"must be {' or '.join(map(repr, choices))}")

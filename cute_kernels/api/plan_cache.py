@@ -1,0 +1,174 @@
+"""The plans behind the functional API: derived from the tensors, selected once, kept."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..attention.checks import query_error
+from ..attention.descriptors import FlashDecodingDescriptor, PagedDecodeDescriptor
+from ..attention.plan import FlashDecodingPlan, PagedDecodePlan
+from ..checks.fields import MAX_EXTENT
+from ..errors import InvalidArgument, InvalidProblem
+from ..kv.page_table import PageTable
+from ..kv.scale import KVScale, scale_of
+from ..kv.types import KVDtype, KVLayout
+from ..planning.base import MAX_PLANS
+from .workspace_cache import stream_workspace
+
+LEAST_HINT = 64  # tokens: up to here rows are one tile to four, and share their plan
+STORED_AS = {kv_dtype.value: kv_dtype for kv_dtype in KVDtype}
+KV_DTYPES = {kv_dtype.torch_dtype: kv_dtype for kv_dtype in KVDtype}
+
+_layout = functools.cache(KVLayout)
+
+
+def run_paged(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    table0: Tensor,
+    table1: Tensor,
+    table2: Tensor | None,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    softmax_scale: float | None,
+    layout: str,
+    lse_base: str,
+    max_seq_len: int | None,
+    kv_dtype: str | None,
+    traced: bool = False,
+) -> None:
+    """Runs the plan of these tensors' problem over a paged cache, writing out and lse.
+
+    table0..2: a PageTable's operands. kv_dtype: the value of a KVDtype, None where the caches' dtypes say it. traced: whether
+    this runs as a torch op.
+    """
+    batch, heads, dim = query_extents(q)
+    _check_cache_axes(k_cache)
+    page_axis, head_axis = (2, 1) if layout == "HND" else (1, 2)
+    page_size = k_cache.shape[page_axis]
+    if max_seq_len is None and table2 is None and isinstance(table0, Tensor) and table0.dim() == 2:
+        max_seq_len = length_hint(table0.shape[1] * page_size)
+    table = PageTable("dense" if table2 is None else "csr", (table0, table1, table2))
+    stored, *rest = _storage(k_cache, v_cache, k_scale, v_scale, kv_dtype, k_cache.shape[head_axis])
+    cache = (stored, _layout(layout, alignment(k_cache, v_cache)))
+    shape = (batch, heads, k_cache.shape[head_axis], dim, page_size, q.dtype)
+    fields = (*shape, *cache, table.format, None, None, max_seq_len, softmax_scale, lse_base, *rest)
+    plan = plan_of(PagedDecodePlan, PagedDecodeDescriptor, fields, q.device)
+    workspace = stream_workspace(plan.workspace_size(), plan.device, reuse_in_capture=not traced)
+    plan.run(q, k_cache, v_cache, table, k_scale=k_scale, v_scale=v_scale, out=out, lse=lse, workspace=workspace)
+
+
+def run_contiguous(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    softmax_scale: float | None,
+    lse_base: str,
+    kv_dtype: str | None,
+    traced: bool = False,
+) -> None:
+    """Runs the plan of these tensors' problem over a contiguous cache [batch, num_kv_heads, seq_len, head_dim]."""
+    batch, heads, dim = query_extents(q)
+    _check_cache_axes(k)
+    storage = _storage(k, v, k_scale, v_scale, kv_dtype, k.shape[1])
+    shape = (batch, heads, k.shape[1], None, dim, q.dtype)
+    fields = (length_hint(k.shape[2]), *shape, softmax_scale, lse_base, alignment(k, v), *storage)
+    plan = plan_of(FlashDecodingPlan, _of_any_length, fields, q.device)
+    workspace = stream_workspace(plan.workspace_size(), plan.device, reuse_in_capture=not traced)
+    plan.run(q, k, v, k_scale=k_scale, v_scale=v_scale, out=out, lse=lse, workspace=workspace)
+
+
+def length_hint(tokens: int) -> int:
+    """max_seq_len for rows of at most `tokens`: a power of two from LEAST_HINT on, so that growing rows seldom change plans."""
+    return min(max(LEAST_HINT, 1 << max(0, tokens - 1).bit_length()), MAX_EXTENT)
+
+
+def alignment(*tensors: Tensor) -> int:
+    """The largest power of two, at most 16, that divides every pointer and every used stride but the last, in bytes."""
+    aligned = 16
+    for tensor in tensors:
+        strides = zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True)
+        used = (stride * tensor.element_size() for extent, stride in strides if extent > 1)
+        aligned = math.gcd(aligned, tensor.data_ptr(), *used)
+    return aligned
+
+
+def _of_any_length(max_seq_len: int, *fields: Any) -> FlashDecodingDescriptor:
+    """The descriptor of a contiguous cache whose seq_len each run decides."""
+    describe: Callable[..., FlashDecodingDescriptor] = FlashDecodingDescriptor
+    return describe(*fields, max_seq_len=max_seq_len)
+
+
+@functools.lru_cache(maxsize=MAX_PLANS)
+def plan_of(kind: Any, describe: Callable[..., Any], fields: tuple[Any, ...], device: torch.device) -> Any:
+    """The plan of `describe(*fields)`: `select` keeps it too, but this spares a call the descriptor."""
+    return kind.select(describe(*fields), device)
+
+
+def query_extents(q: Tensor) -> tuple[int, int, int]:
+    """(batch, num_heads, head_dim) of q, also with a unit query axis before or after the heads.
+
+    Raises Unsupported for several query rows a request, InvalidProblem for any other shape.
+    """
+    if q.dim() == 3:
+        return q.shape[0], q.shape[1], q.shape[2]
+    if q.dim() == 4 and 1 in q.shape[1:3]:
+        return q.shape[0], q.shape[1] * q.shape[2], q.shape[3]
+    rule = "must be [batch, num_heads, head_dim], or that with one unit query axis"
+    raise query_error(q.shape, q.dim() == 4 and 0 not in q.shape, rule)
+
+
+def _check_cache_axes(cache: Tensor) -> None:
+    if cache.dim() != 4:
+        raise InvalidProblem("k_cache.shape", tuple(cache.shape), "must have four axes")
+
+
+def _storage(
+    k: Tensor, v: Tensor, k_scale: Tensor | None, v_scale: Tensor | None, kv_dtype: str | None, num_kv_heads: int
+) -> tuple[Any, ...]:
+    """The descriptor's kv_dtype, and its v_dtype, k_scale and v_scale where they are not the default."""
+    stored = _kv_dtype("k_cache", k, kv_dtype)
+    same = kv_dtype is not None or v.dtype is k.dtype
+    if same and k_scale is None and v_scale is None:
+        return (stored,)
+    v_dtype = stored if same else _kv_dtype("v_cache", v, None)
+    rows = math.prod(k.shape[:-1])
+    return (
+        stored,
+        v_dtype,
+        *(scale_kind_of(name, s, num_kv_heads, rows) for name, s in (("k_scale", k_scale), ("v_scale", v_scale))),
+    )
+
+
+def _kv_dtype(name: str, cache: Tensor, kv_dtype: str | None) -> KVDtype:
+    if kv_dtype is not None:
+        if kv_dtype not in STORED_AS:
+            raise InvalidProblem("kv_dtype", kv_dtype, f"must be one of {', '.join(STORED_AS)}")
+        return STORED_AS[kv_dtype]
+    stored = KV_DTYPES.get(cache.dtype)
+    if stored is not None:
+        return stored
+    if cache.dtype == torch.uint8:
+        raise InvalidArgument(name, "has dtype torch.uint8: kv_dtype must say what the bytes hold, KVDtype.E4M3 or KVDtype.E5M2")
+    raise InvalidArgument(name, f"has dtype {cache.dtype}, must be one of {', '.join(map(str, KV_DTYPES))}")
+
+
+def scale_kind_of(name: str, scale: Any, num_kv_heads: int, rows: int) -> KVScale:
+    if scale is None:
+        return KVScale.NONE
+    if not isinstance(scale, Tensor):
+        raise InvalidArgument(name, f"got {type(scale).__name__}, must be a tensor or None")
+    return scale_of(name, scale, num_kv_heads, rows)

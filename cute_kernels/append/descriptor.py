@@ -1,0 +1,178 @@
+"""The descriptor of an append: what is written where, and how it is stored. Frozen and self-validating."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import cast
+
+import torch
+
+from ..checks.fields import check_alignment, check_extent, check_group
+from ..config.append import MAX_HEAD_DIM, IndexType, angle_columns
+from ..config.decode import ElementType, TableFormat
+from ..errors import InvalidProblem, Unsupported
+from ..kv.quantize import EIGHT_BIT
+from ..kv.rotary import Rotary, rotated_columns
+from ..kv.scale import Axes, KVScale
+from ..kv.types import QUERY_DTYPES, KVDtype, KVLayout, StorageFields, cache_type, check_storage, vector_bytes
+
+APPEND_DTYPES = (torch.float16, torch.bfloat16)
+INDEX_TYPES: dict[torch.dtype, IndexType] = {torch.int32: "i32", torch.int64: "i64"}
+ANGLE_BYTES = 4  # cosines and sines are f32
+MAX_ROWS = 2**31 - 1024  # (token, head) rows of a launch are counted in int32, with those that its last CTAs lack
+
+
+@dataclass(frozen=True)
+class KVAppendDescriptor(StorageFields):
+    """An append of K and V of at most `num_tokens` tokens to a paged cache. Frozen and hashable: it is a cache key.
+
+    num_tokens is a maximum: a run appends as many tokens as its tensors have, since engines append another number each
+    step. dtype: of the incoming K and V, f16 or bf16. kv_dtype, v_dtype, k_scale, v_scale, layout and num_pages are those of a
+    PagedDecodeDescriptor that reads the caches: kv_dtype is what they store, `dtype` itself (the default), e4m3, e5m2 or
+    int8, v_dtype V's where it differs; real value = stored * scale. Without scales fp8 saturates; per "tensor" and "head",
+    values are divided by the scales that a run is given; per "token", scales are computed from the values and written. 16-bit
+    caches take no scales, int8 must have some.
+
+    table_format: "none", where a run is given a slot for each token, int32 or int64 as slot_dtype says; "dense" or "csr",
+    where it is given a PageTable and each row's last token is appended. rotary: of K, and of q in the same launch.
+    alignment_bytes: 2, 4, 8 or 16, what strides and pointers of the incoming K, V and q are multiples of, None for what compact
+    ones have; those of the caches are in `layout`.
+
+    Raises InvalidProblem for an extent or a choice that breaks its rule, then Unsupported for a dtype, a pair of
+    them or a head_dim above 256.
+    """
+
+    num_tokens: int
+    num_kv_heads: int
+    head_dim: int
+    page_size: int
+    dtype: torch.dtype
+    kv_dtype: KVDtype | None = None
+    layout: KVLayout = KVLayout.HND
+    table_format: TableFormat = "none"
+    num_pages: int | None = None
+    v_dtype: KVDtype | None = None
+    k_scale: KVScale = KVScale.NONE
+    v_scale: KVScale = KVScale.NONE
+    slot_dtype: torch.dtype = torch.int64
+    alignment_bytes: int | None = None
+    rotary: Rotary | None = None
+
+    def __post_init__(self) -> None:
+        check_extent("num_tokens", self.num_tokens, least=0)
+        for name in ("num_kv_heads", "head_dim", "page_size"):
+            check_extent(name, getattr(self, name))
+        if self.num_pages is not None:
+            check_extent("num_pages", self.num_pages)
+        if not isinstance(self.layout, KVLayout):
+            raise InvalidProblem("layout", self.layout, "must be a KVLayout")
+        if self.table_format not in ("none", "dense", "csr"):
+            raise InvalidProblem("table_format", self.table_format, 'must be "none", "dense" or "csr"')
+        check_storage(self.kv_dtype, self.v_dtype, self.k_scale, self.v_scale)
+        check_alignment("alignment_bytes", self.alignment_bytes)
+        self._settle_rotary()
+        self._check_dtypes()
+        self._settle_storage(self.dtype)
+        for (name, stored), (scale_name, scale) in zip(self._storages(), self._scales(), strict=True):
+            _check_conversion(name, stored, self.dtype, scale_name, scale)
+        if self.head_dim > MAX_HEAD_DIM:
+            raise Unsupported([f"head_dim = {self.head_dim}: must be at most {MAX_HEAD_DIM}"])
+        rows = self.num_tokens * (self.num_kv_heads + (self.rotary.num_heads if self.rotary else 0))
+        if rows > MAX_ROWS:
+            heads = "num_kv_heads" if rows == self.num_tokens * self.num_kv_heads else "(num_kv_heads + rotary.num_heads)"
+            raise Unsupported([f"num_tokens * {heads} = {rows:,}: must be at most 2**31 - 1,024"])
+
+    def _settle_rotary(self) -> None:
+        if self.rotary is None:
+            return
+        if not isinstance(self.rotary, Rotary):
+            raise InvalidProblem("rotary", self.rotary, "must be a Rotary or None")
+        rotary_dim = rotated_columns(self.rotary, self.head_dim)
+        if self.rotary.num_heads:
+            check_group(self.rotary.num_heads, self.num_kv_heads)
+        object.__setattr__(self, "rotary", replace(self.rotary, rotary_dim=rotary_dim))
+
+    def _check_dtypes(self) -> None:
+        choices = (("dtype", APPEND_DTYPES), ("slot_dtype", tuple(INDEX_TYPES)))
+        for name, _ in choices:
+            if not isinstance(getattr(self, name), torch.dtype):
+                raise InvalidProblem(name, getattr(self, name), "must be a torch.dtype")
+        for name, allowed in choices:
+            if getattr(self, name) not in allowed:
+                raise Unsupported([f"{name} = {getattr(self, name)}: must be {' or '.join(map(str, allowed))}"])
+
+    def _storages(self) -> tuple[tuple[str, KVDtype], ...]:
+        k_stored, v_stored = self.stored
+        return ("kv_dtype", k_stored), ("kv_dtype" if self.v_dtype is None else "v_dtype", v_stored)
+
+    def _scales(self) -> tuple[tuple[str, KVScale], ...]:
+        return ("k_scale", self.k_scale), ("v_scale", self.v_scale)
+
+    @property
+    def stored(self) -> tuple[KVDtype, KVDtype]:
+        """What K and V are stored as, never None."""
+        return self._stored(self.dtype)
+
+    @property
+    def scales(self) -> tuple[KVScale, KVScale]:
+        """K's and V's."""
+        return self.k_scale, self.v_scale
+
+    @property
+    def element_type(self) -> ElementType:
+        """The short name of dtype."""
+        return cast(ElementType, QUERY_DTYPES[self.dtype].value)
+
+    @property
+    def cache_type(self) -> str:
+        """The short name of what the caches store: "int8", or "e4m3/f16" where K's and V's differ."""
+        return cache_type(*self.stored)
+
+    @property
+    def columns(self) -> int:
+        """Neighbouring columns that one access of a kernel moves, at most 8.
+
+        What the alignment of K, V, q and the caches allows, and what a rotary embedding treats alike.
+        """
+        incoming = vector_bytes(self.head_dim * self.dtype.itemsize, self.alignment_bytes) // self.dtype.itemsize
+        sizes = [stored.element_bytes for stored in self.stored]
+        columns = min(incoming, *(vector_bytes(self.head_dim * n, self.layout.alignment_bytes) // n for n in sizes))
+        if self.rotary is None or self.rotary.rotary_dim is None:
+            return columns
+        return math.gcd(columns, self.rotary.rotary_dim // (2 if self.rotary.pairing == "half" else 1))
+
+    @property
+    def angle_bytes(self) -> int:
+        """What strides and pointer of the cos_sin_cache are multiples of, where there is a rotary embedding."""
+        half = self.rotary is not None and self.rotary.pairing == "half"
+        return min(16, ANGLE_BYTES * angle_columns(self.columns, half))
+
+    @property
+    def nhd(self) -> bool:
+        """Whether the caches are [pages, page_size, num_kv_heads, head_dim]."""
+        return self.layout.order == "NHD"
+
+    def scale_axes(self, num_pages: int) -> Axes:
+        """The axes of scales per token."""
+        return (("num_pages", num_pages), ("page_size", self.page_size), ("num_kv_heads", self.num_kv_heads))
+
+    def __str__(self) -> str:
+        scales = [f", {name} {scale}" for name, scale in self._scales() if scale]
+        slots = "slots" if self.table_format == "none" else f"{self.table_format} table"
+        rotary = "" if self.rotary is None else f", rotary {self.rotary.pairing} {self.rotary.rotary_dim}"
+        return (
+            f"append of {self.num_tokens} tokens by {slots}, KV heads {self.num_kv_heads}, head_dim {self.head_dim}, "
+            f"page_size {self.page_size} {self.layout.order}, {self.element_type} to {self.cache_type}{''.join(scales)}{rotary}"
+        )
+
+
+def _check_conversion(name: str, stored: KVDtype, dtype: torch.dtype, scale_name: str, scale: KVScale) -> None:
+    """That values of `dtype` can be stored so."""
+    if stored not in EIGHT_BIT:
+        if stored != QUERY_DTYPES[dtype]:
+            raise Unsupported([f"{name} = {stored.value}: must be dtype's, {QUERY_DTYPES[dtype].value}, or have 8 bits"])
+        if scale:
+            raise Unsupported([f"{scale_name} = {scale}: must be none where {name} = {stored.value}"])
+    if stored is KVDtype.INT8 and not scale:
+        raise Unsupported([f"{scale_name} = none: must be per tensor, head or token where {name} = int8"])

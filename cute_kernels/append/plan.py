@@ -1,0 +1,225 @@
+"""Appending to a paged KV cache: K and V of new tokens are rotated, converted or quantised, and stored in their slots."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from ..attention.kernel_spec import scale_form
+from ..config.append import AppendSpec, RotarySpec, append_supports, lanes_of, share_rows
+from ..config.decode import Arch, StoredType, Target
+from ..errors import InvalidArgument
+from ..kv.page_table import PageTable
+from ..kv.rotary import Rotary
+from ..planning.base import ANY_VARIANT, LAUNCH_ERRORS, SKU_ARCH, FlaggingPlan, PrecisionGuarantee, Sku, selected
+from ..planning.checked import Checked, refuse_compile_in_capture
+from ..planning.variants import VARIANTS as DECODE_VARIANTS
+from ..planning.variants import Candidate, DeviceFacts, Explanation, Launch, PlanPreference, Variant, choice, device_reasons
+from .checks import AppendRules, Operands, Views, check, normalised, slot_operands
+from .descriptor import INDEX_TYPES, KVAppendDescriptor
+
+NAMES = {"sm90": "sm90_append", "sm80": "sm80_append", "cpu": "cpu_reference"}
+VARIANTS = tuple(replace(variant, name=NAMES[variant.arch]) for variant in DECODE_VARIANTS)  # decode's devices and targets
+
+
+def explain(descriptor: KVAppendDescriptor, facts: DeviceFacts, preference: PlanPreference = ANY_VARIANT) -> Explanation:
+    """Every variant's answer for `descriptor` on such a device, here or not: nothing is compiled and no GPU is needed."""
+    answers = [_evaluate(variant, descriptor, facts) for variant in VARIANTS]
+    return choice(answers, str(descriptor), facts, preference)
+
+
+def _evaluate(variant: Variant, descriptor: KVAppendDescriptor, facts: DeviceFacts) -> Candidate:
+    """One variant's answer; the reasons of one that fits say what it would run."""
+    reasons = device_reasons(variant, facts)
+    target = variant.target(facts)
+    if target is None:
+        return Candidate(variant.name, variant.arch, "rejected" if reasons else "fits", tuple(reasons) or ("plain PyTorch",))
+    spec = kernel_spec(descriptor, cast(Arch, variant.arch), target)
+    reasons += append_supports(spec)
+    if reasons:
+        return Candidate(variant.name, variant.arch, "rejected", tuple(reasons))
+    heads = (descriptor.num_kv_heads, descriptor.rotary.num_heads if descriptor.rotary else 0)
+    ctas = sum(-(-descriptor.num_tokens * count // spec.rows_per_cta) for count in heads)
+    knobs = f"columns={spec.columns} lanes={spec.lanes} rounds={spec.rounds} unroll={spec.unroll} ({target})"
+    return Candidate(variant.name, variant.arch, "fits", (knobs,), num_ctas=ctas)
+
+
+def kernel_spec(descriptor: KVAppendDescriptor, arch: Arch, target: Target) -> AppendSpec:
+    """The compile key of `descriptor`: what changes generated code, and no more."""
+    d = descriptor
+    k_stored, v_stored = d.stored
+    rotary = rotary_spec(d.rotary)
+    spec = AppendSpec(
+        arch=arch,
+        target=target,
+        element_type=d.element_type,
+        k_type=cast(StoredType, k_stored.value),
+        v_type=cast(StoredType, v_stored.value),
+        k_scale=scale_form(d.k_scale),
+        v_scale=scale_form(d.v_scale),
+        head_dim=d.head_dim,
+        page_size=d.page_size,
+        table_format=d.table_format,
+        slot_type=INDEX_TYPES[d.slot_dtype] if d.table_format == "none" else "i32",
+        columns=d.columns,
+        lanes=lanes_of(d.head_dim // d.columns),
+        unroll=1,
+        nhd=d.nhd,
+        rotary=rotary,
+    )
+    return share_rows(spec, d.num_tokens * d.num_kv_heads)
+
+
+def rotary_spec(rotary: Rotary | None) -> RotarySpec | None:
+    """What a settled rotary embedding changes of the code."""
+    if rotary is None or rotary.rotary_dim is None:
+        return None
+    position_type = INDEX_TYPES[rotary.position_dtype]
+    return RotarySpec(rotary.pairing == "half", rotary.rotary_dim, rotary.num_heads > 0, position_type)
+
+
+class KVAppendPlan(FlaggingPlan):
+    """Appends K and V of new tokens to a paged cache. Needs no workspace."""
+
+    descriptor: KVAppendDescriptor
+
+    def __init__(self, descriptor: KVAppendDescriptor, device: torch.device, preference: PlanPreference) -> None:
+        facts = DeviceFacts.of(device)
+        explanation = explain(descriptor, facts, preference)
+        chosen = explanation.chosen
+        target = next(variant.target(facts) for variant in VARIANTS if variant.name == chosen.variant)
+        spec = None if target is None else kernel_spec(descriptor, cast(Arch, chosen.arch), target)
+        dtypes = (descriptor.element_type, descriptor.cache_type, descriptor.cache_type)
+        guarantee = PrecisionGuarantee(batch_invariant=True, norm_factor=1.0, norm_ulps=0, element_factor=1.0, element_ulps=0)
+        sku = Sku("kv_append", *dtypes, SKU_ARCH[chosen.arch], chosen.variant, spec, guarantee)
+        super().__init__(device, facts.sm_count, sku, explanation)
+        self.descriptor = descriptor
+        rules = AppendRules(descriptor, device)
+        self._check: Checked[Operands, Views | None] = Checked(lambda operands: check(rules, operands))
+        self._validate = preference.validate
+        self._status = self._words.data_ptr() if spec else self._words  # the CPU variant writes the words themselves
+        self._launch = _launch_of(spec, descriptor)
+
+    @classmethod
+    def select(
+        cls,
+        descriptor: KVAppendDescriptor,
+        device: torch.device | str | None = None,
+        preference: PlanPreference | None = None,
+    ) -> KVAppendPlan:
+        """The first variant that serves `descriptor` on `device` (default: the current GPU, else the CPU), compiled.
+
+        Raises Unsupported with every reason when none does, or not the one that `preference` forces; CompileFailed when
+        it cannot be compiled, also inside a graph capture.
+        """
+        return selected(cls, KVAppendDescriptor, descriptor, device, preference)
+
+    def can_implement(
+        self,
+        k: Tensor,
+        v: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        slots: Tensor | PageTable,
+        *,
+        k_scale: Tensor | None = None,
+        v_scale: Tensor | None = None,
+        q: Tensor | None = None,
+        q_out: Tensor | None = None,
+        cos_sin_cache: Tensor | None = None,
+        positions: Tensor | None = None,
+    ) -> None:
+        """Checks shapes, dtypes, strides, alignment, devices and overlap as `run` does; raises its typed errors."""
+        tables = slot_operands(self.descriptor, slots)
+        q_out = q if q_out is None else q_out
+        self._check.now(Operands(k, v, k_cache, v_cache, *tables, k_scale, v_scale, q, q_out, cos_sin_cache, positions))
+
+    def run(
+        self,
+        k: Tensor,
+        v: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        slots: Tensor | PageTable,
+        *,
+        k_scale: Tensor | None = None,
+        v_scale: Tensor | None = None,
+        q: Tensor | None = None,
+        q_out: Tensor | None = None,
+        cos_sin_cache: Tensor | None = None,
+        positions: Tensor | None = None,
+        stream: torch.cuda.Stream | None = None,
+    ) -> Tensor | None:
+        """Launches on the current or the given stream; writes the tokens' slots of both caches, and nothing else of them.
+
+        k, v: [tokens, num_kv_heads, head_dim] of the descriptor's dtype, at most num_tokens tokens, any strides with a unit
+        last one. k_cache, v_cache: 4-D in the descriptor's layout, any strides with a unit last one, also interleaved in one
+        allocation; uint8 or torch's fp8 for fp8.
+
+        slots, table_format "none": [tokens] of slot_dtype, any stride, flat positions page * page_size + slot; a negative one
+        skips its token. Else a PageTable of as many rows as tokens, whose lengths count the new token: it is a row's last, and a
+        row of length 0 has none. Slots that are not skipped must differ: where two tokens share one, either may win, K and V
+        apart.
+
+        k_scale, v_scale: as PagedDecodePlan.run takes them: those per tensor and head are read, those per token written.
+
+        With a rotary embedding: cos_sin_cache f32 [max_position, rotary_dim], the cosines first, and positions [tokens] of
+        position_dtype. K is rotated and rounded to its dtype before it is stored. q [tokens, rotary.num_heads, head_dim], where
+        num_heads is not 0, is rotated to q_out, which is allocated where it is not given, may be q, and is returned.
+
+        A slot at or past num_pages * page_size, a row whose length or last page is not the table's or the cache's, or a position
+        that cos_sin_cache lacks, is no place for a token: it is skipped (q passes unrotated) and recorded for `status`; under
+        PlanPreference(validate=True) it raises InvalidArgument, which synchronises. The position of a skipped token is no fault.
+        A scale that f16 lacks is recorded, or raised, in the same way, and the token is stored, saturated (docs/numerics.md).
+
+        What is stored is what `apply_rotary` and `quantize_kv` give, bit for bit but for the payload of a NaN. Allocates nothing
+        else, does not synchronise. Raises, before anything is written, InvalidProblem (an extent), InvalidArgument (type, dtype,
+        device, overlap, a slot), MisalignedOperand, Unsupported (strides); then LaunchFailed.
+        """
+        tables = slot_operands(self.descriptor, slots)
+        if q_out is None and isinstance(q, Tensor):
+            q_out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        operands = Operands(k, v, k_cache, v_cache, *tables, k_scale, v_scale, q, q_out, cos_sin_cache, positions)
+        if stream is None and not self._elsewhere():
+            self._run(operands)
+            return q_out
+        with self._on(stream):
+            self._run(operands)
+        return q_out
+
+    def _run(self, operands: Operands) -> None:
+        views = self._check(operands)
+        if views is not None:
+            operands = normalised(self.descriptor, operands, views)
+        if not operands.k.shape[0]:
+            return
+        if self._validate:
+            self._check_metadata(operands)
+        try:
+            self._launch(*operands, self._status)
+        except LAUNCH_ERRORS as error:
+            raise self._launch_failed(error) from error
+
+    def _check_metadata(self, operands: Operands) -> None:
+        from .reference import first_error
+
+        self._refuse_capture("validate")
+        error = first_error(self.descriptor, operands)
+        if error is not None:
+            name, fault = error
+            raise InvalidArgument(name, str(fault))
+
+
+def _launch_of(spec: AppendSpec | None, descriptor: KVAppendDescriptor) -> Launch:
+    """The callable behind a chosen variant, compiled now; the CPU variant where there is no spec."""
+    if spec is None:
+        from .reference import cpu_variant
+
+        return cpu_variant(descriptor)
+    from ..compile.kernels import compile_append
+
+    refuse_compile_in_capture(spec)
+    return compile_append(spec)

@@ -1,0 +1,1 @@
+"""Decode attention: descriptors, checks, the plan, its shortcut, and the semantics in PyTorch."""

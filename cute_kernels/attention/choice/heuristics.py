@@ -1,0 +1,92 @@
+"""The choice of a configuration where no tuned plan has one: the candidate that the cost model expects to end first."""
+
+from __future__ import annotations
+
+from ...config.decode import SMEM_BYTES, TILE_M, TWO_CTAS_HEAD_DIM, Arch, DecodeConfig, Partition, Target, packed_rows, supports
+from ..descriptors import DecodeProblem
+from ..kernel_spec import kernel_spec
+from .cost_model import cost_of
+
+# (bytes of K and V of a tile, most consumer warps, CTAs an SM). Tiles of 32 KB never won, nor 8 KB with 4 warps or two CTAs.
+SHAPES: dict[Arch, tuple[tuple[int, int, int], ...]] = {
+    "sm90": ((16_384, 8, 1), (16_384, 4, 1), (16_384, 4, 2), (8_192, 8, 1)),
+    "sm80": ((8_192, 4, 1), (8_192, 4, 2)),
+}
+# 4 warps on tiles of 8 KB won by 0.3% at most; of equals the first is taken
+SHAPES_OF_8_BITS: dict[Arch, tuple[tuple[int, int, int], ...]] = {
+    "sm90": ((8_192, 8, 1), (8_192, 4, 2), (16_384, 4, 1)),
+    "sm80": SHAPES["sm80"],
+}
+# the same where tokens have scales and a CTA takes two KV heads: a sector of scales has those of both
+PAIRED = (8_192, 8, 1)
+PAIRED_HEAD_DIM = 128  # larger ones were not measured
+LARGEST_TILE_N = {"sm90": 64, "sm80": 32}
+RING_BYTES = 131_072  # in flight on an SM, over all its CTAs: 64 KB cost 2 to 4%, 192 KB 0 to 1%
+SHALLOWEST = {"sm90": 1, "sm80": 2}  # stages a warp
+FOUR_WARPS_HEAD_DIMS = (176, 192)  # padded: 8 warps and a producer leave a thread 168 registers, which spill (read from SASS)
+FOUR_WARPS_ROWS = (192, 4)  # the same above this padded head_dim with more packed rows than these, or with one of K and V of 16
+# bits and scales a token of both
+
+
+def choose(problem: DecodeProblem, arch: Arch, target: Target, sm_count: int, partition: Partition = "balanced") -> DecodeConfig:
+    """The cheapest configuration of `problem` that `supports` allows, on `sm_count` SMs; where it allows none, the cheapest."""
+    specs = {c: kernel_spec(problem, arch, target, c, partition=partition) for c in candidates(problem, arch, target)}
+    ranked = sorted(specs, key=lambda c: cost_of(problem, specs[c], c.ctas_per_sm, sm_count).total_us)
+    return next((config for config in ranked if not supports(specs[config])), ranked[0])
+
+
+def candidates(problem: DecodeProblem, arch: Arch, target: Target) -> list[DecodeConfig]:
+    """What the choice is made from, without duplicates."""
+    found: dict[DecodeConfig, None] = {}
+    limit = 4 if spills_with_8_warps(problem) else 8
+    shapes = [(*shape, 1) for shape in (SHAPES_OF_8_BITS if problem.has_8_bits else SHAPES)[arch]]
+    if pairs_heads(problem, arch):
+        shapes.append((*PAIRED, 2))
+    for tile_bytes, most_warps, ctas_per_sm, unit_heads in shapes:
+        if ctas_per_sm == 1 or (target == "sm_90a" and problem.head_dim <= TWO_CTAS_HEAD_DIM):
+            tile_n = tile_tokens(problem, arch, tile_bytes)
+            found[ring(problem, tile_n, min(most_warps, limit), ctas_per_sm, arch, target, unit_heads)] = None
+    return list(found)
+
+
+def pairs_heads(problem: DecodeProblem, arch: Arch) -> bool:
+    """Whether a CTA may take two KV heads: 8-bit caches with a scale a token, whose query heads fill half of a tile at most."""
+    scales = {problem.k_scale.granularity, problem.v_scale.granularity}
+    fits = problem.num_kv_heads % 2 == 0 and 2 * problem.group_size <= TILE_M // 2 and problem.head_dim <= PAIRED_HEAD_DIM
+    return arch == "sm90" and problem.has_8_bits and "token" in scales and scales <= {"token", "none"} and fits
+
+
+def spills_with_8_warps(problem: DecodeProblem) -> bool:
+    """Whether 8 consumer warps and their producers leave a thread too few registers."""
+    if problem.padded_head_dim in FOUR_WARPS_HEAD_DIMS:
+        return True
+    head_dim, rows = FOUR_WARPS_ROWS
+    mixed = problem.kv_dtype.element_bytes != problem.v_dtype.element_bytes
+    both = problem.k_scale.granularity == problem.v_scale.granularity == "token"
+    return problem.padded_head_dim > head_dim and (packed_rows(problem.group_size) > rows or (mixed and both))
+
+
+def token_bytes(problem: DecodeProblem) -> int:
+    """Bytes of K and V of a token in a tile."""
+    return problem.padded_head_dim * (problem.kv_dtype.element_bytes + problem.v_dtype.element_bytes)
+
+
+def tile_tokens(problem: DecodeProblem, arch: Arch, tile_bytes: int) -> int:
+    """KV tokens of a tile: the power of two from 16 on whose K and V fill `tile_bytes`."""
+    tokens = tile_bytes // token_bytes(problem)
+    return max(16, min(LARGEST_TILE_N[arch], 1 << (max(tokens, 1).bit_length() - 1)))
+
+
+def ring(
+    problem: DecodeProblem, tile_n: int, most_warps: int, ctas_per_sm: int, arch: Arch, target: Target, unit_heads: int
+) -> DecodeConfig:
+    """The deepest ring within RING_BYTES, with the most warps that shared memory then allows."""
+    deepest = RING_BYTES // ctas_per_sm // (tile_n * token_bytes(problem))
+    for num_warps in (w for w in (8, 4, 2, 1) if w <= most_warps):
+        shallowest = SHALLOWEST[arch] * num_warps
+        for num_stages in range(max(deepest // num_warps * num_warps, shallowest), shallowest - 1, -num_warps):
+            config = DecodeConfig(tile_n, num_stages, num_warps, ctas_per_sm, unit_heads)
+            needed = kernel_spec(problem, arch, target, config, partition="balanced").smem_bytes
+            if needed <= SMEM_BYTES[target] // ctas_per_sm:
+                return config
+    return DecodeConfig(tile_n, SHALLOWEST[arch], 1, ctas_per_sm)

@@ -1,0 +1,276 @@
+"""What is computed, as frozen and self-validating values: the cache layout, the descriptors, and the problem of both."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+
+from ..checks.fields import check_alignment, check_extent, check_group, check_softmax
+from ..config.decode import LseBase, Source, TableFormat, m_tiles, padded_head_dim
+from ..errors import InvalidProblem
+from ..kv.scale import KVScale
+from ..kv.types import (
+    CACHE_ALIGNMENTS,
+    QUERY_DTYPES,
+    KVDtype,
+    KVLayout,
+    StorageFields,
+    cache_type,
+    check_query_dtype,
+    check_storage,
+    vector_bytes,
+)
+
+
+@dataclass(frozen=True)
+class DecodeProblem:
+    """What variants, heuristics and tuned plans see of a descriptor: one query row a request over a cache.
+
+    page_size: 0 when the cache is contiguous. kv_dtype, v_dtype: what K and V are stored as. vector_bytes: the largest
+    power of two, at most 16, that divides a row of each cache, its strides and its pointers. max_seq_len: a hint for the
+    choice of a configuration; None when unknown.
+    """
+
+    source: Source
+    batch_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    page_size: int
+    q_dtype: torch.dtype
+    kv_dtype: KVDtype
+    v_dtype: KVDtype
+    table_format: TableFormat
+    vector_bytes: int
+    max_seq_len: int | None
+    lse_base: LseBase
+    k_scale: KVScale = KVScale.NONE
+    v_scale: KVScale = KVScale.NONE
+
+    @property
+    def group_size(self) -> int:
+        """Query heads that share one KV head."""
+        return self.num_heads // self.num_kv_heads
+
+    @property
+    def padded_head_dim(self) -> int:
+        """head_dim as the tensor-core variants pad it."""
+        return padded_head_dim(self.head_dim, min(2, self.kv_dtype.element_bytes, self.v_dtype.element_bytes))
+
+    @property
+    def has_8_bits(self) -> bool:
+        """Whether K or V is stored in 8 bits."""
+        return 1 in (self.kv_dtype.element_bytes, self.v_dtype.element_bytes)
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of K and V, and of their scales, of one token and KV head."""
+        scales = sum(scale.dtype.itemsize for scale in (self.k_scale, self.v_scale) if scale.granularity == "token")
+        return self.head_dim * (self.kv_dtype.element_bytes + self.v_dtype.element_bytes) + scales
+
+    def units(self, unit_heads: int) -> int:
+        """Units of work of a row: `unit_heads` KV heads and at most TILE_M of their query heads each."""
+        return self.num_kv_heads // unit_heads * m_tiles(self.group_size * unit_heads)
+
+    @property
+    def element_type(self) -> str:
+        """The short name of q's dtype: "f32", "f16" or "bf16"."""
+        return QUERY_DTYPES[self.q_dtype].value
+
+    @property
+    def cache_type(self) -> str:
+        """The short name of what K and V are stored as: "int8", or "e4m3/f16" where they differ."""
+        return cache_type(self.kv_dtype, self.v_dtype)
+
+    def __str__(self) -> str:
+        cache = f"page_size {self.page_size}, {self.table_format} table" if self.source == "paged" else "contiguous"
+        scales = [f", {name} {scale}" for name, scale in (("k_scale", self.k_scale), ("v_scale", self.v_scale)) if scale]
+        return (
+            f"decode, batch {self.batch_size}, heads {self.num_heads}/{self.num_kv_heads}, head_dim {self.head_dim}, {cache}, "
+            f"q {self.element_type}, cache {self.cache_type}{''.join(scales)}, {self.vector_bytes}-byte aligned"
+        )
+
+
+class _DecodeFields(StorageFields):
+    """What both decode descriptors derive from their fields."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    softmax_scale: float | None
+
+    @property
+    def group_size(self) -> int:
+        """Query heads that share one KV head."""
+        return self.num_heads // self.num_kv_heads
+
+    @property
+    def scale(self) -> float:
+        """The factor on q . k: softmax_scale, or head_dim ** -0.5."""
+        return self.head_dim**-0.5 if self.softmax_scale is None else float(self.softmax_scale)
+
+    def _storage(self, q_dtype: torch.dtype, alignment_bytes: int | None) -> tuple[KVDtype, KVDtype, int]:
+        """(kv_dtype, v_dtype, vector_bytes) of the problem."""
+        kv_dtype, v_dtype = self._stored(q_dtype)
+        row_bytes = self.head_dim * math.gcd(kv_dtype.element_bytes, v_dtype.element_bytes)
+        return kv_dtype, v_dtype, vector_bytes(row_bytes, alignment_bytes)
+
+
+@dataclass(frozen=True)
+class PagedDecodeDescriptor(_DecodeFields):
+    """Decode attention of one query row a request over a paged cache. Frozen and hashable: it is a cache key.
+
+    q and out are [batch_size, num_heads, head_dim] of q_dtype; lse is f32 [batch_size, num_heads] in `lse_base`. kv_dtype
+    is what K and V are stored as, q's dtype by default; v_dtype is V's where it differs. k_scale, v_scale: what scale tensors
+    a run is given. num_pages, when given, is what both caches must have; max_pages, when given, is what a row's table
+    may have: the most columns of a dense table, and batch_size * max_pages the most indices of a CSR table. max_seq_len is
+    a hint for the choice of a configuration, never a bound on correctness. softmax_scale defaults to head_dim ** -0.5.
+    batch_size 0 is legal.
+
+    Raises InvalidProblem for an extent, a divisibility, a scale or a choice that breaks its rule, in this order, then
+    Unsupported for a q_dtype that no variant knows.
+    """
+
+    batch_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    page_size: int
+    q_dtype: torch.dtype
+    kv_dtype: KVDtype | None = None
+    layout: KVLayout = KVLayout.HND
+    table_format: Literal["dense", "csr"] = "dense"
+    num_pages: int | None = None
+    max_pages: int | None = None
+    max_seq_len: int | None = None
+    softmax_scale: float | None = None
+    lse_base: LseBase = "e"
+    v_dtype: KVDtype | None = None
+    k_scale: KVScale = KVScale.NONE
+    v_scale: KVScale = KVScale.NONE
+
+    def __post_init__(self) -> None:
+        check_extent("batch_size", self.batch_size, least=0)
+        for name in ("num_heads", "num_kv_heads", "head_dim", "page_size"):
+            check_extent(name, getattr(self, name))
+        for name in ("num_pages", "max_pages", "max_seq_len"):
+            if getattr(self, name) is not None:
+                check_extent(name, getattr(self, name))
+        check_group(self.num_heads, self.num_kv_heads)
+        if not isinstance(self.layout, KVLayout):
+            raise InvalidProblem("layout", self.layout, "must be a KVLayout")
+        if self.table_format not in ("dense", "csr"):
+            raise InvalidProblem("table_format", self.table_format, 'must be "dense" or "csr"')
+        check_softmax(self.softmax_scale, self.lse_base)
+        check_storage(self.kv_dtype, self.v_dtype, self.k_scale, self.v_scale)
+        check_query_dtype("q_dtype", self.q_dtype)
+        self._settle_storage(self.q_dtype)
+
+    @property
+    def problem(self) -> DecodeProblem:
+        """What the choice of a kernel depends on."""
+        kv_dtype, v_dtype, vector = self._storage(self.q_dtype, self.layout.alignment_bytes)
+        return DecodeProblem(
+            source="paged",
+            batch_size=self.batch_size,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            page_size=self.page_size,
+            q_dtype=self.q_dtype,
+            kv_dtype=kv_dtype,
+            v_dtype=v_dtype,
+            table_format=self.table_format,
+            vector_bytes=vector,
+            max_seq_len=self.max_seq_len,
+            lse_base=self.lse_base,
+            k_scale=self.k_scale,
+            v_scale=self.v_scale,
+        )
+
+
+@dataclass(frozen=True)
+class FlashDecodingDescriptor(_DecodeFields):
+    """Decode attention of one query row a request over a contiguous cache.
+
+    q and out are [batch_size, num_heads, head_dim] of `dtype`, k and v [batch_size, num_kv_heads, seq_len, head_dim], any
+    strides with a unit last one. seq_len is what both caches of every run must have; None lets each run have another, and
+    max_seq_len is then a hint for the choice of a configuration, never a bound on correctness. kv_dtype, v_dtype, k_scale and
+    v_scale are as in PagedDecodeDescriptor. batch_size 0 and seq_len 0 are legal.
+
+    Raises, in this order: Unsupported (dtype), InvalidProblem (extents, then divisibility, then the other choices). A
+    head_dim that no variant serves is Unsupported when a plan is selected.
+    """
+
+    batch_size: int
+    num_heads: int
+    num_kv_heads: int
+    seq_len: int | None
+    head_dim: int
+    dtype: torch.dtype
+    softmax_scale: float | None = None
+    lse_base: LseBase = "e"
+    alignment_bytes: int | None = None
+    kv_dtype: KVDtype | None = None
+    v_dtype: KVDtype | None = None
+    k_scale: KVScale = KVScale.NONE
+    v_scale: KVScale = KVScale.NONE
+    max_seq_len: int | None = None
+
+    def __post_init__(self) -> None:
+        check_query_dtype("dtype", self.dtype)
+        for name, least in (("batch_size", 0), ("num_heads", 1), ("num_kv_heads", 1), ("seq_len", 0), ("head_dim", 1)):
+            if name != "seq_len" or self.seq_len is not None:
+                check_extent(name, getattr(self, name), least)
+        if self.max_seq_len is not None:
+            if self.seq_len is not None:
+                raise InvalidProblem("max_seq_len", self.max_seq_len, f"must be None beside seq_len = {self.seq_len}")
+            check_extent("max_seq_len", self.max_seq_len)
+        check_group(self.num_heads, self.num_kv_heads)
+        check_softmax(self.softmax_scale, self.lse_base)
+        check_alignment("alignment_bytes", self.alignment_bytes, CACHE_ALIGNMENTS)
+        check_storage(self.kv_dtype, self.v_dtype, self.k_scale, self.v_scale)
+        self._settle_storage(self.dtype)
+
+    @classmethod
+    def new(
+        cls, batch_size: int, num_heads: int, seq_len: int | None, head_dim: int, dtype: torch.dtype
+    ) -> FlashDecodingDescriptor:
+        """Multi-head attention: each query head has its own KV head."""
+        return cls(batch_size, num_heads, num_heads, seq_len, head_dim, dtype)
+
+    @classmethod
+    def new_gqa(
+        cls, batch_size: int, num_heads: int, num_kv_heads: int, seq_len: int | None, head_dim: int, dtype: torch.dtype
+    ) -> FlashDecodingDescriptor:
+        """Grouped-query attention: num_heads / num_kv_heads query heads share a KV head."""
+        return cls(batch_size, num_heads, num_kv_heads, seq_len, head_dim, dtype)
+
+    def with_scale(self, softmax_scale: float) -> FlashDecodingDescriptor:
+        """The same problem with another factor on q . k."""
+        return replace(self, softmax_scale=softmax_scale)
+
+    @property
+    def problem(self) -> DecodeProblem:
+        """What the choice of a kernel depends on."""
+        kv_dtype, v_dtype, vector = self._storage(self.dtype, self.alignment_bytes)
+        return DecodeProblem(
+            source="contiguous",
+            batch_size=self.batch_size,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            page_size=0,
+            q_dtype=self.dtype,
+            kv_dtype=kv_dtype,
+            v_dtype=v_dtype,
+            table_format="none",
+            vector_bytes=vector,
+            max_seq_len=self.max_seq_len if self.seq_len is None else self.seq_len,
+            lse_base=self.lse_base,
+            k_scale=self.k_scale,
+            v_scale=self.v_scale,
+        )

@@ -1,0 +1,180 @@
+"""The operands of a run, remembered by weak reference: a run with the same tensors again need not be checked again.
+
+Telling tensors apart by identity costs half of describing them (`checks.signature`). What a kernel takes as it is reaches the
+launch as it is, and the launch refuses another dtype, shape, alignment or device, whatever `set_`, `.data =`, `resize_` or
+`transpose_` have made of it; a refusal is checked anew, which names what is wrong. The rest is held in the form that a launch
+takes, since making that anew costs a microsecond for a view: 8-bit and NHD caches, scales and the workspace. They, out and lse
+must lie where they lay, and those that are held must have their dtype and number of bytes.
+
+What this does not see is a change of strides in place of what is held, which stays within memory that was checked, and an input
+that has been moved in place onto an output. Held is the storage, not the tensor: with the first of the tensors that dies, the
+shortcut and all that it holds go.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+from weakref import ref
+
+import torch
+from torch import Tensor
+
+from ..compile.kernels import as_operand
+from ..planning.base import LAUNCH_ERRORS
+from ..planning.variants import Launch
+from .checks import kernel_views
+
+Shortcut = Callable[..., "tuple[Tensor, Tensor] | None"]
+Scales = tuple[tuple[int, ...], tuple[int, ...]]  # the shapes of k_scale and v_scale that a kernel takes
+Views = tuple[bool, Scales]  # whether caches are NHD
+ABSENT: Callable[[], None] = type(None)  # the reference to an operand that is None
+
+
+class Setting(NamedTuple):
+    """What all launches of a plan share.
+
+    constants: softmax_scale, num_ctas and status. views: how `kernel_views` turns caches and scales into what a kernel takes,
+    None where it takes them as they are. device_index: the GPU that must be current, None where there is no choice.
+    """
+
+    constants: tuple[float, int, int | Tensor]
+    takes_workspace: bool
+    views: Views | None
+    device_index: int | None
+
+
+def never(*operands: object) -> None:
+    """The shortcut for no operands at all."""
+
+
+def detached(tensor: Tensor | None) -> Tensor | None:
+    """The same memory without the tensor."""
+    return None if tensor is None else tensor.detach()
+
+
+def shortcut(
+    launch: Launch,
+    setting: Setting,
+    forget: Callable[[object], None],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    page_table: Any,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    workspace: Tensor | None,
+) -> Shortcut:
+    """fn(q, k, v, page_table, k_scale, v_scale, out, lse, workspace): launches and returns (out, lse) for the operands given
+    here, else None.
+
+    forget: called when one of them dies. page_table: a PageTable, or its two items where there is none. Keeps no tensor alive.
+    A reference to a dead tensor gives None, as ABSENT does. Written flat: loops cost a microsecond more.
+    """
+    (scale, num_ctas, status), takes_workspace, views, device_index = setting
+    table_format, table = page_table
+    operands = (q, k, v, *table, out, lse, workspace)
+    q_, k_, v_, t0_, t1_, t2_, out_, lse_, w_ = [ABSENT if operand is None else ref(operand, forget) for operand in operands]
+    at_out, at_lse, by_t1 = out.data_ptr(), lse.data_ptr(), 0 if table[1] is None else table[1].nbytes
+    at_w, by_w, of_w = (0, 0, None) if workspace is None else (workspace.data_ptr(), workspace.nbytes, workspace.dtype)
+    space = as_operand(workspace.detach()) if takes_workspace and workspace is not None else None
+    viewed = None if views is None else held_views(views, k, v, k_scale, v_scale)
+
+    def again(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        page_table: Any,
+        k_scale: Tensor | None,
+        v_scale: Tensor | None,
+        out: Tensor,
+        lse: Tensor,
+        workspace: Tensor | None,
+    ) -> tuple[Tensor, Tensor] | None:
+        # fmt: off
+        try:
+            described, (t0, t1, t2) = page_table
+            if not (
+                q_() is q and k_() is k and v_() is v and out_() is out and lse_() is lse
+                and t0_() is t0 and t1_() is t1 and t2_() is t2 and w_() is workspace
+                and out.data_ptr() == at_out and lse.data_ptr() == at_lse and described == table_format
+                and (workspace is None or (workspace.data_ptr() == at_w and workspace.nbytes == by_w and workspace.dtype is of_w))
+                and (t1 is None or t2 is None or t1.nbytes == by_t1)  # an indptr: a launch cannot ask for batch + 1 entries
+            ):
+                return None
+            if viewed is not None:
+                found = viewed(k, v, k_scale, v_scale)
+                if found is None:
+                    return None
+                k, v, k_scale, v_scale = found
+        except (AttributeError, TypeError, ValueError):  # no tensor: None where a remembered one has died; or no PageTable
+            return None
+        # fmt: on
+        if device_index is not None and torch.cuda.current_device() != device_index:
+            return None
+        try:
+            launch(q, k, v, t0, t1, t2, k_scale, v_scale, out, lse, space, scale, num_ctas, status)
+        except LAUNCH_ERRORS:
+            return None
+        return out, lse
+
+    return _with_scales(again, forget, k_scale, v_scale) if k_scale is not None or v_scale is not None else again
+
+
+def held_views(
+    views: Views, k: Tensor, v: Tensor, k_scale: Tensor | None, v_scale: Tensor | None
+) -> Callable[..., tuple[Any, ...] | None]:
+    """fn(k, v, k_scale, v_scale): caches and scales as a launch takes them; None where k or v is not as it was.
+
+    The scales are `_with_scales`' to compare. Detached before a view is made of them: a view keeps the tensor that it is of.
+    """
+    at_k, by_k, of_k, at_v, by_v, of_v = (*_form(k), *_form(v))
+    held = tuple(
+        None if t is None else as_operand(t)
+        for t in kernel_views(*views, k.detach(), v.detach(), detached(k_scale), detached(v_scale))
+    )
+    scaled = k_scale is not None or v_scale is not None
+
+    def viewed(k: Tensor, v: Tensor, k_scale: Tensor | None, v_scale: Tensor | None) -> tuple[Any, ...] | None:
+        same = k.data_ptr() == at_k and k.nbytes == by_k and k.dtype is of_k
+        same = same and v.data_ptr() == at_v and v.nbytes == by_v and v.dtype is of_v
+        return held if same and (scaled or (k_scale is None and v_scale is None)) else None
+
+    return viewed
+
+
+def _form(tensor: Tensor | None) -> tuple[int, int, torch.dtype | None]:
+    """(address, bytes, dtype) of a tensor that is held."""
+    return (0, 0, None) if tensor is None else (tensor.data_ptr(), tensor.nbytes, tensor.dtype)
+
+
+def _with_scales(again: Shortcut, forget: Callable[[object], None], k_scale: Tensor | None, v_scale: Tensor | None) -> Shortcut:
+    """`again` for these scales only."""
+    k_, v_ = (ABSENT if t is None else ref(t, forget) for t in (k_scale, v_scale))
+    at_k, by_k, of_k, at_v, by_v, of_v = (*_form(k_scale), *_form(v_scale))
+
+    def again_scaled(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        page_table: Any,
+        k_scale: Tensor | None,
+        v_scale: Tensor | None,
+        *written: Tensor | None,
+    ) -> tuple[Tensor, Tensor] | None:
+        # fmt: off
+        try:
+            if not (
+                k_() is k_scale and v_() is v_scale
+                and (k_scale is None or (k_scale.data_ptr() == at_k and k_scale.nbytes == by_k and k_scale.dtype is of_k))
+                and (v_scale is None or (v_scale.data_ptr() == at_v and v_scale.nbytes == by_v and v_scale.dtype is of_v))
+            ):
+                return None
+        except AttributeError:  # no tensor: the check names it
+            return None
+        # fmt: on
+        return again(q, k, v, page_table, k_scale, v_scale, *written)
+
+    return again_scaled

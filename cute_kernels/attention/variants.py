@@ -1,0 +1,101 @@
+"""What each variant of decode serves on which device, with which configuration, and every reason why not."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from ..config.decode import Arch, DecodeConfig, KernelSpec, Partition, Target, grid_ctas, supports
+from ..kv.types import QUERY_DTYPES
+from ..planning.variants import (
+    VARIANTS,
+    Candidate,
+    DeviceFacts,
+    Explanation,
+    PlanPreference,
+    Variant,
+    Verdict,
+    choice,
+    device_reasons,
+)
+from .choice import heuristics, tuned
+from .choice.cost_model import cost_of
+from .descriptors import DecodeProblem
+from .kernel_spec import kernel_spec
+from .workspace import workspace_bytes
+
+INVARIANT_BATCH = 8  # rows that an invariant plan's config is chosen for, whatever the batch
+
+
+def explain(problem: DecodeProblem, facts: DeviceFacts, preference: PlanPreference | None = None) -> Explanation:
+    """Every variant's answer for `problem` on such a device, here or not: nothing is compiled and no GPU is needed."""
+    preference = preference or PlanPreference()
+    answers = (_evaluate(variant, problem, facts, preference) for variant in VARIANTS)
+    return choice(answers, str(problem), facts, preference)
+
+
+def _evaluate(variant: Variant, problem: DecodeProblem, facts: DeviceFacts, preference: PlanPreference) -> Candidate:
+    unread = _dtype_reasons(variant, problem)
+    reasons = [*device_reasons(variant, facts), *unread]
+    if variant.arch == "cpu" or unread:
+        return Candidate(variant.name, variant.arch, "rejected" if reasons else "fits", tuple(reasons))
+    target = variant.target(facts) or variant.targets[-1][1]  # elsewhere: what it would lack besides the device
+    config, source = _config(variant.arch, target, problem, facts, preference)
+    num_ctas = grid_ctas(problem.units(config.unit_heads), facts.sm_count, config.ctas_per_sm)
+    partition, why = _partition(problem, num_ctas, config.unit_heads, preference)
+    if partition == "whole":
+        config, source = _config(variant.arch, target, problem, facts, preference, partition)
+        num_ctas = grid_ctas(problem.units(config.unit_heads), facts.sm_count, config.ctas_per_sm)
+    spec = kernel_spec(problem, variant.arch, target, config, partition=partition)
+    reasons += misfits(problem, spec)
+    verdict: Verdict = "rejected" if reasons else "fits"
+    cost = cost_of(problem, spec, config.ctas_per_sm, facts.sm_count)
+    return Candidate(variant.name, variant.arch, verdict, tuple(reasons), config, spec, source + why, num_ctas, cost)
+
+
+def _partition(problem: DecodeProblem, num_ctas: int, unit_heads: int, preference: PlanPreference) -> tuple[Partition, str]:
+    """How rows are divided between CTAs, and why they must stay whole where they must."""
+    partition: Partition = "invariant" if preference.batch_invariant else "balanced"
+    limit, needed = preference.max_workspace_bytes, workspace_bytes(problem, num_ctas, partition, unit_heads)
+    if limit is not None and needed > limit:
+        return "whole", f", whole rows: cutting them needs {needed:,} workspace bytes"
+    return partition, ""
+
+
+def _dtype_reasons(variant: Variant, problem: DecodeProblem) -> list[str]:
+    reasons = []
+    if variant.arch != "cpu" and problem.q_dtype == torch.float32:
+        reasons.append("q_dtype = torch.float32: the tensor-core variants take torch.float16 and torch.bfloat16")
+    stored = {"kv_dtype": problem.kv_dtype}
+    if problem.v_dtype != problem.kv_dtype:
+        stored["v_dtype"] = problem.v_dtype
+    for name, dtype in stored.items():
+        if dtype.element_bytes > 1 and dtype != QUERY_DTYPES[problem.q_dtype]:
+            reasons.append(f"{name} = {dtype.value}: must be q's, {problem.element_type}, or an 8-bit one")
+    return reasons
+
+
+def _config(
+    arch: Arch,
+    target: Target,
+    problem: DecodeProblem,
+    facts: DeviceFacts,
+    preference: PlanPreference,
+    partition: Partition = "balanced",
+) -> tuple[DecodeConfig, str]:
+    if preference.batch_invariant:  # nothing that a row's bits depend on may see the batch or its lengths
+        any_batch = replace(problem, batch_size=INVARIANT_BATCH, max_seq_len=None)
+        return heuristics.choose(any_batch, arch, target, facts.sm_count), "heuristics for any batch"
+    config, source = tuned.lookup(problem, arch, facts.slug), f"plans/{facts.slug}.json"
+    if config is None or misfits(problem, kernel_spec(problem, arch, target, config, partition=partition)):
+        config, source = heuristics.choose(problem, arch, target, facts.sm_count, partition), "heuristics"
+    return config, source
+
+
+def misfits(problem: DecodeProblem, spec: KernelSpec) -> list[str]:
+    """Every reason why the kernel of `spec` cannot serve `problem`: `supports`, and heads that its units do not divide."""
+    reasons = supports(spec)
+    if problem.num_kv_heads % spec.unit_heads:
+        reasons.append(f"unit_heads={spec.unit_heads} does not divide num_kv_heads={problem.num_kv_heads}")
+    return reasons

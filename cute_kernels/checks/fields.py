@@ -1,0 +1,37 @@
+"""Checks of a descriptor's fields: each raises the typed error of the field that breaks its rule."""
+
+from __future__ import annotations
+
+import math
+
+from ..errors import InvalidProblem
+
+MAX_EXTENT = 2**31 - 1  # extents and lengths are int32 on the device
+
+
+def is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def check_extent(name: str, value: int, least: int = 1) -> None:
+    if not is_int(value) or not least <= value <= MAX_EXTENT:
+        raise InvalidProblem(name, value, f"must be an int from {least} to 2**31 - 1")
+
+
+def check_group(num_heads: int, num_kv_heads: int) -> None:
+    if num_heads % num_kv_heads:
+        raise InvalidProblem("num_heads", num_heads, f"must be a multiple of num_kv_heads = {num_kv_heads}")
+
+
+def check_softmax(softmax_scale: float | None, lse_base: str) -> None:
+    if softmax_scale is not None:
+        number = isinstance(softmax_scale, (int, float)) and not isinstance(softmax_scale, bool)
+        if not number or not math.isfinite(softmax_scale) or softmax_scale <= 0:
+            raise InvalidProblem("softmax_scale", softmax_scale, "must be a finite number above 0, or None")
+    if lse_base not in ("e", "2"):
+        raise InvalidProblem("lse_base", lse_base, 'must be "e" or "2"')
+
+
+def check_alignment(name: str, alignment_bytes: int | None, allowed: tuple[int, ...] = (2, 4, 8, 16)) -> None:
+    if alignment_bytes is not None and (not is_int(alignment_bytes) or alignment_bytes not in allowed):
+        raise InvalidProblem(name, alignment_bytes, f"must be {', '.join(map(str, allowed))} or None")

@@ -1,0 +1,105 @@
+"""Checks of real tensors: each raises the typed error of the tensor that breaks its rule, before anything is written."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from ..errors import InvalidArgument, InvalidProblem, MisalignedOperand, Unsupported
+from .overlap import disjoint
+
+
+def check_tensor(device: torch.device, name: str, tensor: Any, *dtypes: torch.dtype) -> None:
+    if not isinstance(tensor, Tensor):
+        raise InvalidArgument(name, f"got {type_name(tensor)}, must be a tensor")
+    if isinstance(tensor, FakeTensor):
+        raise InvalidArgument(name, "is a FakeTensor, must have memory: trace decode_attention, which is a torch op there")
+    if tensor.device != device:
+        raise InvalidArgument(name, f"is on {tensor.device}, must be on the plan's device, {device}")
+    if tensor.dtype not in dtypes:
+        raise InvalidArgument(name, f"has dtype {tensor.dtype}, must be {' or '.join(map(str, dtypes))}")
+
+
+def check_beside(name: str, tensor: Any, x: Any, *dtypes: torch.dtype) -> None:
+    """`tensor` is one, of one of `dtypes` and on the device of `x`; it may be a fake one. Raises InvalidArgument."""
+    if not isinstance(tensor, Tensor):
+        raise InvalidArgument(name, f"got {type(tensor).__name__}, must be a tensor")
+    if tensor.device != x.device:
+        raise InvalidArgument(name, f"is on {tensor.device}, must be on x's device, {x.device}")
+    if tensor.dtype not in dtypes:
+        raise InvalidArgument(name, f"has dtype {tensor.dtype}, must be {' or '.join(map(str, dtypes))}")
+
+
+def check_shape(name: str, tensor: Tensor, shape: tuple[int | None, ...], meaning: str) -> None:
+    fits = tensor.dim() == len(shape) and all(want in (None, got) for got, want in zip(tensor.shape, shape, strict=True))
+    if not fits:
+        wanted = ", ".join("*" if want is None else str(want) for want in shape)
+        raise InvalidProblem(f"{name}.shape", tuple(tensor.shape), f"must be {meaning} = [{wanted}]")
+
+
+def check_unit_last(name: str, tensor: Tensor) -> None:
+    if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+        raise Unsupported([f"{name}.stride = {tensor.stride()}: the last must be 1"])
+
+
+def check_strides(name: str, tensor: Tensor, alignment: int) -> None:
+    """A unit last stride; the other strides and the pointer are multiples of `alignment` bytes."""
+    check_unit_last(name, tensor)
+    if tensor.numel() == 0:
+        return
+    for axis in range(tensor.dim() - 1):
+        nbytes = tensor.stride(axis) * tensor.element_size()
+        if tensor.shape[axis] > 1 and nbytes % alignment:
+            raise MisalignedOperand(f"{name}.stride({axis})", nbytes, alignment)
+    if tensor.data_ptr() % alignment:
+        raise MisalignedOperand(f"{name}.data_ptr", tensor.data_ptr(), alignment)
+
+
+def refuse_overlap(operands: dict[str, Any], written: tuple[str, ...]) -> None:
+    """No written tensor shares bytes with another operand, or, but for the workspace, with itself; they may interleave."""
+    tensors = {name: t for name, t in operands.items() if isinstance(t, Tensor) and t.numel()}
+    for name in (name for name in written if name in tensors):
+        for other, tensor in tensors.items():
+            if other != name and not disjoint(tensors[name], tensor):
+                low, high = span(tensors[name])
+                raise InvalidArgument(name, f"bytes [{low:#x}, {high:#x}) overlap {other}'s, must be memory of its own")
+    for name in (name for name in written if name in tensors and name != "workspace"):
+        if overlaps_itself(tensors[name]):
+            strides = tensors[name].stride()
+            raise InvalidArgument(name, f"strides {strides} make elements share memory, each must have its own")
+
+
+def span(tensor: Tensor) -> tuple[int, int]:
+    """The bytes from a tensor's first to its last element: [low, high)."""
+    last = sum((extent - 1) * stride for extent, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
+
+
+def overlaps_itself(tensor: Tensor) -> bool:
+    axes = sorted((stride, extent) for extent, stride in zip(tensor.shape, tensor.stride(), strict=True) if extent > 1)
+    reach = 0  # the largest offset that the axes so far can make
+    for stride, extent in axes:
+        if stride <= reach:
+            return True
+        reach += stride * (extent - 1)
+    return False
+
+
+def has_odd_unit_strides(tensor: Tensor, alignment: int) -> bool:
+    """Whether an extent of one has a stride that a kernel's signature would refuse, though it is never used."""
+    *outer, last = zip(tensor.shape, tensor.stride(), strict=True)
+    odd = any(extent == 1 and (stride * tensor.element_size() % alignment or stride == 0) for extent, stride in outer)
+    return odd or last[1] != 1
+
+
+def with_unit_strides(tensor: Tensor, head_dim: int) -> Tensor:
+    """The same elements; an extent of one gets a row's stride, or 1 when it is the last."""
+    strides = [head_dim if extent == 1 else stride for extent, stride in zip(tensor.shape, tensor.stride(), strict=True)]
+    return tensor.as_strided(tensor.shape, (*strides[:-1], 1))
+
+
+def type_name(value: object) -> str:
+    return type(value).__name__

@@ -1,0 +1,1 @@
+"""Compiled kernels: in memory, one per spec."""

@@ -1,0 +1,363 @@
+"""The knobs of a decode kernel, what is compiled for them, and the one predicate that says whether they fit.
+
+`DecodeConfig` is what heuristics and tuned plans choose. `KernelSpec` is everything that changes generated code: equal
+specs give the same kernel, and it is the key of the compile cache. `supports` is the only place that knows the limits.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+Arch = Literal["sm90", "sm80"]
+Target = Literal["sm_90a", "sm_80"]
+Source = Literal["paged", "contiguous"]
+TableFormat = Literal["dense", "csr", "none"]
+ElementType = Literal["f16", "bf16"]
+StoredType = Literal["f16", "bf16", "e4m3", "e5m2", "int8"]
+ScaleForm = Literal["none", "head", "token_f16", "token_f32"]
+LseBase = Literal["e", "2"]
+Partition = Literal["whole", "balanced", "invariant"]
+
+MMA_K = 16  # depth of one m16n8k16 step
+PRODUCER_WARPS: dict[Arch, int] = {"sm90": 2, "sm80": 0}  # one for K and V; one for tokens' scales, or to look ahead
+TILE_M = 16  # packed query rows of one tensor-core tile
+MAX_TILE_ELEMENTS = 8192  # tile_n x padded head_dim of a 16-row tile: above, registers spill (read from SASS)
+MIN_BOX_ROWS = 8  # rows of one 128-byte swizzle atom: the smallest page part that one TMA box may bring
+SMEM_BYTES = {"sm_90a": 232_448, "sm_80": 101_376}  # what one CTA may use (227 KiB; 99 KiB serves 8.0, 8.6 and 8.9)
+ELEMENT_BYTES: dict[StoredType, int] = {"f16": 2, "bf16": 2, "e4m3": 1, "e5m2": 1, "int8": 1}
+LDMATRIX_BYTES = 32  # of a token that one ldmatrix.x4 brings: rows of the caches are padded to it
+UNIT_BYTES = 2  # tiles are kept, moved and read in units of 16 bits, whatever they hold
+QUERY_BYTES = 2
+SCALE_BYTES = 4  # of a token's scale in shared memory
+WEIGHT_BITS = 14  # softmax weights reach 2 ** 14 where P is f16, so that those 2 ** 38 times smaller still count
+TWO_CTAS_HEAD_DIM = 128  # above, two CTAs need more registers than an SM has
+MERGE_PADDING = {2: 8, 1: 16}  # f32 between rows of the merge buffer: then a warp's stores, of 8 or 16 bytes, hit every bank
+PIECE_ELEMENTS = {1: 49_152, 2: 16_384}  # of K and V that stream while a piece is opened, merged and stored, by CTAs an SM
+SHARE_BYTES = 32_768  # KV bytes of the smallest share of a CTA
+MIN_TILES = 2  # no cut leaves less of a row on either side
+MAX_BLOCKS = 32  # parts of a row under the invariant partition
+MIN_BLOCK = 16  # tiles of the smallest of them
+SLOTS: dict[Partition, int] = {  # partial states that a CTA may leave in the workspace
+    "whole": 0,
+    "balanced": 2,  # of the row it continues and of the row it opens
+    "invariant": 2 * MAX_BLOCKS,  # every block of the row it works on alone and of the row it opens for others
+}
+LINE_BYTES = 128  # of a cache line
+LINE_WORDS = 8  # words of a state in a cache line: fewer columns are not worth a CTA (device/combine/combine.py)
+PARTS_IN_FLIGHT = 4  # parts that a thread of the combine waits for together: few rows have more, and each costs instructions
+MOST_PIECES = 512  # of a row whose combine is divided; beyond, the CTA of its last piece does it alone
+MAX_CP_ASYNC_TILE_N = 32  # each lane of a warp looks up the page of one token of the tile
+
+
+@dataclass(frozen=True)
+class DecodeConfig:
+    """Knobs of one launch: KV tokens a tile, tiles in shared memory, consumer warps, CTAs of the persistent grid an SM.
+
+    unit_heads: KV heads that a CTA takes together.
+    """
+
+    tile_n: int
+    num_stages: int
+    num_warps: int
+    ctas_per_sm: int
+    unit_heads: int = 1
+
+
+@dataclass(frozen=True)
+class RingShape:
+    """A ring of tiles of K, or of V: tile_n tokens of `units` units of 16 bits, `box_rows` tokens a slab (mainloop/tile.py)."""
+
+    tile_n: int
+    box_rows: int
+    units: int
+    num_stages: int
+
+    @property
+    def column_block(self) -> int:
+        """Units of one swizzled column block: the largest of 16, 32 and 64 that divides a row."""
+        return math.gcd(self.units, 64)
+
+    @property
+    def tile_bytes(self) -> int:
+        """Bytes of one tile."""
+        return self.tile_n * self.units * UNIT_BYTES
+
+
+@dataclass(frozen=True)
+class KernelSpec:
+    """Everything that changes the generated code of a decode kernel. Hashable; the compile cache's key.
+
+    arch: the mainloop ("sm90": one TMA producer warp and a ring of mbarriers; "sm80": a cp.async ring per warp).
+    target: what it is compiled for. element_type: of q and out; k_type, v_type: what the caches store. k_scale, v_scale: "head"
+    for a scale a KV head or one for all, "token_..." for one a token and KV head.
+    vector_bytes: bytes one cp.async moves (16 for TMA). page_size: 0 when contiguous.
+    partition: how rows are divided between CTAs. "whole": not at all; "balanced": wherever the shares of the CTAs end;
+    "invariant": at places that depend on the row's length only. Parts of a row meet in the workspace.
+    unit_heads: KV heads of a unit, the share of a row that one CTA works on at a time.
+    """
+
+    arch: Arch
+    target: Target
+    source: Source
+    table_format: TableFormat
+    element_type: ElementType
+    k_type: StoredType
+    v_type: StoredType
+    k_scale: ScaleForm
+    v_scale: ScaleForm
+    head_dim: int
+    group_size: int
+    page_size: int
+    vector_bytes: int
+    tile_n: int
+    num_stages: int
+    num_warps: int
+    partition: Partition
+    lse_base: LseBase
+    unit_heads: int = 1
+
+    @property
+    def unit_rows(self) -> int:
+        """Query heads of a unit's KV heads."""
+        return self.group_size * self.unit_heads
+
+    @property
+    def split(self) -> bool:
+        """Whether rows may be cut between CTAs, so that partial states go through the workspace."""
+        return self.partition != "whole"
+
+    @property
+    def divides_combine(self) -> bool:
+        """Whether the CTAs of a cut row divide its combine (device/schedule/crew.py)."""
+        return self.partition == "balanced"
+
+    @property
+    def padded_head_dim(self) -> int:
+        """head_dim rounded up to the columns that one ldmatrix.x4 brings of the narrower cache."""
+        return padded_head_dim(self.head_dim, min(self.k_bytes, self.v_bytes))
+
+    @property
+    def k_bytes(self) -> int:
+        """Bytes of an element of K."""
+        return ELEMENT_BYTES[self.k_type]
+
+    @property
+    def v_bytes(self) -> int:
+        """Bytes of an element of V."""
+        return ELEMENT_BYTES[self.v_type]
+
+    @property
+    def k_math(self) -> ElementType:
+        """The type of the operands of Q K^T: f16 holds every 8-bit element exactly."""
+        return "f16" if self.k_bytes == 1 else self.element_type
+
+    @property
+    def v_math(self) -> ElementType:
+        """The type of the operands of P V."""
+        return "f16" if self.v_bytes == 1 else self.element_type
+
+    @property
+    def lane_rows(self) -> int:
+        """Rows of a tensor-core tile in use that one lane holds, of its two: up to 8 query heads leave the second unused."""
+        return 1 if self.packed_rows <= TILE_M // 2 else 2
+
+    @property
+    def rescales_query(self) -> bool:
+        """Whether rows of the query are multiplied by a power of two and a sign (device/attend/query_range.py)."""
+        return self.k_bytes == 1 or self.k_scale == "head"
+
+    @property
+    def k_token_scale(self) -> bool:
+        """Whether K has a scale a token."""
+        return self.k_scale.startswith("token")
+
+    @property
+    def v_token_scale(self) -> bool:
+        """Whether V has a scale a token."""
+        return self.v_scale.startswith("token")
+
+    @property
+    def token_scales(self) -> int:
+        """How many of K and V have a scale a token."""
+        return self.k_token_scale + self.v_token_scale
+
+    @property
+    def weight_bits(self) -> int:
+        """Softmax weights are at most 2 ** weight_bits."""
+        return WEIGHT_BITS if self.v_math == "f16" else 0
+
+    @property
+    def rings(self) -> tuple[RingShape, RingShape]:
+        """The rings of K and V tiles in shared memory."""
+        k_units, v_units = (self.padded_head_dim * nbytes // UNIT_BYTES for nbytes in (self.k_bytes, self.v_bytes))
+        tile_n, rows, stages = self.tile_n, self.box_rows, self.num_stages
+        return RingShape(tile_n, rows, k_units, stages), RingShape(tile_n, rows, v_units, stages)
+
+    @property
+    def box_rows(self) -> int:
+        """KV tokens of one slab of a tile: what one TMA box brings; the whole tile for cp.async."""
+        if self.arch == "sm80" or self.source == "contiguous":
+            return self.tile_n
+        return math.gcd(self.page_size, self.tile_n)
+
+    @property
+    def hole_tokens(self) -> int:
+        """KV tokens that one page lookup serves: those of a TMA box, or one for cp.async."""
+        return self.box_rows if self.arch == "sm90" else 1
+
+    @property
+    def packed_rows(self) -> int:
+        """Rows of a tensor-core tile that hold a query head."""
+        return packed_rows(self.unit_rows)
+
+    @property
+    def m_tiles(self) -> int:
+        """Tensor-core tiles that hold the query heads of a unit's KV heads."""
+        return m_tiles(self.unit_rows)
+
+    @property
+    def tile_bytes(self) -> int:
+        """Bytes of K and V of one tile."""
+        return self.tile_n * self.padded_head_dim * (self.k_bytes + self.v_bytes)
+
+    @property
+    def piece_cost(self) -> int:
+        """What opening a piece of work costs, in tiles."""
+        return max(1, PIECE_ELEMENTS[self.min_ctas_per_sm] // (2 * self.tile_n * self.padded_head_dim * self.unit_heads))
+
+    @property
+    def min_share(self) -> int:
+        """Tiles of a CTA's smallest share: at least twice MIN_TILES, so that two cuts never meet."""
+        return max(2 * MIN_TILES, SHARE_BYTES // (self.tile_bytes * self.unit_heads))
+
+    @property
+    def merge_floats(self) -> int:
+        """f32 of the buffer in which the warps' states merge: of each warp and packed row its padded output, maximum and sum.
+
+        At least what the combine needs (device/combine/combine.py): four of each thread's pairs of columns.
+        """
+        return self.num_warps * max(self.packed_rows * (self.merge_columns + 2), 4 * 32 * self.column_pairs)
+
+    @property
+    def row_pairs(self) -> int:
+        """Pairs of neighbouring columns of a packed row's output."""
+        return self.padded_head_dim // 2
+
+    @property
+    def column_pairs(self) -> int:
+        """Neighbouring pairs of columns that a thread takes together: two where a state has more pairs than the CTA threads."""
+        return 1 if self.packed_rows * self.row_pairs <= 32 * self.num_warps else 2
+
+    @property
+    def merge_columns(self) -> int:
+        """f32 from a row of the merge buffer to the next."""
+        return self.padded_head_dim + MERGE_PADDING[self.v_bytes]
+
+    @property
+    def min_ctas_per_sm(self) -> int:
+        """CTAs that an SM's registers must hold, a limit to the compiler: 168 a thread for two CTAs of five warps."""
+        two = self.padded_head_dim <= TWO_CTAS_HEAD_DIM and 2 * self.smem_bytes <= SMEM_BYTES[self.target]
+        return 2 if self.arch == "sm90" and self.num_warps <= 4 and two else 1
+
+    @property
+    def smem_bytes(self) -> int:
+        """Shared memory of one CTA in bytes: rings of tiles and their scales, two queries, the merge, barriers, and 1 KiB."""
+        stage = self.tile_bytes + self.token_scales * self.tile_n * SCALE_BYTES
+        barriers = 2 * 8 + 4 + 8 * self.token_scales  # full, empty, the tile's holes, where in its words the scales are
+        query = 2 * TILE_M * self.padded_head_dim * QUERY_BYTES
+        return self.num_stages * (stage + barriers) + query + 4 * self.merge_floats + MOST_PIECES + 1024  # alignment, words
+
+
+def packed_rows(group_size: int) -> int:
+    """Rows of a tensor-core tile that hold a query head."""
+    return min(group_size, TILE_M)
+
+
+def m_tiles(group_size: int) -> int:
+    """Tensor-core tiles that hold the query heads of one KV head."""
+    return -(-group_size // TILE_M)
+
+
+def grid_ctas(units: int, sm_count: int, ctas_per_sm: int) -> int:
+    """CTAs of the persistent grid: as many slices of the batch as fit, at least one, for each of `units` (KV head, m-tile)."""
+    return units * max(1, sm_count * ctas_per_sm // units)
+
+
+def padded_head_dim(head_dim: int, element_bytes: int) -> int:
+    """head_dim rounded up to a multiple of the columns that one ldmatrix.x4 brings: 16 of 16 bits, 32 of 8."""
+    columns = LDMATRIX_BYTES // element_bytes
+    return -(-head_dim // columns) * columns
+
+
+def supports(spec: KernelSpec) -> list[str]:
+    """Every reason why `spec` cannot be built; an empty list means that it can."""
+    reasons = []
+    if not 1 <= spec.head_dim <= 256:
+        reasons.append(f"head_dim={spec.head_dim} is outside 1..256")
+    if spec.tile_n < 16 or spec.tile_n % 16:
+        reasons.append(f"tile_n={spec.tile_n} is not a positive multiple of 16")
+    if spec.num_warps not in (1, 2, 4, 8):
+        reasons.append(f"num_warps={spec.num_warps} is not 1, 2, 4 or 8")
+    if spec.num_stages % spec.num_warps:
+        reasons.append(f"num_stages={spec.num_stages} is not a multiple of num_warps={spec.num_warps}: a stage has one reader")
+    widest = 16 if spec.v_bytes > 1 else 32  # tokens at head_dim 256, where the output alone takes 128 registers
+    if (spec.padded_head_dim > 192 and spec.tile_n > widest) or spec.tile_n * spec.padded_head_dim > MAX_TILE_ELEMENTS:
+        reasons.append(f"tile_n={spec.tile_n} x head_dim={spec.padded_head_dim} needs more registers than a thread has")
+    if spec.smem_bytes > SMEM_BYTES[spec.target]:
+        reasons.append(f"shared memory {spec.smem_bytes} bytes exceeds {SMEM_BYTES[spec.target]} on {spec.target}")
+    if spec.arch == "sm90":
+        reasons += _tma_reasons(spec)
+    else:
+        reasons += _cp_async_reasons(spec)
+    if spec.unit_heads > 1:
+        reasons += _unit_reasons(spec)
+    return reasons
+
+
+def _cp_async_reasons(spec: KernelSpec) -> list[str]:
+    reasons = []
+    if spec.num_stages < 2 * spec.num_warps:
+        reasons.append(f"num_stages={spec.num_stages} gives a warp's cp.async ring fewer than 2 stages")
+    if spec.tile_n > MAX_CP_ASYNC_TILE_N:
+        reasons.append(f"tile_n={spec.tile_n} exceeds {MAX_CP_ASYNC_TILE_N}, the tokens whose pages one warp looks up")
+    least, most = sorted((spec.k_bytes, spec.v_bytes))
+    if spec.vector_bytes not in (1, 2, 4, 8, 16) or spec.head_dim * least % spec.vector_bytes:
+        reasons.append(
+            f"vector_bytes={spec.vector_bytes} is not 1, 2, 4, 8 or 16 bytes that divide a head of {spec.head_dim} elements"
+        )
+    elif spec.vector_bytes < most:
+        reasons.append(f"vector_bytes={spec.vector_bytes} is less than an element of {most} bytes")
+    return reasons
+
+
+def _tma_reasons(spec: KernelSpec) -> list[str]:
+    reasons = []
+    if spec.target != "sm_90a":
+        reasons.append(f"TMA needs sm_90a, target is {spec.target}")
+    if spec.vector_bytes != 16:
+        reasons.append(f"TMA needs 16-byte aligned strides, got {spec.vector_bytes}")
+    if spec.head_dim != spec.padded_head_dim:
+        columns = LDMATRIX_BYTES // min(spec.k_bytes, spec.v_bytes)
+        reasons.append(f"TMA needs head_dim to be a multiple of {columns}, got {spec.head_dim}")
+    if spec.source == "paged" and spec.page_size % MIN_BOX_ROWS:
+        reasons.append(f"TMA needs page_size to be a multiple of {MIN_BOX_ROWS}, got {spec.page_size}")
+    if spec.box_rows > 256:
+        reasons.append(f"a TMA box has at most 256 rows, got {spec.box_rows}")
+    return reasons
+
+
+def _unit_reasons(spec: KernelSpec) -> list[str]:
+    reasons = []
+    if spec.arch != "sm90":
+        reasons.append(f"unit_heads={spec.unit_heads} needs the TMA mainloop")
+    if spec.unit_heads > 2:
+        reasons.append(f"unit_heads={spec.unit_heads} is not 1 or 2")
+    if spec.unit_rows > TILE_M:
+        reasons.append(f"unit_heads={spec.unit_heads} of {spec.group_size} query heads each exceed the {TILE_M} rows of a tile")
+    if spec.num_warps % spec.unit_heads:
+        reasons.append(f"unit_heads={spec.unit_heads} does not divide num_warps={spec.num_warps}: a warp attends to one KV head")
+    if "head" in (spec.k_scale, spec.v_scale):
+        reasons.append(f"unit_heads={spec.unit_heads} takes no scale a KV head")
+    return reasons

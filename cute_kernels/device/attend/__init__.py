@@ -1,0 +1,1 @@
+"""One tile: scores, softmax, and the state that a piece leaves."""

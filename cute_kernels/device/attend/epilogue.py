@@ -1,0 +1,127 @@
+"""Merges the warps' states of a piece and stores it: a row's final output, or one piece's partial state.
+
+An (out, lse) state is normalised: out = sum(p v) / sum(p), lse = log(sum(p)). The merge follows the order of the warps' tiles
+in the piece, so it is deterministic; an empty state is (0, -inf) and weighs nothing.
+"""
+
+import math
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32
+
+from ...config.decode import TILE_M, KernelSpec
+from ..combine.partials import send, word_at
+from ..kv.scale import Scaling, unit_of
+from ..ptx.registers import quotient, remainder
+from ..schedule.work_scheduler import Piece
+from .attend import WarpState, value_column
+from .softmax import finite_or_zero, quad_sum, rows_of
+
+LN_2 = math.log(2.0)
+
+
+def lse_factor(spec: KernelSpec) -> float:
+    """From base 2 to the descriptor's base."""
+    return 1.0 if spec.lse_base == "2" else LN_2
+
+
+def is_of(spec: KernelSpec, row: Int32, order: Int32) -> Boolean | bool:
+    """Whether the warp at a place in the merge attends to the KV head of a packed row: a unit's KV heads take turns."""
+    return spec.unit_heads == 1 or quotient(row, spec.group_size) == remainder(order, spec.unit_heads)
+
+
+def places_of(spec: KernelSpec, row: Int32) -> list:
+    """The places in the merge of the warps that attend to the KV head of a packed row."""
+    if spec.unit_heads == 1:
+        return list(range(spec.num_warps))
+    return [quotient(row, spec.group_size) + place for place in range(0, spec.num_warps, spec.unit_heads)]
+
+
+@cute.jit
+def share_state(spec: cutlass.Constexpr, merge: tuple, thr_mma, state: WarpState, inverses, heads: Int32, order: Int32):
+    """A warp writes its state at its place in the merge, without the query's row factors and the unit that it is kept in.
+
+    inverses: of the row factors, or None.
+    """
+    acc, row_max, row_sum = merge
+    unit = Float32(1.0) if cutlass.const_expr(state.unit is None) else unit_of(state.unit)
+    lane = cute.arch.lane_idx()
+    outputs = rows_of(state.acc_o)
+    coords = rows_of(thr_mma.partition_C(cute.make_identity_tensor((TILE_M, spec.padded_head_dim))))
+    for r in cutlass.range_constexpr(cute.size(state.row_max)):
+        total = quad_sum(state.row_sum[r])
+        row = lane // 4 + 8 * r
+        if row < heads and is_of(spec, row, order):
+            for c in cutlass.range_constexpr(cute.size(outputs, mode=[1])):
+                acc[row, value_column(spec, coords[r, c][1]), order] = outputs[r, c] * unit
+            if lane % 4 == 0:
+                row_max[row, order] = state.row_max[r] * (1.0 if cutlass.const_expr(inverses is None) else inverses[r])
+                row_sum[row, order] = total * unit
+
+
+@cute.jit
+def merge_row(spec: cutlass.Constexpr, row_max, row_sum, row: Int32, scaling: Scaling):
+    """(weights of the warps' states of one row, a factor on their sum, its lse in base 2, -inf when empty).
+
+    The factor is known later than the weights, so it does not go into them: that would hold up the sum.
+    """
+    places = places_of(spec, row)
+    weights = cute.make_rmem_tensor(len(places), Float32)
+    peak = -Float32.inf
+    for w in cutlass.range_constexpr(len(places)):
+        peak = cute.arch.fmax(peak, row_max[row, places[w]])
+    shift = finite_or_zero(peak)
+    total = Float32(0.0)
+    for w in cutlass.range_constexpr(len(places)):
+        weight = cute.math.exp2((row_max[row, places[w]] - shift) * scaling.log2, fastmath=True)
+        weights[w] = cutlass.select_(row_max[row, places[w]] == -Float32.inf, Float32(0.0), weight)  # whatever the scale
+        total += weights[w] * row_sum[row, places[w]]
+    lse = cute.math.log2(total, fastmath=True) + (shift * scaling.log2 - spec.weight_bits)
+    inverse = scaling.value * cute.arch.rcp_approx(total)
+    if total == 0.0:  # an empty state, whatever its scales; NaN is not one
+        lse, inverse = -Float32.inf, Float32(0.0)
+    return weights, inverse, lse
+
+
+@cute.jit
+def merged(spec: cutlass.Constexpr, acc, weights, inverse: Float32, row: Int32, column: Int32) -> Float32:
+    """One element of the merged output."""
+    value, places = Float32(0.0), places_of(spec, row)
+    for w in cutlass.range_constexpr(len(places)):
+        value += weights[w] * acc[row, column, places[w]]
+    return value * inverse
+
+
+@cute.jit
+def store_final(spec: cutlass.Constexpr, merge: tuple, piece: Piece, out, lse, scaling: Scaling):
+    """A whole row: the merged state is the result, in out [batch, num_heads, head_dim] and lse [batch, num_heads]."""
+    acc, row_max, row_sum = merge
+    target = cute.domain_offset((piece.head, 0), out[piece.row, None, None])
+    width = 2 * spec.column_pairs if cutlass.const_expr(spec.head_dim % 4 == 0) else math.gcd(spec.head_dim, 2)
+    per_row = cutlass.const_expr(spec.head_dim // width)
+    values = cute.make_rmem_tensor(width, out.element_type)
+    targets = cute.zipped_divide(target, (1, width))
+    for i in cutlass.range(cute.arch.thread_idx()[0], piece.heads * per_row, spec.num_warps * 32, unroll=1):
+        row, column = quotient(i, per_row), remainder(i, per_row)
+        weights, inverse, row_lse = merge_row(spec, row_max, row_sum, row, scaling)
+        for c in cutlass.range_constexpr(width):
+            values[c] = merged(spec, acc, weights, inverse, row, column * width + c).to(out.element_type)
+        cute.autovec_copy(values, targets[(0, None), (row, column)])
+        if column == 0:
+            lse[piece.row, piece.head + row] = row_lse * lse_factor(spec)
+
+
+@cute.jit
+def store_partial(spec: cutlass.Constexpr, merge: tuple, piece: Piece, words, slot: Int32, mark: Int32, scaling: Scaling):
+    """A part of a row: the merged state goes to its slot of the workspace."""
+    acc, row_max, row_sum = merge
+    per_row, threads = cutlass.const_expr(spec.row_pairs), cutlass.const_expr(spec.num_warps * 32)
+    work, pairs = piece.heads * per_row, cutlass.const_expr(spec.column_pairs)
+    for index in cutlass.range(cute.arch.thread_idx()[0] * pairs, work, threads * pairs, unroll=1):
+        row, values = quotient(index, per_row), cute.make_rmem_tensor((2, pairs), Float32)
+        weights, inverse, row_lse = merge_row(spec, row_max, row_sum, row, scaling)
+        for c in cutlass.range_constexpr(2 * pairs):
+            values[c] = merged(spec, acc, weights, inverse, row, 2 * remainder(index, per_row) + c)
+        for j in cutlass.range_constexpr(pairs):
+            send(word_at(words, index + j, slot), values[0, j], values[1, j], row_lse, mark)

@@ -1,0 +1,53 @@
+"""Brings a query into the range of f16, exactly: each row times a power of two, which its scores are divided by again.
+
+The largest magnitude of a row comes to lie in [2**15, 2**16). bf16 has fewer bits than f16, so what is rounded is 2**-29 of that
+magnitude or less, by at most 2**-40 of it. The sign of K's scale goes into the query as well: a softmax scale is above zero.
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+
+from ...config.decode import ElementType, KernelSpec
+from ..ptx.packed import widen_pair
+from ..ptx.registers import as_bits, as_float, warp_max
+from ..tracing.fakes import ELEMENT_TYPES
+
+TOP = 127 + 15 + 127  # what the exponent fields of the factor and of the row's largest magnitude add up to
+MOST = 253  # exponent field of the largest factor whose inverse is normal
+INVERSE = 254  # what the exponent fields of a power of two and of its inverse add up to
+
+
+def rescale(spec: KernelSpec, pairs: cute.Tensor, sign: Float32) -> Float32:
+    """A warp multiplies a row by its factor and a sign (1, 0 or -1); returns the factor's inverse. 1 where K keeps q's type.
+
+    pairs: this lane's pairs of elements, Int32 words; rounded to the type that Q K^T is computed in.
+    """
+    factor = inverse = Float32(1.0)
+    if spec.k_bytes == 1:
+        peaks = Int32(0)
+        for i in range(cute.size(pairs)):
+            peaks = larger_magnitudes(spec, peaks, pairs[i])
+        first, second = widen_pair(ELEMENT_TYPES[spec.element_type], peaks)
+        peak = warp_max(as_bits(cute.arch.fmax(first, second)))  # of what is not negative, the bits are in order
+        field = cutlass.max(1, cutlass.min(MOST, TOP - (peak >> 23)))
+        factor, inverse = as_float(field << 23), as_float((INVERSE - field) << 23)
+    for i in range(cute.size(pairs)):
+        first, second = widen_pair(ELEMENT_TYPES[spec.element_type], pairs[i])
+        pairs[i] = pack(spec.k_math, first * (factor * sign), second * (factor * sign))
+    return inverse
+
+
+def larger_magnitudes(spec: KernelSpec, peaks: Int32, pair: Int32) -> Int32:
+    """Of two pairs, the larger magnitude in each place. peaks: without signs."""
+    text = (
+        "{ .reg .b32 before, magnitudes; mov.b32 before, {$r0}; and.b32 magnitudes, {$r1}, 0x7fff7fff; "
+        f"max.{spec.element_type}x2 {{$w0}}, before, magnitudes; }}"
+    )
+    return cute.arch.inline_ptx(text, write_only_types=[Int32], read_only_args=[peaks, pair])
+
+
+def pack(element_type: ElementType, first: Float32, second: Float32) -> Int32:
+    """Two f32 rounded into one word."""
+    text = f"cvt.rn.{element_type}x2.f32 {{$w0}}, {{$r1}}, {{$r0}};"
+    return cute.arch.inline_ptx(text, write_only_types=[Int32], read_only_args=[first, second])

@@ -1,0 +1,1 @@
+"""The parts of a cut row, through the workspace, into one."""

@@ -1,0 +1,250 @@
+"""The decode kernel: a persistent grid in which each CTA attends to its share of all (row, KV head, KV tile) work.
+
+It composes who works on what (work_scheduler), where a tile is (kv_source), how the machine moves it (mainloop_sm90 or
+mainloop_sm80), what is computed on it (attend) and where a state goes (epilogue; combine where a row was cut).
+"""
+
+import math
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32, Int64
+
+from ...config.decode import MAX_BLOCKS, KernelSpec
+from ..attend.attend import Attention, make_mmas, make_readers, make_state, reset_state
+from ..attend.epilogue import share_state, store_final, store_partial
+from ..attend.pack_gqa import fetch_query, hold_query, read_inverses, read_query, settle_query, sync_consumers
+from ..combine.combine import Columns, Parts, all_columns, combine_columns, merge_buffer
+from ..combine.partials import DECLINED, WRITTEN, open_workspace
+from ..kv.scale import Scaling, open_scaling
+from ..kv.source import open_row, open_row_or_nothing
+from ..mainloop.cp_async import CpAsyncMainloop
+from ..mainloop.shared import Shared, allocate
+from ..mainloop.tma import TmaMainloop
+from ..problem import Problem
+from ..ptx.registers import quotient
+from ..schedule.crew import (
+    RUNNING,
+    announce,
+    begin_crew,
+    clear_declined,
+    crew_columns,
+    crew_parts,
+    declines,
+    next_place,
+    settle,
+    take_crew,
+)
+from ..schedule.work_scheduler import Piece, Share, after, block_of, first_slice, heads_of, make_piece, tiles_of, unfinished
+
+LOG2_E = math.log2(math.e)
+
+
+class DecodeKernel:
+    """Launches decode for one kernel spec."""
+
+    def __init__(self, spec: KernelSpec):
+        self.spec = spec
+        self.mainloop = TmaMainloop(spec) if spec.arch == "sm90" else CpAsyncMainloop(spec)
+        self.threads = (spec.num_warps + self.mainloop.producer_warps) * 32
+        self.overlap = spec.target == "sm_90a"  # programmatic dependent launch: start while the kernel before drains
+        self.divides = spec.divides_combine
+
+    @cute.jit
+    def __call__(
+        self,
+        q: cute.Tensor,
+        k: cute.Tensor,
+        v: cute.Tensor,
+        table0: cute.Tensor | None,
+        table1: cute.Tensor | None,
+        table2: cute.Tensor | None,
+        k_scale: cute.Tensor | None,
+        v_scale: cute.Tensor | None,
+        out: cute.Tensor,
+        lse: cute.Tensor,
+        workspace: cute.Tensor | None,
+        softmax_scale: Float32,
+        num_ctas: Int32,
+        status: Int64,
+        stream,
+    ):
+        """q, out [batch, num_heads, head_dim]; k, v [pages, num_kv_heads, page_size, head_dim] (contiguous: a page per row).
+
+        k_scale, v_scale: [1], [num_kv_heads], or a token's (kv_scale.fetch_scales), or None. workspace: zero, as each launch
+        leaves it, or None where rows stay whole. status: address of the plan's 4 int32 status words.
+        """
+        tables = tuple(t for t in (table0, table1, table2) if t is not None)
+        caches, scales = self.mainloop.operands(k, v), (k_scale, v_scale)
+        self.decode(q, k, caches, scales, tables, out, lse, workspace, softmax_scale * LOG2_E, status).launch(
+            grid=(num_ctas, 1, 1),
+            block=(self.threads, 1, 1),
+            smem=self.spec.smem_bytes,
+            min_blocks_per_mp=self.spec.min_ctas_per_sm,
+            preferred_smem_carveout=100,
+            stream=stream,
+            use_pdl=self.overlap,
+        )
+
+    @cute.kernel
+    def decode(self, q, k, caches, scales: tuple, tables: tuple, out, lse, workspace, scale_log2: Float32, status: Int64):
+        """One CTA's share: a producer warp runs ahead, consumer warps attend, merge and store piece by piece."""
+        spec = self.spec
+        problem, shared = Problem(q, k, caches, scales, tables, out, lse, workspace, status), allocate(spec)
+        if cutlass.const_expr(self.overlap):
+            cute.arch.griddepcontrol_launch_dependents()
+        if cutlass.const_expr(self.mainloop.producer_warps > 0):
+            warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+            if warp == 0:
+                self.mainloop.prepare(caches, shared.barriers)
+            if warp == self.mainloop.ahead_warp:
+                self.mainloop.look_ahead(problem, shared)
+            if warp < spec.num_warps:
+                self.consume(problem, shared, scale_log2)
+            elif warp == spec.num_warps:
+                self.mainloop.produce(problem, shared, scales=False)
+            elif cutlass.const_expr(spec.token_scales > 0):
+                self.mainloop.produce(problem, shared, scales=True)
+        else:
+            self.consume(problem, shared, scale_log2)
+
+    @cute.jit
+    def consume(self, problem: Problem, shared: Shared, scale_log2: Float32):
+        """The consumer warps: every piece of the share, in order, then what the share combines for others."""
+        if cutlass.const_expr(self.overlap):
+            cute.arch.griddepcontrol_wait()
+        if cutlass.const_expr(self.divides):
+            announce(self.spec, problem, Int32(RUNNING))
+        opening = self.mainloop.open_share(problem, shared)
+        share = opening.share
+        spec, lane = self.spec, cute.arch.lane_idx()
+        batch = Int32(problem.q.shape[0])
+        mmas = make_mmas(spec)
+        thr_mma, readers = mmas[1].get_slice(lane), make_readers(spec, mmas, lane, shared)
+        held, state = hold_query(spec), make_state(spec, thr_mma)
+        kv_head, head, heads = heads_of(spec, share.unit)
+        scaling = open_scaling(spec, problem.scales, kv_head, scale_log2)
+        row, first, issued, settled = share.row, share.tile, Int32(0), Int32(-1)  # settled: the row whose query is
+        if unfinished(share, row, first):
+            fetch_query(spec, problem.q, row, head, heads, shared.query[None, None, None, row % 2])
+        start, length = opening.start, opening.length
+        if cutlass.const_expr(self.divides):
+            clear_declined(spec, shared)
+            if cutlass.const_expr(spec.arch == "sm80"):
+                begin_crew(spec, shared, share, length)
+        elif cutlass.const_expr(spec.split):
+            self.find_opener(shared, share, length)
+        while unfinished(share, row, first):
+            piece = make_piece(spec, share, row, start, length, first, issued)
+            next_row, next_first = after(spec, piece)
+            buffer, factors = shared.query[None, None, None, row % 2], shared.inverses[None, row % 2]
+            settle_query(spec, buffer, factors, heads, scaling.sign, row != settled)
+            settled = row
+            sync_consumers(spec)
+            query, inverses = read_query(spec, buffer, held), read_inverses(spec, factors)
+            if next_row > row and unfinished(share, next_row, next_first):
+                fetch_query(spec, problem.q, next_row, head, heads, shared.query[None, None, None, next_row % 2])
+            reset_state(state)
+            attention = Attention(mmas, readers, query, inverses, state, scaling)
+            self.mainloop.consume(piece, attention, problem, shared)
+            limit = cutlass.select_(unfinished(share, next_row, next_first), batch, 0)
+            start, length = open_row_or_nothing(spec, problem.tables, problem.k, next_row, limit)
+            if cutlass.const_expr(self.divides):
+                settle(spec, problem, shared, share)
+            share_state(spec, shared.merge, thr_mma, state, inverses, heads, self.mainloop.order(piece))
+            sync_consumers(spec)
+            self.store(problem, shared, share, piece, scaling)
+            issued += piece.stop - piece.first
+            row, first = next_row, next_first
+        if cutlass.const_expr(spec.split):
+            self.finish(problem, shared, share)
+        if cutlass.const_expr(self.divides):
+            announce(spec, problem, Int32(0))
+
+    @cute.jit
+    def find_opener(self, shared: Shared, share: Share, length: Int32):
+        """Leaves in shared memory the slice that opened the share's first row, of `length` tokens."""
+        if cute.arch.thread_idx()[0] == 0 and share.tile > 0:
+            shared.schedule[0] = first_slice(self.spec, share, tiles_of(self.spec, length))
+
+    @cute.jit
+    def store(self, problem: Problem, shared: Shared, share: Share, piece: Piece, scaling: Scaling):
+        """A whole row is a result; a part of one goes to the workspace."""
+        spec = self.spec
+        if piece.first > 0 or piece.stop < piece.tiles:
+            if cutlass.const_expr(spec.split):
+                words, mark = open_workspace(spec, problem.workspace), Int32(WRITTEN)
+                slot = self.slot_of(shared, share, piece)
+                if cutlass.const_expr(self.divides):
+                    mark = cutlass.select_(declines(shared, share), DECLINED, mark)
+                store_partial(spec, shared.merge, piece, words, slot, mark, scaling)
+                if cutlass.const_expr(spec.partition == "invariant"):
+                    self.combine_alone(problem, shared, share, piece, slot)
+        else:
+            store_final(spec, shared.merge, piece, problem.out, problem.lse, scaling)
+
+    @cute.jit
+    def combine_alone(self, problem: Problem, shared: Shared, share: Share, piece: Piece, slot: Int32):
+        """Combines the blocks of a row that this CTA works on alone, after its last one."""
+        if piece.stop == piece.tiles and not self.continued(share, piece):
+            parts = self.blocks(slot, piece)
+            self.combine(problem, shared, parts, all_columns(self.spec, piece, parts))
+
+    @cute.jit
+    def combine(self, problem: Problem, shared: Shared, parts: Parts, columns: Columns):
+        """Combines columns of a row."""
+        words = open_workspace(self.spec, problem.workspace)
+        scratch = merge_buffer(self.spec, shared.merge[0].iterator), shared.declined
+        combine_columns(self.spec, words, parts, columns, scratch, problem.out, problem.lse)
+
+    def continued(self, share: Share, piece: Piece) -> Boolean:
+        """Whether the piece is of a row that an earlier CTA opened."""
+        return (piece.row == share.row) & (share.tile > 0)
+
+    def slot_of(self, shared: Shared, share: Share, piece: Piece) -> Int32:
+        """Where the state of a piece goes (partials.open_workspace)."""
+        cta = cute.arch.block_idx()[0]
+        if self.spec.partition == "balanced":
+            return 2 * cta + (piece.first == 0)
+        others = self.continued(share, piece)
+        owner = cutlass.select_(others, shared.schedule[0] * share.units + share.unit, cta)
+        region = 2 * owner + (others | (piece.end < piece.tiles))
+        return region * MAX_BLOCKS + quotient(piece.first, block_of(piece.tiles))
+
+    def blocks(self, last: Int32, piece: Piece) -> Parts:
+        """All blocks of a row whose last one is in slot `last`."""
+        count = quotient(piece.tiles + block_of(piece.tiles) - 1, block_of(piece.tiles))
+        first = last - count + 1
+        return Parts(count, first, first + 1, Int32(1))
+
+    @cute.jit
+    def finish(self, problem: Problem, shared: Shared, share: Share):
+        """Combines the row that this share began inside: all of it, if it ended it, or this CTA's part of its columns."""
+        if share.tile > 0 and unfinished(share, share.row, share.tile):
+            if cutlass.const_expr(self.divides):
+                self.finish_columns(problem, shared, share)
+            else:
+                self.finish_blocks(problem, shared, share)
+
+    @cute.jit
+    def finish_columns(self, problem: Problem, shared: Shared, share: Share):
+        """This CTA's columns of the row, and as its last one those of CTAs that decline."""
+        crew = take_crew(self.spec, shared)
+        parts, place = crew_parts(crew, share), crew.place
+        if declines(shared, share):
+            place = crew.crew
+        while place < crew.crew:
+            self.combine(problem, shared, parts, crew_columns(self.spec, crew, share, place))
+            place = next_place(self.spec, shared, share, crew.crew, place)
+
+    @cute.jit
+    def finish_blocks(self, problem: Problem, shared: Shared, share: Share):
+        """All of the row, under the invariant partition, if this share ended it."""
+        spec = self.spec
+        start, length = open_row(spec, problem.tables, problem.k, share.row)
+        piece = make_piece(spec, share, share.row, start, length, share.tile, Int32(0))
+        if piece.end == piece.tiles:
+            slot, block = self.slot_of(shared, share, piece), block_of(piece.tiles)
+            last = slot - quotient(piece.first, block) + quotient(piece.tiles - 1, block)
+            parts = self.blocks(last, piece)
+            self.combine(problem, shared, parts, all_columns(spec, piece, parts))

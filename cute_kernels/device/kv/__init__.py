@@ -1,0 +1,1 @@
+"""Where tokens lie and what their bytes mean."""

@@ -1,0 +1,189 @@
+"""The scales of a cache on the device: where they fold into attention without touching K or V.
+
+One for all, or one a KV head: K's into the softmax scale, its sign into the query; V's into the output. One a token and KV head:
+K's into the columns of S, V's into those of P. A token's scale travels with its tile: the producer copies the 32-bit word that
+holds it by cp.async, and the warp that reads the tile makes it an f32.
+
+P is f16, and V's scales have any size: softmax weights, and so their sums and O, are kept in a unit, the power of two below the
+largest scale that the warp has met.
+"""
+
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32, Int64
+
+from ...config.decode import SCALE_BYTES, KernelSpec
+from ..ptx.cp_async import copy_async
+from ..ptx.registers import LANES, MAGNITUDE, as_bits, as_float, remainder, warp_max
+
+EXPONENT = 0x7F800000  # bits of an f32
+SMALLEST_UNIT, LARGEST_UNIT = (127 - 60) << 23, (127 + 100) << 23  # weights, and their sums, stay normal f32
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """What a CTA multiplies by, f32: the scores, to base 2 and above zero; the output; and the query, 1, 0 or -1."""
+
+    log2: Float32
+    value: Float32
+    sign: Float32
+
+
+@dataclass(frozen=True)
+class ScaleRing:
+    """Scales of the tokens of each stage's tile: 32-bit words [token, stage].
+
+    upper: [32 tokens, stage], bit l: an f16 scale lies in the upper half of the word of token l.
+    """
+
+    words: cute.Tensor
+    upper: cute.Tensor
+
+
+def make_scale_rings(spec: KernelSpec, smem) -> tuple:
+    """(K's, V's) rings, each None where there is no scale a token."""
+    rings = []
+    for form in (spec.k_scale, spec.v_scale):
+        ring = None
+        if form.startswith("token"):
+            words = smem.allocate_tensor(Int32, cute.make_layout((spec.tile_n, spec.num_stages)), byte_alignment=16)
+            ring = ScaleRing(words, smem.allocate_tensor(Int32, cute.make_layout((2, spec.num_stages)), byte_alignment=16))
+        rings.append(ring)
+    return tuple(rings)
+
+
+@cute.jit
+def open_scaling(spec: cutlass.Constexpr, scales: tuple, kv_head: Int32, scale_log2: Float32) -> Scaling:
+    """The scaling of a KV head. scales: (K's, V's), [1] or [num_kv_heads] where they are not per token."""
+    value, sign = Float32(1.0), Float32(1.0)
+    if cutlass.const_expr(spec.k_scale == "head"):
+        scale = head_scale(scales[0], kv_head)
+        sign = cutlass.select_(scale > 0.0, Float32(1.0), cutlass.select_(scale < 0.0, Float32(-1.0), Float32(0.0)))
+        scale_log2 = scale_log2 * cutlass.select_(scale == 0.0, Float32(1.0), cute.arch.fmax(scale, -scale))
+    if cutlass.const_expr(spec.v_scale == "head"):
+        value = head_scale(scales[1], kv_head)
+    return Scaling(scale_log2, value, sign)
+
+
+def head_scale(scales: cute.Tensor, kv_head: Int32) -> Float32:
+    """A KV head's scale, or the one for all."""
+    return scales[cutlass.min(kv_head, Int32(scales.shape[0]) - 1)]
+
+
+@cute.jit
+def find_scale(spec: cutlass.Constexpr, scales, page: Int32, position: Int32, kv_head: Int32, inside: Boolean):
+    """Where each lane's token has its scale: (address, whether to read it, `upper` of the lanes' tokens).
+
+    scales: [pages, page_size, num_kv_heads], contiguous [batch, num_kv_heads, tokens]. position: of the token in its row.
+    """
+    coord = (page, kv_head, position)
+    if cutlass.const_expr(spec.page_size):
+        coord = (page, remainder(position, spec.page_size), kv_head)
+    address, upper = Int64(scales.iterator.toint()), Int32(0)
+    if inside:
+        address = Int64((scales.iterator + cute.crd2idx(coord, scales.layout)).toint())
+    if cutlass.const_expr(scales.element_type.width < 8 * SCALE_BYTES):
+        upper = cute.arch.vote_ballot_sync(address % SCALE_BYTES != 0)
+    return address, inside, upper
+
+
+@cute.jit
+def fetch_scales(rings: tuple, found: list, stage: Int32):
+    """Each lane starts to copy the words that hold its tokens' scales, or zeros; lane 0 stores which half of them.
+
+    found: for each 32 tokens of the tile [K's, V's] by find_scale, None where rings has None.
+    """
+    for group in cutlass.range_constexpr(len(found)):
+        token = group * LANES + cute.arch.lane_idx()
+        for ring, (address, inside, _) in with_scales(rings, found[group]):
+            if token < cute.size(ring.words, mode=[0]):
+                target = ring.words.iterator + cute.crd2idx((token, stage), ring.words.layout)
+                copy_async(address & ~Int64(SCALE_BYTES - 1), target.toint(), SCALE_BYTES, inside)
+    if cute.arch.lane_idx() == 0:  # once, behind all copies: a branch between them makes two of one
+        for group in cutlass.range_constexpr(len(found)):
+            for ring, (_, _, upper) in with_scales(rings, found[group]):
+                ring.upper[group, stage] = upper
+
+
+def with_scales(rings: tuple, found: list) -> list:
+    """(ring, what find_scale found) of K and of V, where they have a scale a token."""
+    return [both for both in zip(rings, found, strict=True) if both[0] is not None]
+
+
+@cute.jit
+def settle_scales(spec: cutlass.Constexpr, rings: tuple, stage: Int32) -> Int32:
+    """Makes the scales of a tile that has come f32, each lane its own tokens; returns the bits of V's largest magnitude."""
+    peak = Int32(0)
+    if cutlass.const_expr(spec.k_token_scale):
+        settle(rings[0], stage, spec.k_scale == "token_f16")
+    if cutlass.const_expr(spec.v_token_scale):
+        peak = settle(rings[1], stage, spec.v_scale == "token_f16")
+    if cutlass.const_expr(spec.token_scales > 0):
+        cute.arch.sync_warp()
+    return peak
+
+
+@cute.jit
+def settle(ring: ScaleRing, stage: Int32, half: cutlass.Constexpr) -> Int32:
+    """Makes this lane's scales f32, from f16 where `half`; returns the bits of their largest magnitude."""
+    lane, tokens = cute.arch.lane_idx(), cutlass.const_expr(cute.size(ring.words, mode=[0]))
+    peak = Int32(0)
+    for group in cutlass.range_constexpr((tokens + LANES - 1) // LANES):
+        token = group * LANES + lane
+        if token < tokens:
+            bits = ring.words[token, stage]
+            if cutlass.const_expr(half):
+                bits = as_bits(half_to_float(bits >> (16 * ((ring.upper[group, stage] >> lane) & 1))))
+                ring.words[token, stage] = bits
+            peak = cutlass.max(peak, bits & MAGNITUDE)
+    return peak
+
+
+def find_scales(spec: KernelSpec, scales: tuple, *where) -> list:
+    """find_scale of K's and V's scales, None where there is none a token. where: what else it takes."""
+    forms = spec.k_token_scale, spec.v_token_scale
+    return [find_scale(spec, one, *where) if form else None for one, form in zip(scales, forms, strict=True)]
+
+
+def half_to_float(bits: Int32) -> Float32:
+    """The f32 of the f16 in the lower half of a register."""
+    text = "{ .reg .b16 lower, upper; mov.b32 {lower, upper}, {$r0}; cvt.f32.f16 {$w0}, lower; }"
+    return cute.arch.inline_ptx(text, write_only_types=[Float32], read_only_args=[bits])
+
+
+def column_scales(ring: ScaleRing, stage: Int32) -> cute.Tensor:
+    """The scales of this lane's columns of an accumulator [column pair, n8], f32 in registers."""
+    tokens = cute.size(ring.words, mode=[0])
+    layout = cute.make_layout((4, tokens // 8, cute.size(ring.words, mode=[1])), stride=(1, 4, tokens // 2))
+    pairs = cute.make_tensor(cute.recast_ptr(ring.words.iterator, dtype=Int64), layout)
+    scales = cute.make_rmem_tensor(tokens // 8, Int64)
+    for n in range(tokens // 8):
+        scales[n] = pairs[cute.arch.lane_idx() % 4, n, stage]
+    return cute.make_tensor(cute.recast_ptr(scales.iterator, dtype=Float32), cute.make_layout((2, tokens // 8)))
+
+
+@cute.jit
+def scale_columns(acc_s: cute.Tensor, rows: cutlass.Constexpr, scales: cute.Tensor):
+    """Multiplies the columns of an accumulator ((column pair, row pair), 1, n8), in the rows that are in use."""
+    for n in cutlass.range_constexpr(cute.size(scales, mode=[1])):
+        for r in cutlass.range_constexpr(rows):
+            for c in cutlass.range_constexpr(2):
+                acc_s[(c, r), 0, n] = acc_s[(c, r), 0, n] * scales[c, n]
+
+
+@cute.jit
+def widen_unit(unit: cute.Tensor, peak: Int32) -> tuple[Float32, Float32]:
+    """The unit, Int32 [1], an exponent field, comes to hold the power of two below a scale of the bits `peak`, if that is larger.
+
+    peak: of this lane's tokens. Returns (old / new, the base-2 logarithm of 1 / new).
+    """
+    before = unit[0]
+    unit[0] = cutlass.max(before, cutlass.min(warp_max(peak) & EXPONENT, LARGEST_UNIT))
+    return as_float((127 << 23) + before - unit[0]), (127 - (unit[0] >> 23)).to(Float32)
+
+
+def unit_of(unit: cute.Tensor) -> Float32:
+    """The unit as a factor."""
+    return as_float(unit[0])

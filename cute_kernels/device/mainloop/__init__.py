@@ -1,0 +1,1 @@
+"""How tiles reach shared memory, and who waits for them."""

@@ -1,0 +1,141 @@
+"""SM80 mainloop: each warp fills a cp.async ring of its own, token by token, and attends to it; no block-wide barrier.
+
+It takes any page size and any alignment of an element or more, so it also serves pages under 8 tokens on SM90. Rows past
+the end and columns past head_dim are filled with zeros by cp.async's source size.
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Int8, Int16, Int32
+
+from ...config.decode import UNIT_BYTES, KernelSpec, RingShape
+from ..attend.attend import Attention, attend_tile
+from ..kv.scale import fetch_scales, find_scales
+from ..kv.source import find_holes, find_page, inspect_row, open_row_or_nothing
+from ..problem import Problem
+from ..ptx.cp_async import copy_async
+from ..schedule.opening import Opening
+from ..schedule.work_scheduler import Piece, take_share
+from . import tile
+from .shared import Shared, read_holes
+
+
+class CpAsyncMainloop:
+    """Device loop of one CTA's range of tiles; the caches are read through plain pointers."""
+
+    def __init__(self, spec: KernelSpec):
+        self.spec = spec
+        self.producer_warps = 0
+        self.depth = spec.num_stages // spec.num_warps
+
+    def operands(self, k: cute.Tensor, v: cute.Tensor) -> tuple:
+        """(K, V) caches [pages, heads, slots, head_dim] in any strides."""
+        return (k, v)
+
+    def order(self, piece: Piece) -> Int32:
+        """This warp's place in the merge: the residue of its tiles in the piece, so it depends on the piece alone."""
+        return cute.arch.warp_idx()
+
+    def open_share(self, problem: Problem, shared: Shared) -> Opening:
+        """What the consumers begin with, found by each warp for itself."""
+        spec, tables, k, batch = self.spec, problem.tables, problem.k, Int32(problem.q.shape[0])
+        share = take_share(spec, tables, k, batch)
+        return Opening(share, *open_row_or_nothing(spec, tables, k, share.row, batch))
+
+    @cute.jit
+    def consume(self, piece: Piece, attention: Attention, problem: Problem, shared: Shared):
+        """Warp w takes tiles w, w + num_warps, ... of the piece, `depth` - 1 of them in flight."""
+        spec, depth, tables = self.spec, self.depth, problem.tables
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        begin = piece.first + warp
+        num_pages = Int32(problem.k.shape[0])
+        pages = self.lookup(tables, piece, begin, num_pages)
+        for ahead in cutlass.range_constexpr(depth - 1):
+            upcoming = self.lookup(tables, piece, begin + (ahead + 1) * spec.num_warps, num_pages)
+            self.fetch(problem, shared, piece, begin + ahead * spec.num_warps, warp * depth + ahead, pages)
+            pages = upcoming
+        turns = (piece.stop - begin + spec.num_warps - 1) // spec.num_warps
+        for i in cutlass.range(turns, unroll=1):
+            token_tile = begin + i * spec.num_warps
+            cute.arch.cp_async_wait_group(depth - 2)
+            cute.arch.sync_warp()
+            later = token_tile + (depth - 1) * spec.num_warps
+            upcoming = self.lookup(tables, piece, later + spec.num_warps, num_pages)
+            self.fetch(problem, shared, piece, later, warp * depth + (i + depth - 1) % depth, pages)
+            pages = upcoming
+            stage, valid = warp * depth + i % depth, piece.length - token_tile * spec.tile_n
+            holes = read_holes(spec, shared, stage)
+            attend_tile(spec, attention, shared, stage, valid, holes)
+            cute.arch.sync_warp()
+        cute.arch.cp_async_wait_group(0)
+        if piece.first == 0 and cute.arch.thread_idx()[0] == 0:
+            inspect_row(spec, tables, piece.row, problem.status)
+
+    @cute.jit
+    def lookup(self, tables: tuple, piece: Piece, token_tile: Int32, num_pages: Int32) -> Int32:
+        """Lane l holds the page of the tile's token l."""
+        token = token_tile * self.spec.tile_n + cute.arch.lane_idx()
+        return find_page(self.spec, tables, piece.start, piece.length, token, num_pages)
+
+    @cute.jit
+    def fetch(self, problem: Problem, shared: Shared, piece: Piece, token_tile: Int32, stage: Int32, pages: Int32):
+        """Starts the loads of one tile and commits them as a group; the group is empty past the piece's end."""
+        spec, num_pages = self.spec, Int32(problem.k.shape[0])
+        if token_tile < piece.stop:
+            position = token_tile * spec.tile_n + cute.arch.lane_idx()
+            if cutlass.const_expr(spec.source == "paged"):
+                holes = find_holes(position, piece.length, pages, num_pages, piece.row, problem.status)
+                if cute.arch.lane_idx() == 0:
+                    shared.holes[stage] = holes
+            inside = position < piece.length and pages >= 0 and pages < num_pages
+            if cutlass.const_expr(spec.token_scales > 0):
+                fetch_scales(shared.scales, [find_scales(spec, problem.scales, pages, position, piece.kv_head, inside)], stage)
+            both = tuple(zip(problem.caches, shared.rings, spec.rings, strict=True))
+            for caches in (both,) if spec.k_bytes == spec.v_bytes else ((one,) for one in both):
+                self.fetch_tokens(caches, num_pages, piece, token_tile, stage, pages)
+        cute.arch.cp_async_commit_group()
+
+    @cute.jit
+    def fetch_tokens(self, caches: tuple, num_pages: Int32, piece: Piece, token_tile: Int32, stage: Int32, pages: Int32):
+        """Starts the loads of the tokens of one tile. caches: (cache, ring, RingShape) of those with elements of one size."""
+        spec, element_bytes = self.spec, cutlass.const_expr(caches[0][0].element_type.width // 8)
+        vector = cutlass.const_expr(spec.vector_bytes // element_bytes)
+        per_token = cutlass.const_expr(spec.padded_head_dim // vector)
+        for i in cutlass.range(-(-spec.tile_n * per_token // 32), unroll=4):
+            index = i * 32 + cute.arch.lane_idx()
+            token, column = index // per_token, index % per_token * vector
+            page = cute.arch.shuffle_sync(pages, token)
+            if token < spec.tile_n:
+                position = token_tile * spec.tile_n + token
+                inside = position < piece.length and column < spec.head_dim
+                inside = inside and page >= 0 and page < num_pages
+                slot = position % spec.page_size if cutlass.const_expr(spec.page_size) else position
+                for cache, ring, shape in caches:
+                    offset = swizzled(shape, stage, token, column * element_bytes)
+                    self.fetch_vector(cache, ring, (page, piece.kv_head, slot, column), offset, inside)
+
+    @cute.jit
+    def fetch_vector(self, cache: cute.Tensor, ring: cute.Tensor, coord: tuple, offset: Int32, inside: Boolean):
+        """One vector of a token: cp.async of 16, 8 or 4 bytes with zero fill, or a plain load and store of 2 or 1."""
+        size = cutlass.const_expr(self.spec.vector_bytes)
+        target = ring.iterator.toint() + offset
+        source = cache.iterator.toint()
+        if inside:
+            source = (cache.iterator + cute.crd2idx(coord, cache.layout)).toint()
+        if cutlass.const_expr(size >= 4):
+            copy_async(source, target, size, inside)
+        else:
+            element = Int16
+            if cutlass.const_expr(size == 1):
+                element = Int8
+            value = element(0)
+            if inside:
+                value = cute.make_tensor(cute.make_ptr(element, source, cute.AddressSpace.gmem), 1)[0]
+            cute.arch.inline_ptx(f"st.shared.u{8 * size} [{{$r0}}], {{$r1}};", read_only_args=[Int32(target), Int16(value)])
+
+
+def swizzled(shape: RingShape, stage: Int32, token: Int32, column: Int32) -> Int32:
+    """Byte offset in the ring of a token's byte `column`: tile.ring_layout with tile.swizzle applied."""
+    row_bytes, bits = shape.column_block * UNIT_BYTES, tile.SWIZZLE_BITS[shape.column_block]
+    offset = (column // row_bytes * shape.tile_n + token) * row_bytes + column % row_bytes
+    return stage * shape.tile_bytes + (offset ^ ((offset >> 3) & ((2**bits - 1) << 4)))

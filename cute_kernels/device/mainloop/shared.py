@@ -1,0 +1,76 @@
+"""The shared memory of a CTA."""
+
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int8, Int32, Int64
+
+from ...config.decode import MOST_PIECES, TILE_M, KernelSpec
+from ..attend.pack_gqa import query_layout
+from ..kv.scale import ScaleRing, make_scale_rings
+from ..tracing.fakes import ELEMENT_TYPES
+from . import tile
+
+OPENING_WORDS = 9  # a share, but for what a CTA knows of it by itself, and its first row
+
+
+@dataclass(frozen=True)
+class Shared:
+    """The K and V rings, swizzled, and their tokens' scales; two queries; the merge buffer; the mbarriers; holes (attend/mask).
+
+    inverses: of the row factors of each query, f32 [row, query] (attend/query_range.py).
+    schedule: what only the end of a share needs, kept out of registers (schedule/crew.py; DecodeKernel.find_opener).
+    opening, pages: what one warp finds for others (schedule/opening.py).
+    declined: of each piece of the share's first row, Int8: whether its CTA declines.
+    """
+
+    rings: tuple
+    scales: tuple[ScaleRing | None, ScaleRing | None]
+    query: cute.Tensor
+    inverses: cute.Tensor
+    merge: tuple
+    barriers: cute.Pointer
+    holes: cute.Tensor
+    schedule: cute.Tensor
+    opening: cute.Tensor
+    pages: cute.Tensor
+    declined: cute.Tensor
+
+
+def merge_tensors(spec: KernelSpec, base: cute.Pointer) -> tuple:
+    """Shared memory of the merge, f32: O [row, column, order], then row_max and row_sum [row, order]."""
+    rows, warps, columns = spec.packed_rows, spec.num_warps, spec.merge_columns
+    states = cute.make_layout((rows, warps), stride=(warps, 1))
+    acc = cute.make_layout((rows, columns, warps), stride=(columns, 1, rows * columns))
+    row_max = base + rows * columns * warps
+    return cute.make_tensor(base, acc), cute.make_tensor(row_max, states), cute.make_tensor(row_max + rows * warps, states)
+
+
+def allocate(spec: KernelSpec) -> Shared:
+    """Lays out the CTA's shared memory."""
+    smem = cutlass.memory.SmemAllocator()
+    rings = []
+    for shape, math_type in zip(spec.rings, (spec.k_math, spec.v_math), strict=True):
+        layout, swizzle = tile.ring_layout(shape), tile.swizzle(shape)
+        rings.append(smem.allocate_tensor(ELEMENT_TYPES[math_type], layout, byte_alignment=1024, swizzle=swizzle))
+    query = smem.allocate_tensor(ELEMENT_TYPES[spec.element_type], query_layout(spec), byte_alignment=128)
+    merge = merge_tensors(spec, smem.allocate_array(Float32, spec.merge_floats, byte_alignment=16))
+    barriers = smem.allocate_array(Int64, 2 * spec.num_stages + 2)
+    shapes = spec.num_stages, 8, OPENING_WORDS, 32
+    holes, schedule, opening, pages = (smem.allocate_tensor(Int32, cute.make_layout(n), byte_alignment=16) for n in shapes)
+    declined = smem.allocate_tensor(Int8, cute.make_layout(MOST_PIECES), byte_alignment=16)
+    scales = make_scale_rings(spec, smem)
+    inverses = smem.allocate_tensor(Float32, cute.make_layout((TILE_M, 2)), byte_alignment=16)
+    return Shared(tuple(rings), scales, query, inverses, merge, barriers, holes, schedule, opening, pages, declined)
+
+
+@cute.jit
+def read_holes(spec: cutlass.Constexpr, shared: Shared, stage: Int32) -> Int32:
+    """The holes of the tile in a stage, for all lanes. Only lane 0, which also frees the stage, reads them."""
+    holes = Int32(0)
+    if cutlass.const_expr(spec.source == "paged"):
+        if cute.arch.lane_idx() == 0:
+            holes = shared.holes[stage]
+        holes = cute.arch.shuffle_sync(holes, 0)
+    return holes

@@ -1,0 +1,281 @@
+"""SM90 mainloop: a producer warp issues a TMA box per page into a ring of mbarriers; consumer warps take tiles in turn.
+
+Scales of tokens have a producer warp of their own: beside the boxes they took a warp longer than a tile takes to come. Where
+there are none, that warp looks ahead; with two CTAs an SM a warp more would leave too few registers to each.
+
+Tile i lies in stage i % num_stages and belongs to warp i % num_warps. num_stages is a multiple of num_warps, so a stage always
+has the same reader: with several, a fast one passes a parity that an older phase satisfied and reads garbage. Where a unit has
+two KV heads, a stretch of tokens is a tile of the first, then one of the second: as num_warps is even, a warp has tiles of one.
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Int32, Int64
+from cutlass.cute.nvgpu import cpasync
+
+from ...config.decode import PRODUCER_WARPS, TILE_M, UNIT_BYTES, KernelSpec, RingShape
+from ..attend.attend import Attention, attend_tile
+from ..attend.pack_gqa import prefetch_query
+from ..kv.scale import fetch_scales, find_scales
+from ..kv.source import Unsettled, box_pages, find_holes, inspect_row, open_boxes, open_row_or_nothing, token_of_lane
+from ..problem import Problem
+from ..ptx.registers import quotient, remainder
+from ..schedule.crew import prepare_end
+from ..schedule.opening import Opening, find_opening, meet, meet_consumers, publish, read_opening
+from ..schedule.work_scheduler import Piece, after, make_piece, take_share, unfinished
+from . import tile
+from .shared import Shared, read_holes
+
+EVICT_FIRST = 0x12F0000000000000  # L2 policy: KV is read once
+EVICT_NORMAL = 0x1000000000000000
+AHEAD = 4  # a quarter of the ring is asked for ahead: what is more delays the loads themselves
+
+
+def in_units(cache: cute.Tensor) -> cute.Tensor:
+    """A cache [pages, heads, slots, head_dim] in elements of 16 bits: pairs of neighbouring columns where it has 8."""
+    if cache.element_type.width == 8 * UNIT_BYTES:
+        return cache
+    return cute.recast_tensor(cache, cutlass.Float16)
+
+
+def arrive_after_copies(barrier: cute.Pointer):
+    """Each lane arrives once its own cp.async so far have landed."""
+    cute.arch.inline_ptx("cp.async.mbarrier.arrive.noinc.shared.b64 [{$r0}];", read_only_args=[Int32(barrier.toint())])
+
+
+class TmaMainloop:
+    """Host part: tensor maps. Device part: producer and consumers of one CTA's range of tiles."""
+
+    def __init__(self, spec: KernelSpec):
+        self.spec = spec
+        self.producer_warps = PRODUCER_WARPS[spec.arch]
+        self.ahead_warp = spec.num_warps + (-1 if spec.token_scales else 1)
+        self.boxes = spec.tile_n // spec.box_rows
+        self.arrivals = 1 + (32 + 1 if spec.token_scales else 0)  # at a full barrier: K and V, a lane's scales, their flags
+        self.releases = 32 if spec.token_scales else 1  # at an empty one: each lane has read scales, one alone the holes
+
+    def operands(self, k: cute.Tensor, v: cute.Tensor) -> tuple:
+        """(K atom, K coordinates, V atom, V coordinates) of caches [pages, heads, slots, head_dim] in any strides."""
+        return (*self._tensor_map(k, self.spec.rings[0]), *self._tensor_map(v, self.spec.rings[1]))
+
+    def _tensor_map(self, cache: cute.Tensor, shape: RingShape) -> tuple:
+        columns, units = tile.columns(shape), in_units(cache)
+        layout = cute.make_layout(
+            (units.shape[2], columns, units.shape[1], units.shape[0]),
+            stride=(units.stride[2], (1, columns[0]), units.stride[1], units.stride[0]),
+        )
+        view = cute.make_tensor(units.iterator, layout)
+        slab = cute.make_composed_layout(tile.swizzle(shape), 0, tile.slab_layout(shape))
+        load = cpasync.CopyBulkTensorTileG2SOp()
+        return tuple(cpasync.make_tiled_tma_atom(load, view, slab, (shape.box_rows, columns)))[:2]
+
+    def _partition(self, atom, coords: cute.Tensor, ring: cute.Tensor, shape: RingShape) -> tuple:
+        """Boxes in shared memory [box, slab, stage] and global memory [box, slot block, head, page]."""
+        slabs = cute.make_tensor(ring.iterator, tile.slab_ring_layout(shape))
+        boxes = cute.zipped_divide(coords, (shape.box_rows, tile.columns(shape)))
+        return cpasync.tma_partition(atom, 0, cute.make_layout(1), cute.group_modes(slabs, 0, 2), boxes)
+
+    def order(self, piece: Piece) -> Int32:
+        """This warp's place in the merge: the residue of its tiles in the piece, so it depends on the piece alone."""
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        return (warp - piece.issued * self.spec.unit_heads) & (self.spec.num_warps - 1)  # num_warps is a power of two
+
+    @cute.jit
+    def prepare(self, operands: tuple, barriers: cute.Pointer):
+        """The first warp fetches the tensor maps ahead and makes the mbarriers, while another finds the opening.
+
+        Full ones (the producers arrive), empty ones (the stage's reader does), and two for news of the crew (schedule/crew). One
+        lane: an address that differs between lanes costs a loop over them.
+        """
+        with cute.arch.elect_one():
+            for atom in (operands[0], operands[2]):
+                cpasync.prefetch_descriptor(atom)
+            for stage in cutlass.range_constexpr(self.spec.num_stages):
+                cute.arch.mbarrier_init(barriers + stage, self.arrivals)
+                cute.arch.mbarrier_init(barriers + self.spec.num_stages + stage, self.releases)
+            for news in cutlass.range_constexpr(2):
+                cute.arch.mbarrier_init(barriers + 2 * self.spec.num_stages + news, 1)
+        cute.arch.mbarrier_init_fence()
+
+    def open_share(self, problem: Problem, shared: Shared) -> Opening:
+        """What the consumers begin with."""
+        meet_consumers(self.spec)
+        return read_opening(self.spec, problem, shared)[0]
+
+    @cute.jit
+    def look_ahead(self, problem: Problem, shared: Shared):
+        """Asks L2 for the first query and tiles of this CTA's share while the kernel before still runs.
+
+        By lengths and tables as they are: whatever that kernel may yet write to them, nothing that is read here goes further
+        than into a prefetch.
+        """
+        spec, k, batch = self.spec, problem.k, Int32(problem.q.shape[0])
+        tables = tuple(Unsettled(table) for table in problem.tables)
+        atom_k, coords_k, atom_v, coords_v = problem.caches
+        gmem_k = self._partition(atom_k, coords_k, shared.rings[0], spec.rings[0])[1]
+        gmem_v = self._partition(atom_v, coords_v, shared.rings[1], spec.rings[1])[1]
+        share = take_share(spec, tables, k, batch)
+        start, length = open_row_or_nothing(spec, tables, k, share.row, batch)
+        piece = make_piece(spec, share, share.row, start, length, share.tile, Int32(0))
+        pages = box_pages(spec, tables, start, length, piece.first, Int32(k.shape[0]))
+        if unfinished(share, share.row, share.tile):
+            prefetch_query(spec, problem.q, piece.row, piece.head, piece.heads)
+        most = cutlass.const_expr(min(32, max(1, spec.num_stages // AHEAD // spec.unit_heads) * self.boxes))
+        for box in cutlass.range(cutlass.min((piece.stop - piece.first) * self.boxes, most), unroll=1):
+            page = cute.arch.shuffle_sync(pages, box)
+            for head in cutlass.range_constexpr(spec.unit_heads):
+                place = self.box_at(piece, piece.first * self.boxes + box, page, head)
+                cute.prefetch(atom_k, gmem_k[None, place])
+                cute.prefetch(atom_v, gmem_v[None, place])
+
+    def box_at(self, piece: Piece, index: Int32, page: Int32, head: int) -> tuple:
+        """The coordinates of box `index` of a row, which lies on `page`, for one of the unit's KV heads."""
+        slot = remainder(index, self.spec.page_size // self.spec.box_rows) if self.spec.page_size else index
+        return (slot, 0, piece.kv_head + head, page)
+
+    @cute.jit
+    def produce(self, problem: Problem, shared: Shared, scales: cutlass.Constexpr):
+        """A producer warp: every tile of the share, in order.
+
+        scales: whether it brings the tokens' scales; K and V otherwise, and the opening for all.
+        """
+        spec, issued = self.spec, Int32(0)
+        if cutlass.const_expr(scales):
+            cute.arch.griddepcontrol_wait()
+            meet(spec)
+            opening, pages = read_opening(spec, problem, shared)
+        else:
+            opening, pages = find_opening(spec, problem)
+            publish(spec, shared, opening, pages)
+        share, start, length = opening.share, opening.start, opening.length
+        row, tile = share.row, share.tile
+        while unfinished(share, row, tile):
+            piece = make_piece(spec, share, row, start, length, tile, issued)
+            more = unfinished(share, *after(spec, piece))
+            start, length, pages = self.issue(problem, shared, piece, pages, more, scales)
+            if piece.first == 0 and not scales:
+                with cute.arch.elect_one():
+                    inspect_row(spec, problem.tables, row, problem.status)
+            issued += piece.stop - piece.first
+            row, tile = after(spec, piece)
+        if cutlass.const_expr(spec.divides_combine and not scales):
+            prepare_end(spec, problem, shared, share, opening.length)
+
+    @cute.jit
+    def issue(self, problem: Problem, shared: Shared, piece: Piece, pages: Int32, more: Boolean, scales: cutlass.Constexpr):
+        """What this producer brings of a piece, each tile once its stage is free. Lane l of `pages` has the page of its box l.
+
+        Returns (start, length, pages) of the next piece, if the share has `more`: looked up once the first tile is under way.
+        """
+        spec, tables, num_pages = self.spec, problem.tables, Int32(problem.k.shape[0])
+        tiles_ahead, tiles = cutlass.const_expr(32 // self.boxes), piece.stop - piece.first
+        upcoming, holes, following = pages, Int32(0), (Int32(0), Int32(0), num_pages)
+        for i in cutlass.range(tiles, unroll=1):
+            ahead, tile = remainder(i, tiles_ahead), piece.first + i
+            if ahead == 0:
+                pages = upcoming
+                if cutlass.const_expr(spec.source == "paged" and not scales):
+                    holes = find_holes(token_of_lane(spec, tile), piece.length, pages, num_pages, piece.row, problem.status)
+            for head in cutlass.range_constexpr(spec.unit_heads):
+                if cutlass.const_expr(scales):
+                    self.issue_scales(problem, shared, piece, i, head, pages, ahead * self.boxes)
+                else:
+                    self.issue_boxes(problem, shared, piece, i, head, pages, ahead * self.boxes, holes)
+            if ahead == tiles_ahead // 2:  # the first tiles would wait for it: which pages to take is a select
+                upcoming = box_pages(spec, tables, piece.start, piece.length, tile - ahead + tiles_ahead, num_pages)
+            if i == 0 and more:
+                following = self.open_next(problem, piece)
+        if tiles == 0 and more:
+            following = self.open_next(problem, piece)
+        return following
+
+    def open_next(self, problem: Problem, piece: Piece) -> tuple[Int32, Int32, Int32]:
+        """(start, length, box_pages) of the piece after one of the share, or of nothing past the batch."""
+        return open_boxes(self.spec, problem.tables, problem.k, *after(self.spec, piece), Int32(problem.q.shape[0]))
+
+    def ordinal(self, piece: Piece, i: Int32, head: int) -> Int32:
+        """Where in the share's stream the piece's tile i of a KV head is."""
+        return (piece.issued + i) * self.spec.unit_heads + head
+
+    @cute.jit
+    def await_stage(self, shared: Shared, ordinal: Int32) -> Int32:
+        """The stage of the share's tile `ordinal`, once it is free."""
+        stage, parity = self.turn_of(ordinal)
+        cute.arch.mbarrier_wait(shared.barriers + self.spec.num_stages + stage, parity ^ 1)
+        return stage
+
+    def turn_of(self, ordinal: Int32) -> tuple[Int32, Int32]:
+        """(stage, parity of its full barrier) of the share's tile `ordinal`."""
+        if self.spec.m_tiles > 1:  # signed: 8 warps with 16 rows of several m-tiles then spill no register (read from SASS)
+            return ordinal % self.spec.num_stages, ordinal // self.spec.num_stages % 2
+        return remainder(ordinal, self.spec.num_stages), quotient(ordinal, self.spec.num_stages) & 1
+
+    @cute.jit
+    def issue_boxes(
+        self,
+        problem: Problem,
+        shared: Shared,
+        piece: Piece,
+        i: Int32,
+        head: cutlass.Constexpr,
+        pages: Int32,
+        lane: Int32,
+        holes: Int32,
+    ):
+        """K and V of the piece's tile i of a KV head, box by box. Its pages, and its holes, are in the lanes from `lane` on."""
+        spec, stage = self.spec, self.await_stage(shared, self.ordinal(piece, i, head))
+        full = shared.barriers + stage
+        atom_k, coords_k, atom_v, coords_v = problem.caches
+        smem_k, gmem_k = self._partition(atom_k, coords_k, shared.rings[0], spec.rings[0])
+        smem_v, gmem_v = self._partition(atom_v, coords_v, shared.rings[1], spec.rings[1])
+        policy = Int64(EVICT_FIRST if cutlass.const_expr(spec.group_size <= TILE_M) else EVICT_NORMAL)
+        with cute.arch.elect_one():
+            shared.holes[stage] = (holes >> lane) & (2**self.boxes - 1)
+            cute.arch.mbarrier_arrive_and_expect_tx(full, spec.tile_bytes)
+        for box in cutlass.range_constexpr(self.boxes):
+            page = cute.arch.shuffle_sync(pages, lane + box)
+            place = self.box_at(piece, (piece.first + i) * self.boxes + box, page, head)
+            cute.copy(atom_k, gmem_k[None, place], smem_k[None, box, stage], tma_bar_ptr=full, cache_policy=policy)
+            cute.copy(atom_v, gmem_v[None, place], smem_v[None, box, stage], tma_bar_ptr=full, cache_policy=policy)
+
+    @cute.jit
+    def issue_scales(
+        self, problem: Problem, shared: Shared, piece: Piece, i: Int32, head: cutlass.Constexpr, pages: Int32, lane: Int32
+    ):
+        """The scales of that tile, a token a lane, found before its stage is free. `lane`: as issue_boxes has it."""
+        found = self.find_scales(problem, piece, i, head, pages, lane)
+        stage = self.await_stage(shared, self.ordinal(piece, i, head))
+        fetch_scales(shared.scales, found, stage)
+        arrive_after_copies(shared.barriers + stage)
+        if cute.arch.lane_idx() == 0:  # for what this lane stored itself
+            cute.arch.mbarrier_arrive(shared.barriers + stage)
+
+    def find_scales(self, problem: Problem, piece: Piece, i: Int32, head: int, pages: Int32, lane: Int32) -> list:
+        """Where the scales of the piece's tile i are: [K's, V's] of each 32 tokens. Its pages are in the lanes from `lane` on."""
+        spec, num_pages, found = self.spec, Int32(problem.k.shape[0]), []
+        for token in range(0, spec.tile_n, 32):
+            token += cute.arch.lane_idx()
+            page = cute.arch.shuffle_sync(pages, lane + cutlass.min(token // spec.box_rows, self.boxes - 1))
+            position = (piece.first + i) * spec.tile_n + token
+            inside = (position < piece.length) & (page >= 0) & (page < num_pages)
+            found.append(find_scales(spec, problem.scales, page, position, piece.kv_head + head, inside))
+        return found
+
+    @cute.jit
+    def consume(self, piece: Piece, attention: Attention, problem: Problem, shared: Shared):
+        """This warp's tiles of one piece: those whose place in the CTA's stream is its own modulo num_warps."""
+        spec, barriers = self.spec, shared.barriers
+        for i in cutlass.range(self.order(piece), (piece.stop - piece.first) * spec.unit_heads, spec.num_warps, unroll=1):
+            stage, parity = self.turn_of(piece.issued * spec.unit_heads + i)
+            cute.arch.mbarrier_wait(barriers + stage, parity)
+            valid = piece.length - (piece.first + quotient(i, spec.unit_heads)) * spec.tile_n
+            holes = read_holes(spec, shared, stage)
+            attend_tile(spec, attention, shared, stage, valid, holes)
+            if valid < spec.tile_n:
+                cute.arch.fence_proxy("async.shared", space="cta")  # zeroed V rows, before TMA writes the stage again
+            cute.arch.sync_warp()
+            if cutlass.const_expr(self.releases > 1):
+                cute.arch.mbarrier_arrive(barriers + spec.num_stages + stage)
+            else:
+                with cute.arch.elect_one():
+                    cute.arch.mbarrier_arrive(barriers + spec.num_stages + stage)

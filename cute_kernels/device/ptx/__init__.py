@@ -1,0 +1,1 @@
+"""Registers, barriers and instructions that the DSL has no name for."""

@@ -1,0 +1,1 @@
+"""Who works on what, found on the device."""

@@ -1,0 +1,182 @@
+"""The CTAs that combine a cut row together (combine/combine.py), and how one of them knows that it may wait for the others.
+
+A CTA may wait for those of a lower index, which the hardware starts no later than itself; for one of a higher index only once
+that has announced its start, or two grids could wait for each other's SMs. A CTA that does not find the row's last one
+announced declines, by the mark of its words, and the last, which may wait for all, combines those columns too.
+"""
+
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Int8, Int32, Int64
+
+from ...config.decode import MOST_PIECES, KernelSpec
+from ..attend.pack_gqa import sync_consumers
+from ..combine.combine import Columns, Parts, columns_of, step_of, width_bits
+from ..combine.partials import open_workspace
+from ..mainloop.shared import Shared
+from ..problem import Problem
+from .work_scheduler import Share, first_slice, heads_of, inside_row, last_slice, tiles_of
+
+RUNNING = 1  # an announcement
+MOST_READS = 3  # of an announcement by the producer while its last tiles come
+
+
+def announcement(spec: KernelSpec, problem: Problem, cta: Int32) -> Int64:
+    """The address of the word, behind all states, in which a CTA says that it has started: RUNNING, else 0."""
+    states = open_workspace(spec, problem.workspace)
+    return Int64((states.iterator + cute.size(states.layout) + cta).toint())
+
+
+def announce(spec: KernelSpec, problem: Problem, word: Int32):
+    """The CTA's first thread writes its announcement. By a predicate: behind a branch warps are not taken to be converged."""
+    address = announcement(spec, problem, cute.arch.block_idx()[0])
+    cute.arch.inline_ptx(
+        "{ .reg .pred first; setp.eq.s32 first, {$r2}, 0; @first st.relaxed.gpu.global.s32 [{$r0}], {$r1}; }",
+        read_only_args=[address, word, cute.arch.thread_idx()[0]],
+    )
+
+
+def is_announced(spec: KernelSpec, problem: Problem, cta: Int32) -> Boolean:
+    """Whether a CTA has started and runs."""
+    text, address = "ld.relaxed.gpu.global.s32 {$w0}, [{$r0}];", announcement(spec, problem, cta)
+    return cute.arch.inline_ptx(text, write_only_types=[Int32], read_only_args=[address]) == RUNNING
+
+
+@dataclass(frozen=True)
+class Crew:
+    """Who combines the share's first row. opened: the slot of its first piece; pieces: how many; crew: CTAs that combine.
+
+    place: this one's among them; step: pairs of columns of each; bits: combine.width_bits; last: the row's last CTA.
+    """
+
+    opened: Int32
+    pieces: Int32
+    crew: Int32
+    place: Int32
+    step: Int32
+    bits: Int32
+    last: Int32
+
+
+WORDS, COMBINES = 7, 7  # of Shared.schedule: those of a Crew, then whether this CTA combines
+
+
+def find_crew(spec: KernelSpec, share: Share, length: Int32) -> Crew:
+    """The crew of the share's first row, of `length` tokens."""
+    tiles, heads = tiles_of(spec, length), heads_of(spec, share.unit)[2]
+    opener, last = first_slice(spec, share, tiles), last_slice(spec, share, tiles)
+    pieces = last - opener + 1
+    crew = cutlass.select_(pieces <= MOST_PIECES, pieces - 1, 1)
+    step, place = step_of(spec, heads, crew), cutlass.select_(inside_row(share), share.index - opener, 0)  # the last: always
+    ends = 2 * (opener * share.units + share.unit) + 1, last * share.units + share.unit
+    return Crew(ends[0], pieces, crew, place, step, width_bits(spec, step, pieces), ends[1])
+
+
+@cute.jit
+def clear_declined(spec: cutlass.Constexpr, shared: Shared):
+    """No CTA has declined yet."""
+    for i in cutlass.range(cute.arch.thread_idx()[0], MOST_PIECES, spec.num_warps * 32, unroll=1):
+        shared.declined[i] = Int8(0)
+
+
+def leave_crew(shared: Shared, crew: Crew):
+    """One lane writes it to shared memory, where it stays out of registers until the end of the share."""
+    for i, word in enumerate(vars(crew).values()):
+        shared.schedule[i] = word
+    shared.schedule[COMBINES] = Int32(1)
+
+
+def take_crew(spec: KernelSpec, shared: Shared) -> Crew:
+    """What leave_crew wrote. Only behind the share's last tile may a warp wait: a producer writes it once all are issued."""
+    if spec.arch == "sm90":
+        cute.arch.mbarrier_wait(crew_barrier(spec, shared), 0)
+    return Crew(*(shared.schedule[i] for i in range(WORDS)))
+
+
+@cute.jit
+def begin_crew(spec: cutlass.Constexpr, shared: Shared, share: Share, length: Int32):
+    """Without a producer the first thread finds the crew of the share's first row, of `length` tokens."""
+    if cute.arch.thread_idx()[0] == 0 and share.tile > 0:
+        leave_crew(shared, find_crew(spec, share, length))
+
+
+@cute.jit
+def prepare_end(spec: cutlass.Constexpr, problem: Problem, shared: Shared, share: Share, length: Int32):
+    """The producer, all its tiles issued, finds the crew and waits a little for the announcement that `settle` needs.
+
+    Under load a read is slow. length: of the share's first row.
+    """
+    if share.tile > 0:
+        crew = find_crew(spec, share, length)
+        with cute.arch.elect_one():
+            leave_crew(shared, crew)
+            cute.arch.mbarrier_arrive(crew_barrier(spec, shared))
+        if inside_row(share):
+            announced, reads = Boolean(False), Int32(0)
+            while not announced and reads < MOST_READS:
+                announced, reads = is_announced(spec, problem, crew.last), reads + 1
+            if announced:
+                with cute.arch.elect_one():
+                    cute.arch.mbarrier_arrive(announced_barrier(spec, shared))
+
+
+def crew_barrier(spec: KernelSpec, shared: Shared) -> cute.Pointer:
+    """The mbarrier behind those of the ring: the crew lies in shared memory."""
+    return shared.barriers + 2 * spec.num_stages
+
+
+def announced_barrier(spec: KernelSpec, shared: Shared) -> cute.Pointer:
+    """The mbarrier behind that: the row's last CTA has announced itself."""
+    return shared.barriers + 2 * spec.num_stages + 1
+
+
+@cute.jit
+def settle(spec: cutlass.Constexpr, problem: Problem, shared: Shared, share: Share):
+    """The first warp settles whether this CTA combines, before it stores a piece of a row that it neither opens nor ends."""
+    if cute.arch.make_warp_uniform(cute.arch.warp_idx()) == 0 and inside_row(share):
+        crew, known = take_crew(spec, shared), Boolean(False)
+        if cutlass.const_expr(spec.arch == "sm90"):
+            known = cute.arch.mbarrier_test_wait(announced_barrier(spec, shared), 0)
+        if not known:
+            known = is_announced(spec, problem, crew.last)
+        if cute.arch.lane_idx() == 0:
+            shared.schedule[COMBINES] = cutlass.select_(known, Int32(1), 0)
+
+
+@cute.jit
+def declines(shared: Shared, share: Share) -> Boolean:
+    """Whether this CTA leaves its columns to the row's last one."""
+    declined = Boolean(False)
+    if inside_row(share):
+        declined = shared.schedule[COMBINES] == 0
+    return declined
+
+
+def crew_parts(crew: Crew, share: Share) -> Parts:
+    """The row's pieces."""
+    stride = 2 * share.units
+    return Parts(crew.pieces, crew.opened, crew.opened - 1 + stride, stride)
+
+
+def crew_columns(spec: KernelSpec, crew: Crew, share: Share, place: Int32) -> Columns:
+    """The columns at a place in the crew."""
+    _, head, heads = heads_of(spec, share.unit)
+    return columns_of(spec, share.row, head, heads, place, crew.step, crew.bits)
+
+
+@cute.jit
+def next_place(spec: cutlass.Constexpr, shared: Shared, share: Share, crew: Int32, place: Int32) -> Int32:
+    """The next place in a crew of `crew` after `place` whose columns this CTA combines, or that of nobody.
+
+    The row's last CTA has those that were declined, which it knows once it has combined its own.
+    """
+    if crew == 1 or inside_row(share):
+        place = crew
+    else:
+        sync_consumers(spec)
+        place = place + 1 if shared.declined[0] != 0 else crew
+        while place < crew and shared.declined[place] == 0:
+            place += 1
+    return place

@@ -1,0 +1,1 @@
+"""Tracing and compiling the kernels from fake tensors."""

@@ -1,0 +1,59 @@
+"""Traces and compiles a decode kernel from fake tensors: shapes and strides are dynamic, so one kernel serves any cache."""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64
+from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
+
+from ...config.decode import ELEMENT_BYTES, QUERY_BYTES, KernelSpec, ScaleForm, StoredType, TableFormat
+from ..kernels.decode import DecodeKernel
+from .fakes import ELEMENT_TYPES, compile_kernel, rows, scalars, stored_element
+
+
+def fake_tables(table_format: TableFormat, batch) -> tuple:
+    """Fake page table tensors of `batch` rows: dense (table, seq_lens), csr (indices, indptr, last_page_len), or none."""
+
+    def vector(extent):
+        return make_fake_tensor(Int32, (extent,), (1,), assumed_align=4)
+
+    if table_format == "dense":
+        return rows(Int32, (batch, cute.sym_int64()), 1, 4), vector(batch), None
+    if table_format == "csr":
+        return vector(cute.sym_int64()), vector(cute.sym_int64()), vector(batch)
+    return None, None, None
+
+
+def _cache(spec: KernelSpec, stored_type: StoredType, shape: tuple):
+    """A fake cache [pages, num_kv_heads, page_size, head_dim]."""
+    return rows(stored_element(stored_type), shape, spec.vector_bytes // ELEMENT_BYTES[stored_type], spec.vector_bytes)
+
+
+def fake_scale(form: ScaleForm):
+    """A fake scale tensor, or None: of any strides."""
+    if form == "none":
+        return None
+    token = form.startswith("token")
+    dtype = cutlass.Float16 if form == "token_f16" else Float32
+    return scalars(dtype, tuple(cute.sym_int64() for _ in range(3 if token else 1)))
+
+
+def arguments(spec: KernelSpec) -> tuple:
+    """Fake arguments of DecodeKernel for `spec`."""
+    dtype = ELEMENT_TYPES[spec.element_type]
+    batch, heads, kv_heads = cute.sym_int64(), cute.sym_int64(), cute.sym_int64()
+    pair = 2 if spec.head_dim % 2 == 0 else 1
+    query = [rows(dtype, (batch, heads, spec.head_dim), pair, pair * QUERY_BYTES) for _ in range(2)]
+    slots = spec.page_size or cute.sym_int64()
+    pages = batch if spec.source == "contiguous" else cute.sym_int64()
+    caches = [_cache(spec, stored, (pages, kv_heads, slots, spec.head_dim)) for stored in (spec.k_type, spec.v_type)]
+    scales = fake_scale(spec.k_scale), fake_scale(spec.v_scale)
+    lse = scalars(Float32, (batch, heads))
+    workspace = make_fake_tensor(cutlass.Uint8, (cute.sym_int64(),), (1,), assumed_align=16) if spec.split else None
+    stream = make_fake_stream(use_tvm_ffi_env_stream=True)
+    tensors = (query[0], *caches, *fake_tables(spec.table_format, batch), *scales, query[1], lse, workspace)
+    return (*tensors, Float32(1.0), Int32(1), Int64(0), stream)
+
+
+def build(spec: KernelSpec, options: str = ""):
+    """Compiles `spec` for its target; needs no GPU. `options` are further compiler options, such as --keep-ptx."""
+    return compile_kernel(DecodeKernel(spec), arguments(spec), spec.target, options)

@@ -1,0 +1,194 @@
+"""Bad metadata on the device: a length that the table cannot hold, a page that the cache lacks, a CSR table out of order.
+
+A kernel masks it: tokens of a page outside the cache do not exist, a negative length is an empty row, a length past the
+row's capacity is the capacity, a row with a bad indptr is empty; a token whose slot, page or position is none, or whose row
+has a bad length, is not appended; a scale that f16 lacks is stored saturated; other rows are as if nothing were wrong. It
+records one such fault in its plan's status words, where it stays until the caller clears it. `first_fault` finds the same with
+torch ops.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from ..errors import CompileFailed, InvalidArgument
+from .page_table import PageTable
+
+FaultKind = Literal["page", "length", "indptr", "slot", "position", "scale"]
+KINDS: tuple[FaultKind, ...] = ("page", "length", "indptr", "slot", "position", "scale")  # the codes 1 to 6 on the device
+STATUS_WORDS = 4  # int32: the kind's code (0: none), row, value, 0; 16 bytes that a kernel stores at once
+BLOCK_PLANS = 1024  # plans whose status words share one allocation
+INT32_MIN, INT32_MAX = -(2**31), 2**31 - 1
+ARGUMENTS = {
+    ("dense", "page"): "page_table.table",
+    ("dense", "length"): "page_table.seq_lens",
+    ("csr", "page"): "page_table.indices",
+    ("csr", "length"): "page_table.last_page_len",
+    ("csr", "indptr"): "page_table.indptr",
+}
+
+_unused: dict[torch.device, Iterator[Tensor]] = {}
+_lock = threading.Lock()
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Metadata of `row` that breaks a rule; of a token, where what is at fault is its slot, its position or a scale.
+
+    kind and value: "page", an id outside [0, num_pages); "length", one that is negative or beyond what the row's part of the
+    table holds (of a CSR table: what indptr and last_page_len amount to); "indptr", the row's first entry where it is
+    negative, above the next row's, or the row ends past the indices; "slot", one at or past num_pages * page_size;
+    "position", one that is no row of the cos_sin_cache; "scale", the KV head whose scale of K or V is outside f16's range.
+    """
+
+    row: int
+    kind: FaultKind
+    value: int
+
+    def __str__(self) -> str:
+        if self.kind == "page":
+            return f"row {self.row} names page {self.value}: must be from 0 to num_pages - 1"
+        if self.kind == "length":
+            return f"row {self.row} has length {self.value}: must be from 0 to the tokens that its part of the table holds"
+        if self.kind == "slot":
+            return f"token {self.row} has slot {self.value}: must be negative (skipped) or below num_pages * page_size"
+        if self.kind == "position":
+            return f"token {self.row} has position {self.value}: must be from 0 to the rows of the cos_sin_cache - 1"
+        if self.kind == "scale":
+            return f"token {self.row} needs a scale for KV head {self.value} that f16 lacks: must be above 2**-25, below 65,520"
+        return f"row {self.row} begins at indptr {self.value}: must be from 0, at most the next row's, and end within the indices"
+
+    def error(self, page_table: PageTable) -> InvalidArgument:
+        """The fault as the typed error of the operand that holds it."""
+        return InvalidArgument(ARGUMENTS[page_table.format, self.kind], str(self))
+
+
+def first_fault(page_table: PageTable, page_size: int, num_pages: int, last_page_only: bool = False) -> Fault | None:
+    """The first row with a bad indptr, else with a bad length, else with a page id that is not in a cache of `num_pages`.
+
+    Only entries within a row's length count, of them the last where last_page_only. Computed where the table is; synchronises
+    with that device once.
+    """
+    find = _dense_suspects if page_table.format == "dense" else _csr_suspects
+    suspects = [suspect for suspect in find(page_table, page_size, num_pages, last_page_only) if suspect[1].numel()]
+    if not suspects:
+        return None
+    found = torch.stack([_first(*tensors) for _, *tensors in suspects]).tolist()
+    for (kind, *_), (bad, row, value) in zip(suspects, found, strict=True):
+        if bad:
+            return Fault(row, kind, value)
+    return None
+
+
+def first_bad_slot(slot_mapping: Tensor, num_slots: int) -> Fault | None:
+    """The first token of slot_mapping [tokens] whose slot is at or past `num_slots`; synchronises with its device once."""
+    if not len(slot_mapping):
+        return None
+    return _first_token("slot", slot_mapping >= num_slots, slot_mapping)
+
+
+def first_bad_position(positions: Tensor, appended: Tensor, num_positions: int) -> Fault | None:
+    """The first token of positions [tokens] whose position is not in [0, num_positions), of those that are `appended`."""
+    return _first_token("position", appended & ((positions < 0) | (positions >= num_positions)), positions)
+
+
+def first_bad_scale(beyond: Tensor) -> Fault | None:
+    """The first token and KV head of beyond [tokens, num_kv_heads], bool, that has a scale which f16 has no place for."""
+    if not beyond.numel():
+        return None
+    heads, place = beyond.shape[1], torch.arange(beyond.numel(), device=beyond.device)
+    found, token, head = _first(beyond.flatten(), place // heads, place % heads).tolist()
+    return Fault(token, "scale", head) if found else None
+
+
+def _first_token(kind: FaultKind, bad: Tensor, values: Tensor) -> Fault | None:
+    found, token, value = _first(bad, torch.arange(len(bad), device=bad.device), values.long()).tolist()
+    return Fault(token, kind, value) if found else None
+
+
+Suspects = tuple[FaultKind, Tensor, Tensor, Tensor]  # the kind; of each suspect, all [n]: whether it is bad, its row, its value
+
+
+def _first(bad: Tensor, row: Tensor, value: Tensor) -> Tensor:
+    """[3] int64: whether any is bad, and the row and the int32 value of the first that is."""
+    position = bad.byte().argmax()  # of equals the first
+    return torch.stack([bad.any().long(), row.take(position), value.take(position).clamp(INT32_MIN, INT32_MAX)])
+
+
+def _dense_suspects(page_table: PageTable, page_size: int, num_pages: int, last_page_only: bool) -> list[Suspects]:
+    table, seq_lens, _ = page_table.operands
+    batch, width = table.shape
+    row, length = torch.arange(batch, device=table.device), seq_lens.long()
+    bad_length = (length < 0) | (length > width * page_size)
+    suspects: list[Suspects] = [("length", bad_length, row, length)]
+    if width:
+        entries = (length[:, None] + page_size - 1) // page_size
+        column = torch.arange(width, device=table.device)
+        used = column == entries - 1 if last_page_only else column < entries
+        bad_page = used & ((table < 0) | (table >= num_pages))
+        first = bad_page.byte().argmax(1, keepdim=True)
+        suspects.append(("page", bad_page.any(1), row, table.gather(1, first)[:, 0].long()))
+    return suspects
+
+
+def _csr_suspects(page_table: PageTable, page_size: int, num_pages: int, last_page_only: bool) -> list[Suspects]:
+    indices, indptr, last_page_len = page_table.operands
+    if last_page_len is None:
+        raise InvalidArgument("page_table.last_page_len", "is None, must be a tensor in a CSR table")
+    begin, end = indptr[:-1].long(), indptr[1:].long()
+    row, entry = torch.arange(len(begin), device=indices.device), torch.arange(len(indices), device=indices.device)
+    bad_indptr = (begin < 0) | (end < begin) | (end > len(indices))
+    count = (end - begin).masked_fill(bad_indptr, 0)
+    length = ((count - 1) * page_size + last_page_len).masked_fill(count == 0, 0)
+    bad_length = (length < 0) | (length > count * page_size)
+    suspects: list[Suspects] = [("indptr", bad_indptr, row, begin), ("length", bad_length, row, length)]
+    if len(row):
+        # an owner is nonsense where an indptr is bad: that suspect comes first
+        owner = torch.searchsorted(end, entry, right=True).clamp(max=len(row) - 1)
+        past = (begin + (length + page_size - 1) // page_size)[owner]
+        used = (entry >= begin[owner]) & (entry < past)
+        if last_page_only:
+            used &= entry == past - 1
+        suspects.append(("page", used & ((indices < 0) | (indices >= num_pages)), owner, indices.long()))
+    return suspects
+
+
+def record(words: Tensor, fault: Fault) -> None:
+    """Writes `fault` into a plan's status words, as a kernel does, unless they hold one."""
+    if read(words) is None:
+        words.copy_(torch.tensor([1 + KINDS.index(fault.kind), fault.row, fault.value, 0], dtype=torch.int32))
+
+
+def read(words: Tensor) -> Fault | None:
+    """What a plan's status words say; waits for the current stream of their device."""
+    code, row, value, _ = words.tolist()
+    return Fault(row, KINDS[code - 1], value) if code else None
+
+
+def new_status(device: torch.device) -> Tensor:
+    """Zeroed status words int32 [STATUS_WORDS], 16-byte aligned, for one plan.
+
+    They come from blocks of many: a plan that is selected inside a graph capture, where a fresh allocation would be the
+    graph's and its zeroing part of every replay, usually needs no new block. Raises CompileFailed where it does.
+    """
+    with _lock, torch.inference_mode(False):  # the caller's mode is not that of later runs
+        words = next(_unused.get(device, iter(())), None)
+        if words is None:
+            _unused[device] = _block(device)
+            words = next(_unused[device])
+        return words
+
+
+def _block(device: torch.device) -> Iterator[Tensor]:
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise CompileFailed(f"the first plan on {device} must not be selected inside a graph capture; select one before it")
+    block = torch.zeros(BLOCK_PLANS, STATUS_WORDS, dtype=torch.int32, device=device)
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()  # plans run on any stream
+    return (block[plan] for plan in range(BLOCK_PLANS))

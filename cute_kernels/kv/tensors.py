@@ -1,0 +1,66 @@
+"""Page tables and scales as real tensors: checked against what is described, and viewed as a kernel takes them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..checks.tensors import check_shape, check_tensor, check_unit_last, type_name
+from ..config.decode import TableFormat
+from ..errors import InvalidArgument, InvalidProblem, MisalignedOperand
+from .page_table import OPERAND_NAMES, PageTable
+from .scale import Axes, KVScale
+
+FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+def check_page_table(table_format: TableFormat, page_table: Any, name: str = "page_table") -> None:
+    """A PageTable of the described format."""
+    if not isinstance(page_table, PageTable):
+        raise InvalidArgument(name, f"got {type_name(page_table)}, must be a PageTable")
+    if page_table.format != table_format:
+        raise InvalidArgument(name, f"is {page_table.format}, must be {table_format}: the descriptor's table_format")
+    if len(page_table.operands) != 3 or (page_table.format == "dense" and page_table.operands[2] is not None):
+        raise InvalidArgument(name, "has operands of neither format, must be made by PageTable.dense or PageTable.csr")
+
+
+def check_table(device: torch.device, table_format: TableFormat, batch: int, operands: tuple[Any, ...]) -> None:
+    """The operands of a dense or a CSR PageTable of `batch` rows."""
+    names = OPERAND_NAMES[table_format]
+    tensors = operands[: len(names)]
+    for name, tensor in zip(names, tensors, strict=True):
+        check_tensor(device, name, tensor, torch.int32)
+    if table_format == "dense":
+        check_shape(names[0], tensors[0], (batch, None), "[batch_size, max_pages]")
+        check_shape(names[1], tensors[1], (batch,), "[batch_size]")
+    else:
+        check_shape(names[0], tensors[0], (None,), "[used_pages]")
+        check_shape(names[1], tensors[1], (batch + 1,), "[batch_size + 1]")
+        check_shape(names[2], tensors[2], (batch,), "[batch_size]")
+    for name, tensor in zip(names, tensors, strict=True):
+        check_unit_last(name, tensor)
+
+
+def check_scale(device: torch.device, name: str, scale: KVScale, tensor: Any, axes: Axes) -> None:
+    """A tensor of the described granularity and dtype, with any strides; None where there are no scales."""
+    if not scale:
+        if tensor is not None:
+            raise InvalidArgument(name, f"got {type_name(tensor)}, must be None: the descriptor has no {name}")
+        return
+    check_tensor(device, name, tensor, scale.dtype)
+    if tuple(tensor.shape) not in scale.shapes(axes):
+        raise InvalidProblem(f"{name}.shape", tuple(tensor.shape), f"must be {scale.meaning(axes)}: the scale is per {scale}")
+    if tensor.data_ptr() % tensor.element_size():
+        raise MisalignedOperand(f"{name}.data_ptr", tensor.data_ptr(), tensor.element_size())
+
+
+def as_bytes(cache: Tensor) -> Tensor:
+    """A cache as it is, but the bytes (uint8) of one that holds fp8."""
+    return cache.view(torch.uint8) if cache.dtype in FLOAT8 else cache
+
+
+def scale_view(scale: Tensor | None, shape: tuple[int, ...]) -> Tensor | None:
+    """The same scales in the kernel's shape: of a 0-d tensor or a flat one."""
+    return scale if scale is None or scale.dim() == len(shape) else scale.view(shape)

@@ -1,0 +1,1 @@
+"""Merging states of attention over disjoint parts of the KV."""

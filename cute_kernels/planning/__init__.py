@@ -1,0 +1,1 @@
+"""What every plan shares: variants and why they serve, workspaces, and checks of real tensors."""

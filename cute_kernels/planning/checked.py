@@ -1,0 +1,49 @@
+"""Pieces of plans: checks that are remembered, no compile inside a graph capture."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Generic, Protocol, TypeVar
+
+import torch
+
+from ..compile import kernels as compiler
+from ..errors import CompileFailed
+
+MAX_CHECKED = 4096  # signatures that a plan remembers
+
+
+class _Signed(Protocol):
+    def signature(self) -> tuple[object, ...]: ...
+
+
+_Operands = TypeVar("_Operands", bound=_Signed)
+_Verdict = TypeVar("_Verdict")
+
+
+class Checked(Generic[_Operands, _Verdict]):
+    """A check of operands that runs once a signature: `checked(operands)` gives what the check gave, `now` always runs it."""
+
+    def __init__(self, check: Callable[[_Operands], _Verdict]) -> None:
+        self.now = check
+        self._known: dict[object, _Verdict] = {}
+
+    def __call__(self, operands: _Operands) -> _Verdict:
+        key: object = None
+        try:
+            key = operands.signature()
+            if key in self._known:
+                return self._known[key]
+        except (AttributeError, TypeError):
+            pass  # not a tensor: the check names it
+        verdict = self.now(operands)
+        if len(self._known) >= MAX_CHECKED:
+            self._known.clear()
+        self._known[key] = verdict
+        return verdict
+
+
+def refuse_compile_in_capture(spec: compiler.Spec) -> None:
+    """Raises CompileFailed inside a graph capture where `spec` has not been compiled yet."""
+    if torch.cuda.is_current_stream_capturing() and spec not in compiler.compiled_specs():
+        raise CompileFailed(f"spec = {spec}: is not compiled yet, must not be compiled inside a graph capture; select before it")

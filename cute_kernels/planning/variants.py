@@ -1,0 +1,201 @@
+"""The ordered variants, what each can serve on which device, and the choice among them, with every reason."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal
+
+import torch
+
+from ..config.decode import Partition, Target
+from ..errors import InvalidArgument, Unsupported
+
+VariantArch = Literal["sm90", "sm80", "cpu"]
+Verdict = Literal["chosen", "fits", "rejected", "excluded"]
+Launch = Callable[..., object]
+
+
+@dataclass(frozen=True)
+class DeviceFacts:
+    """What the choice depends on: a device's kind, name, compute capability (None on the CPU) and SM count (1 there)."""
+
+    kind: str
+    name: str
+    capability: tuple[int, int] | None
+    sm_count: int
+
+    @classmethod
+    def of(cls, device: torch.device) -> DeviceFacts:
+        """The facts of a device of this machine."""
+        if device.type != "cuda":
+            return cls(device.type, device.type, None, 1)
+        properties = torch.cuda.get_device_properties(device)
+        capability = (properties.major, properties.minor)
+        return cls("cuda", properties.name, capability, properties.multi_processor_count)
+
+    @property
+    def slug(self) -> str:
+        """The name of its plan table: "h200" for "NVIDIA H200"."""
+        model = re.search(r"[a-z]+\d+[a-z]*", self.name.lower())
+        return model.group() if model else self.kind
+
+    def __str__(self) -> str:
+        if self.capability is None:
+            return self.name
+        return f"{self.name} (capability {self.capability[0]}.{self.capability[1]}, {self.sm_count} SMs)"
+
+
+PRETEND = {
+    "h200": DeviceFacts("cuda", "NVIDIA H200", (9, 0), 132),
+    "h100": DeviceFacts("cuda", "NVIDIA H100 80GB HBM3", (9, 0), 132),
+    "a100": DeviceFacts("cuda", "NVIDIA A100-SXM4-80GB", (8, 0), 108),
+    "l40s": DeviceFacts("cuda", "NVIDIA L40S", (8, 9), 142),
+    "cpu": DeviceFacts("cpu", "cpu", None, 1),
+}
+
+
+@dataclass(frozen=True)
+class PlanPreference:
+    """What a caller asks of the choice.
+
+    max_workspace_bytes: rows stay whole where cutting them needs more. arch: force "sm90", "sm80" or "cpu"; Unsupported if it
+    cannot serve. deterministic: every variant is. batch_invariant: a row's bits may not depend on the rest of the batch.
+    validate, check_workspace: debugging aids. `run` first checks lengths and page ids on the device, or that the workspace holds
+    nothing foreign, which synchronises with the device and cannot be captured in a graph; it raises InvalidArgument for the
+    first bad row or byte.
+    """
+
+    max_workspace_bytes: int | None = None
+    arch: VariantArch | None = None
+    deterministic: bool = True
+    batch_invariant: bool = False
+    validate: bool = False
+    check_workspace: bool = False
+
+    def __post_init__(self) -> None:
+        limit = self.max_workspace_bytes
+        if limit is not None and (not isinstance(limit, int) or isinstance(limit, bool) or limit < 0):
+            raise InvalidArgument("max_workspace_bytes", f"got {limit!r}, must be an int of at least 0, or None")
+        if self.arch not in (None, "sm90", "sm80", "cpu"):
+            raise InvalidArgument("arch", f'got {self.arch!r}, must be "sm90", "sm80", "cpu" or None')
+        for name in ("deterministic", "batch_invariant", "validate", "check_workspace"):
+            if not isinstance(getattr(self, name), bool):
+                raise InvalidArgument(name, f"got {getattr(self, name)!r}, must be a bool")
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One implementation: its mainloop and the target it is compiled for on each compute capability it runs on."""
+
+    name: str
+    arch: VariantArch
+    targets: tuple[tuple[tuple[int, int], Target], ...] = ()
+
+    def target(self, facts: DeviceFacts) -> Target | None:
+        """What to compile for on this device; None where the variant does not run."""
+        return dict(self.targets).get(facts.capability) if facts.capability else None
+
+
+VARIANTS = (
+    Variant("sm90_tma", "sm90", (((9, 0), "sm_90a"),)),
+    Variant("sm80_cp_async", "sm80", (*(((8, minor), "sm_80") for minor in (0, 6, 7, 9)), ((9, 0), "sm_90a"))),
+    Variant("cpu_reference", "cpu"),
+)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One variant's answer: the verdict, its reasons, and what it would run. The CPU variant has neither config nor spec.
+
+    num_ctas: the grid. config_source: what chose the config, and why rows stay whole where they could be cut. cost: what the
+    model expects of it.
+    """
+
+    variant: str
+    arch: VariantArch
+    verdict: Verdict
+    reasons: tuple[str, ...]
+    config: Any = None
+    spec: Any = None
+    config_source: str = ""
+    num_ctas: int = 1
+    cost: Any = None
+
+    @property
+    def partition(self) -> Partition:
+        """How rows are divided between CTAs; the CPU variant keeps them whole."""
+        return "whole" if self.spec is None else self.spec.partition
+
+    @property
+    def unit_heads(self) -> int:
+        """KV heads that a CTA takes together."""
+        return 1 if self.spec is None else self.spec.unit_heads
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Every variant in order, with why it was taken or rejected. `str()` is a table, `to_dict()` plain data."""
+
+    problem: str
+    device: str
+    candidates: tuple[Candidate, ...]
+
+    @property
+    def chosen(self) -> Candidate:
+        """The candidate that was taken. Raises Unsupported with every reason when there is none."""
+        for candidate in self.candidates:
+            if candidate.verdict == "chosen":
+                return candidate
+        raise Unsupported([f"{c.variant}: {reason}" for c in self.candidates for reason in c.reasons])
+
+    def to_dict(self) -> dict[str, Any]:
+        """The same as plain data."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        rows = [("variant", "arch", "verdict", "why")]
+        for candidate in self.candidates:
+            why = candidate.reasons or (_config_line(candidate),)
+            rows.append((candidate.variant, candidate.arch, candidate.verdict, why[0]))
+            rows += [("", "", "", reason) for reason in why[1:]]
+        widths = [max(len(row[column]) for row in rows) for column in range(3)]
+        lines = ["  ".join([*(cell.ljust(w) for cell, w in zip(row[:3], widths, strict=True)), row[3]]).rstrip() for row in rows]
+        return "\n".join([f"{self.problem}, on {self.device}", *(f"  {line}" for line in lines)])
+
+
+def choice(answers: Iterable[Candidate], problem: str, facts: DeviceFacts, preference: PlanPreference) -> Explanation:
+    """Chooses the first of the answers ("fits" or "rejected" each, in order) that fits and that `preference` allows."""
+    candidates: list[Candidate] = []
+    taken = False
+    for candidate in answers:
+        if preference.arch not in (None, candidate.arch):
+            forced = f'preference forces arch "{preference.arch}"'
+            rejected = candidate.reasons if candidate.verdict == "rejected" else ()
+            candidate = replace(candidate, verdict="excluded", reasons=(forced, *rejected))
+        elif candidate.verdict == "fits" and taken:
+            candidate = replace(candidate, reasons=("an earlier variant serves it",))
+        elif candidate.verdict == "fits":
+            taken = True
+            candidate = replace(candidate, verdict="chosen")
+        candidates.append(candidate)
+    return Explanation(problem, str(facts), tuple(candidates))
+
+
+def device_reasons(variant: Variant, facts: DeviceFacts) -> list[str]:
+    """Why a variant does not run on such a device; nothing where it does."""
+    if variant.arch == "cpu":
+        return [] if facts.kind == "cpu" else [f"runs on the cpu, device is {facts}"]
+    if variant.target(facts):
+        return []
+    needed = ", ".join(f"{major}.{minor}" for (major, minor), _ in variant.targets)
+    return [f"needs a CUDA device of capability {needed}, device is {facts}"]
+
+
+def _config_line(candidate: Candidate) -> str:
+    if candidate.config is None:
+        return "plain PyTorch"
+    knobs = " ".join(f"{name}={value}" for name, value in asdict(candidate.config).items())
+    expected = "" if candidate.cost is None else f", modelled {candidate.cost.total_us:.1f} us on an H200"
+    return f"{knobs} ({candidate.config_source}{expected})"

@@ -1,0 +1,49 @@
+"""The scratch memory of launches, in named regions.
+
+A workspace is zeroed once and from then on left to plans: each launch leaves it as it found it, zero, so launches of any plans
+may use it one after the other. Two launches may not use it at the same time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..errors import InvalidArgument
+
+REGION_ALIGNMENT = 128  # bytes: a region starts and ends on a cache line
+WORKSPACE_ALIGNMENT = 16  # bytes: what the workspace's own pointer must keep
+
+
+@dataclass(frozen=True)
+class WorkspaceRegion:
+    """`nbytes` bytes from `offset` bytes into the workspace."""
+
+    name: str
+    offset: int
+    nbytes: int
+
+
+def new_workspace(nbytes: int, device: torch.device) -> Tensor:
+    """A zeroed workspace, uint8 [nbytes], that any stream may use at once.
+
+    Inside a graph capture it belongs to the graph's pool, and its zeroing is a node of the graph.
+    """
+    with torch.inference_mode(False):  # the caller's mode is not that of later runs
+        workspace = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+    if device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
+        torch.cuda.current_stream(device).synchronize()
+    return workspace
+
+
+def check_clean(workspace: Tensor, regions: tuple[WorkspaceRegion, ...]) -> None:
+    """Raises InvalidArgument for the first foreign byte of a workspace's regions; waits for its device."""
+    for region in regions:
+        dirty = workspace[region.offset : region.offset + region.nbytes].nonzero()
+        if len(dirty):
+            offset = region.offset + int(dirty[0])
+            first = f"the first {int(workspace[offset])} at byte {offset}"
+            found = f"holds {len(dirty)} foreign bytes in its region {region.name}, {first}"
+            raise InvalidArgument("workspace", f"{found}; must be zeroed once and then be written by launches of plans only")
