@@ -96,7 +96,7 @@ class DecodeKernel:
         if cutlass.const_expr(self.mainloop.producer_warps > 0):
             warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
             if warp == 0:
-                self.mainloop.prepare(caches, shared.barriers)
+                self.mainloop.prepare(caches, shared)
             if warp == self.mainloop.ahead_warp:
                 self.mainloop.look_ahead(problem, shared)
             if warp < spec.num_warps:
@@ -165,7 +165,7 @@ class DecodeKernel:
     def find_opener(self, shared: Shared, share: Share, length: Int32):
         """Leaves in shared memory the slice that opened the share's first row, of `length` tokens."""
         if cute.arch.thread_idx()[0] == 0 and share.tile > 0:
-            shared.schedule[0] = first_slice(self.spec, share, tiles_of(self.spec, length))
+            shared.opener[0] = first_slice(self.spec, share, tiles_of(self.spec, length))
 
     @cute.jit
     def store(self, problem: Problem, shared: Shared, share: Share, piece: Piece, scaling: Scaling):
@@ -207,7 +207,7 @@ class DecodeKernel:
         if self.spec.partition == "balanced":
             return 2 * cta + (piece.first == 0)
         others = self.continued(share, piece)
-        owner = cutlass.select_(others, shared.schedule[0] * share.units + share.unit, cta)
+        owner = cutlass.select_(others, shared.opener[0] * share.units + share.unit, cta)
         region = 2 * owner + (others | (piece.end < piece.tiles))
         return region * MAX_BLOCKS + quotient(piece.first, block_of(piece.tiles))
 

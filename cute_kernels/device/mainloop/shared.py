@@ -12,15 +12,20 @@ from ..kv.scale import ScaleRing, make_scale_rings
 from ..tracing.fakes import ELEMENT_TYPES
 from . import tile
 
+CREW_WORDS = 7  # of a Crew (schedule/crew.py)
+NEWS = 2  # mbarriers for what the producer finds out for the share's end: crew_barrier, announced_barrier
 OPENING_WORDS = 9  # a share, but for what a CTA knows of it by itself, and its first row
 
 
 @dataclass(frozen=True)
 class Shared:
-    """The K and V rings, swizzled, and their tokens' scales; two queries; the merge buffer; the mbarriers; holes (attend/mask).
+    """The K and V rings, swizzled, and their tokens' scales; two queries; the merge buffer; holes (attend/mask).
+
+    barriers: the mbarriers, by the functions below.
 
     inverses: of the row factors of each query, f32 [row, query] (attend/query_range.py).
-    schedule: what only the end of a share needs, kept out of registers (schedule/crew.py; DecodeKernel.find_opener).
+    What only the end of a share needs, kept out of registers: opener, the slice that opened the share's first row
+    (DecodeKernel.find_opener), or crew and combines (schedule/crew.py). They share memory: a partition needs one or the other.
     opening, pages: what one warp finds for others (schedule/opening.py).
     declined: of each piece of the share's first row, Int8: whether its CTA declines.
     """
@@ -32,7 +37,9 @@ class Shared:
     merge: tuple
     barriers: cute.Pointer
     holes: cute.Tensor
-    schedule: cute.Tensor
+    opener: cute.Tensor
+    crew: cute.Tensor
+    combines: cute.Tensor
     opening: cute.Tensor
     pages: cute.Tensor
     declined: cute.Tensor
@@ -56,13 +63,35 @@ def allocate(spec: KernelSpec) -> Shared:
         rings.append(smem.allocate_tensor(ELEMENT_TYPES[math_type], layout, byte_alignment=1024, swizzle=swizzle))
     query = smem.allocate_tensor(ELEMENT_TYPES[spec.element_type], query_layout(spec), byte_alignment=128)
     merge = merge_tensors(spec, smem.allocate_array(Float32, spec.merge_floats, byte_alignment=16))
-    barriers = smem.allocate_array(Int64, 2 * spec.num_stages + 2)
-    shapes = spec.num_stages, 8, OPENING_WORDS, 32
-    holes, schedule, opening, pages = (smem.allocate_tensor(Int32, cute.make_layout(n), byte_alignment=16) for n in shapes)
+    barriers = smem.allocate_array(Int64, 2 * spec.num_stages + NEWS)
+    shapes = spec.num_stages, CREW_WORDS + 1, OPENING_WORDS, 32
+    holes, crew, opening, pages = (smem.allocate_tensor(Int32, cute.make_layout(n), byte_alignment=16) for n in shapes)
     declined = smem.allocate_tensor(Int8, cute.make_layout(MOST_PIECES), byte_alignment=16)
     scales = make_scale_rings(spec, smem)
     inverses = smem.allocate_tensor(Float32, cute.make_layout((TILE_M, 2)), byte_alignment=16)
-    return Shared(tuple(rings), scales, query, inverses, merge, barriers, holes, schedule, opening, pages, declined)
+    combines = cute.make_tensor(crew.iterator + CREW_WORDS, cute.make_layout(1))
+    end = crew, crew, combines  # opener, crew, combines
+    return Shared(tuple(rings), scales, query, inverses, merge, barriers, holes, *end, opening, pages, declined)
+
+
+def full_barrier(spec: KernelSpec, shared: Shared, stage: Int32 | int) -> cute.Pointer:
+    """A stage's tile has come: its producers arrive."""
+    return shared.barriers + stage
+
+
+def empty_barrier(spec: KernelSpec, shared: Shared, stage: Int32 | int) -> cute.Pointer:
+    """A stage is free: its reader arrives."""
+    return shared.barriers + spec.num_stages + stage
+
+
+def crew_barrier(spec: KernelSpec, shared: Shared) -> cute.Pointer:
+    """The crew lies in shared memory: the producer arrives."""
+    return shared.barriers + 2 * spec.num_stages
+
+
+def announced_barrier(spec: KernelSpec, shared: Shared) -> cute.Pointer:
+    """The row's last CTA has announced itself: the producer arrives."""
+    return shared.barriers + 2 * spec.num_stages + 1
 
 
 @cute.jit

@@ -24,7 +24,7 @@ from ..schedule.crew import prepare_end
 from ..schedule.opening import Opening, find_opening, meet, meet_consumers, publish, read_opening
 from ..schedule.work_scheduler import Piece, after, make_piece, take_share, unfinished
 from . import tile
-from .shared import Shared, read_holes
+from .shared import Shared, announced_barrier, crew_barrier, empty_barrier, full_barrier, read_holes
 
 EVICT_FIRST = 0x12F0000000000000  # L2 policy: KV is read once
 EVICT_NORMAL = 0x1000000000000000
@@ -81,7 +81,7 @@ class TmaMainloop:
         return (warp - piece.issued * self.spec.unit_heads) & (self.spec.num_warps - 1)  # num_warps is a power of two
 
     @cute.jit
-    def prepare(self, operands: tuple, barriers: cute.Pointer):
+    def prepare(self, operands: tuple, shared: Shared):
         """The first warp fetches the tensor maps ahead and makes the mbarriers, while another finds the opening.
 
         Full ones (the producers arrive), empty ones (the stage's reader does), and two for news of the crew (schedule/crew). One
@@ -91,10 +91,10 @@ class TmaMainloop:
             for atom in (operands[0], operands[2]):
                 cpasync.prefetch_descriptor(atom)
             for stage in cutlass.range_constexpr(self.spec.num_stages):
-                cute.arch.mbarrier_init(barriers + stage, self.arrivals)
-                cute.arch.mbarrier_init(barriers + self.spec.num_stages + stage, self.releases)
-            for news in cutlass.range_constexpr(2):
-                cute.arch.mbarrier_init(barriers + 2 * self.spec.num_stages + news, 1)
+                cute.arch.mbarrier_init(full_barrier(self.spec, shared, stage), self.arrivals)
+                cute.arch.mbarrier_init(empty_barrier(self.spec, shared, stage), self.releases)
+            for news in (crew_barrier, announced_barrier):
+                cute.arch.mbarrier_init(news(self.spec, shared), 1)
         cute.arch.mbarrier_init_fence()
 
     def open_share(self, problem: Problem, shared: Shared) -> Opening:
@@ -201,7 +201,7 @@ class TmaMainloop:
     def await_stage(self, shared: Shared, ordinal: Int32) -> Int32:
         """The stage of the share's tile `ordinal`, once it is free."""
         stage, parity = self.turn_of(ordinal)
-        cute.arch.mbarrier_wait(shared.barriers + self.spec.num_stages + stage, parity ^ 1)
+        cute.arch.mbarrier_wait(empty_barrier(self.spec, shared, stage), parity ^ 1)
         return stage
 
     def turn_of(self, ordinal: Int32) -> tuple[Int32, Int32]:
@@ -224,7 +224,7 @@ class TmaMainloop:
     ):
         """K and V of the piece's tile i of a KV head, box by box. Its pages, and its holes, are in the lanes from `lane` on."""
         spec, stage = self.spec, self.await_stage(shared, self.ordinal(piece, i, head))
-        full = shared.barriers + stage
+        full = full_barrier(spec, shared, stage)
         atom_k, coords_k, atom_v, coords_v = problem.caches
         smem_k, gmem_k = self._partition(atom_k, coords_k, shared.rings[0], spec.rings[0])
         smem_v, gmem_v = self._partition(atom_v, coords_v, shared.rings[1], spec.rings[1])
@@ -246,9 +246,9 @@ class TmaMainloop:
         found = self.find_scales(problem, piece, i, head, pages, lane)
         stage = self.await_stage(shared, self.ordinal(piece, i, head))
         fetch_scales(shared.scales, found, stage)
-        arrive_after_copies(shared.barriers + stage)
+        arrive_after_copies(full_barrier(self.spec, shared, stage))
         if cute.arch.lane_idx() == 0:  # for what this lane stored itself
-            cute.arch.mbarrier_arrive(shared.barriers + stage)
+            cute.arch.mbarrier_arrive(full_barrier(self.spec, shared, stage))
 
     def find_scales(self, problem: Problem, piece: Piece, i: Int32, head: int, pages: Int32, lane: Int32) -> list:
         """Where the scales of the piece's tile i are: [K's, V's] of each 32 tokens. Its pages are in the lanes from `lane` on."""
@@ -264,10 +264,10 @@ class TmaMainloop:
     @cute.jit
     def consume(self, piece: Piece, attention: Attention, problem: Problem, shared: Shared):
         """This warp's tiles of one piece: those whose place in the CTA's stream is its own modulo num_warps."""
-        spec, barriers = self.spec, shared.barriers
+        spec = self.spec
         for i in cutlass.range(self.order(piece), (piece.stop - piece.first) * spec.unit_heads, spec.num_warps, unroll=1):
             stage, parity = self.turn_of(piece.issued * spec.unit_heads + i)
-            cute.arch.mbarrier_wait(barriers + stage, parity)
+            cute.arch.mbarrier_wait(full_barrier(spec, shared, stage), parity)
             valid = piece.length - (piece.first + quotient(i, spec.unit_heads)) * spec.tile_n
             holes = read_holes(spec, shared, stage)
             attend_tile(spec, attention, shared, stage, valid, holes)
@@ -275,7 +275,7 @@ class TmaMainloop:
                 cute.arch.fence_proxy("async.shared", space="cta")  # zeroed V rows, before TMA writes the stage again
             cute.arch.sync_warp()
             if cutlass.const_expr(self.releases > 1):
-                cute.arch.mbarrier_arrive(barriers + spec.num_stages + stage)
+                cute.arch.mbarrier_arrive(empty_barrier(spec, shared, stage))
             else:
                 with cute.arch.elect_one():
-                    cute.arch.mbarrier_arrive(barriers + spec.num_stages + stage)
+                    cute.arch.mbarrier_arrive(empty_barrier(spec, shared, stage))

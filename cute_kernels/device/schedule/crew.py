@@ -15,7 +15,7 @@ from ...config.decode import MOST_PIECES, KernelSpec
 from ..attend.pack_gqa import sync_consumers
 from ..combine.combine import Columns, Parts, columns_of, step_of, width_bits
 from ..combine.partials import open_workspace
-from ..mainloop.shared import Shared
+from ..mainloop.shared import CREW_WORDS, Shared, announced_barrier, crew_barrier
 from ..problem import Problem
 from .work_scheduler import Share, first_slice, heads_of, inside_row, last_slice, tiles_of
 
@@ -60,9 +60,6 @@ class Crew:
     last: Int32
 
 
-WORDS, COMBINES = 7, 7  # of Shared.schedule: those of a Crew, then whether this CTA combines
-
-
 def find_crew(spec: KernelSpec, share: Share, length: Int32) -> Crew:
     """The crew of the share's first row, of `length` tokens."""
     tiles, heads = tiles_of(spec, length), heads_of(spec, share.unit)[2]
@@ -84,15 +81,15 @@ def clear_declined(spec: cutlass.Constexpr, shared: Shared):
 def leave_crew(shared: Shared, crew: Crew):
     """One lane writes it to shared memory, where it stays out of registers until the end of the share."""
     for i, word in enumerate(vars(crew).values()):
-        shared.schedule[i] = word
-    shared.schedule[COMBINES] = Int32(1)
+        shared.crew[i] = word
+    shared.combines[0] = Int32(1)
 
 
 def take_crew(spec: KernelSpec, shared: Shared) -> Crew:
     """What leave_crew wrote. Only behind the share's last tile may a warp wait: a producer writes it once all are issued."""
     if spec.arch == "sm90":
         cute.arch.mbarrier_wait(crew_barrier(spec, shared), 0)
-    return Crew(*(shared.schedule[i] for i in range(WORDS)))
+    return Crew(*(shared.crew[i] for i in range(CREW_WORDS)))
 
 
 @cute.jit
@@ -122,16 +119,6 @@ def prepare_end(spec: cutlass.Constexpr, problem: Problem, shared: Shared, share
                     cute.arch.mbarrier_arrive(announced_barrier(spec, shared))
 
 
-def crew_barrier(spec: KernelSpec, shared: Shared) -> cute.Pointer:
-    """The mbarrier behind those of the ring: the crew lies in shared memory."""
-    return shared.barriers + 2 * spec.num_stages
-
-
-def announced_barrier(spec: KernelSpec, shared: Shared) -> cute.Pointer:
-    """The mbarrier behind that: the row's last CTA has announced itself."""
-    return shared.barriers + 2 * spec.num_stages + 1
-
-
 @cute.jit
 def settle(spec: cutlass.Constexpr, problem: Problem, shared: Shared, share: Share):
     """The first warp settles whether this CTA combines, before it stores a piece of a row that it neither opens nor ends."""
@@ -142,7 +129,7 @@ def settle(spec: cutlass.Constexpr, problem: Problem, shared: Shared, share: Sha
         if not known:
             known = is_announced(spec, problem, crew.last)
         if cute.arch.lane_idx() == 0:
-            shared.schedule[COMBINES] = cutlass.select_(known, Int32(1), 0)
+            shared.combines[0] = cutlass.select_(known, Int32(1), 0)
 
 
 @cute.jit
@@ -150,7 +137,7 @@ def declines(shared: Shared, share: Share) -> Boolean:
     """Whether this CTA leaves its columns to the row's last one."""
     declined = Boolean(False)
     if inside_row(share):
-        declined = shared.schedule[COMBINES] == 0
+        declined = shared.combines[0] == 0
     return declined
 
 
