@@ -22,6 +22,7 @@ from .attention.choice import tuned
 from .attention.descriptors import DecodeProblem, FlashDecodingDescriptor, PagedDecodeDescriptor
 from .attention.plan import sku_of
 from .attention.variants import explain as explain_problem
+from .attention.variants import grid_of
 from .attention.workspace import workspace_bytes, workspace_regions
 from .errors import CuteKernelsError, InvalidArgument, MissingDependency, Unsupported
 from .kv.scale import NAMED_SCALES
@@ -115,7 +116,7 @@ def plan(request: Request) -> None:
     """What would run for a shape: variant, config, workspace and numerics."""
     chosen = request.explanation().chosen
     sku = sku_of(request.problem, chosen, request.preference)
-    launch = (request.problem, chosen.num_ctas, chosen.partition, chosen.unit_heads)
+    launch = grid_of(request.problem, chosen)
     if request.as_json:
         regions = [vars(region) for region in workspace_regions(*launch)]
         fields = {**vars(sku), "config": chosen.config and vars(chosen.config)}

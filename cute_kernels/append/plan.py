@@ -32,11 +32,11 @@ def explain(descriptor: KVAppendDescriptor, facts: DeviceFacts, preference: Plan
 
 
 def _evaluate(variant: Variant, descriptor: KVAppendDescriptor, facts: DeviceFacts) -> Candidate:
-    """One variant's answer; the reasons of one that fits say what it would run."""
+    """One variant's answer."""
     reasons = device_reasons(variant, facts)
     target = variant.target(facts)
     if target is None:
-        return Candidate(variant.name, variant.arch, "rejected" if reasons else "fits", tuple(reasons) or ("plain PyTorch",))
+        return Candidate(variant.name, variant.arch, "rejected" if reasons else "fits", tuple(reasons))
     spec = kernel_spec(descriptor, cast(Arch, variant.arch), target)
     reasons += append_supports(spec)
     if reasons:
@@ -44,7 +44,7 @@ def _evaluate(variant: Variant, descriptor: KVAppendDescriptor, facts: DeviceFac
     heads = (descriptor.num_kv_heads, descriptor.rotary.num_heads if descriptor.rotary else 0)
     ctas = sum(-(-descriptor.num_tokens * count // spec.rows_per_cta) for count in heads)
     knobs = f"columns={spec.columns} lanes={spec.lanes} rounds={spec.rounds} unroll={spec.unroll} ({target})"
-    return Candidate(variant.name, variant.arch, "fits", (knobs,), num_ctas=ctas)
+    return Candidate(variant.name, variant.arch, "fits", (), knobs, spec, ctas)
 
 
 def kernel_spec(descriptor: KVAppendDescriptor, arch: Arch, target: Target) -> AppendSpec:
@@ -90,8 +90,7 @@ class KVAppendPlan(FlaggingPlan):
         facts = DeviceFacts.of(device)
         explanation = explain(descriptor, facts, preference)
         chosen = explanation.chosen
-        target = next(variant.target(facts) for variant in VARIANTS if variant.name == chosen.variant)
-        spec = None if target is None else kernel_spec(descriptor, cast(Arch, chosen.arch), target)
+        spec = chosen.spec
         dtypes = (descriptor.element_type, descriptor.cache_type, descriptor.cache_type)
         guarantee = PrecisionGuarantee(batch_invariant=True, norm_factor=1.0, norm_ulps=0, element_factor=1.0, element_ulps=0)
         sku = Sku("kv_append", *dtypes, SKU_ARCH[chosen.arch], chosen.variant, spec, guarantee)

@@ -22,7 +22,7 @@ from . import checks
 from .checks import Operands, Passage, Rules
 from .descriptors import DecodeProblem, FlashDecodingDescriptor, PagedDecodeDescriptor
 from .shortcut import Setting, Shortcut, never, shortcut
-from .variants import explain
+from .variants import explain, grid_of
 from .workspace import workspace_bytes, workspace_regions
 
 MAX_SHORTCUTS = 512  # runs whose tensors it remembers, one a K cache
@@ -46,7 +46,7 @@ class DecodePlan(FlaggingPlan):
         device, problem, facts = rules.device, rules.problem, DeviceFacts.of(rules.device)
         explanation = explain(problem, facts, preference)
         chosen = explanation.chosen
-        grid = (problem, chosen.num_ctas, chosen.partition, chosen.unit_heads)
+        grid = grid_of(problem, chosen)
         sku = sku_of(problem, chosen, preference)
         super().__init__(device, facts.sm_count, sku, explanation, workspace_bytes(*grid), workspace_regions(*grid))
         self.descriptor = descriptor

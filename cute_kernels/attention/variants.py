@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import torch
 
@@ -51,7 +51,9 @@ def _evaluate(variant: Variant, problem: DecodeProblem, facts: DeviceFacts, pref
     reasons += misfits(problem, spec)
     verdict: Verdict = "rejected" if reasons else "fits"
     cost = cost_of(problem, spec, config.ctas_per_sm, facts.sm_count)
-    return Candidate(variant.name, variant.arch, verdict, tuple(reasons), config, spec, source + why, num_ctas, cost)
+    knobs = " ".join(f"{name}={value}" for name, value in asdict(config).items())
+    line = f"{knobs} ({source}{why}, modelled {cost.total_us:.1f} us on an H200)"
+    return Candidate(variant.name, variant.arch, verdict, tuple(reasons), line, spec, num_ctas, config, source + why, cost)
 
 
 def _partition(problem: DecodeProblem, num_ctas: int, unit_heads: int, preference: PlanPreference) -> tuple[Partition, str]:
@@ -91,6 +93,13 @@ def _config(
     if config is None or misfits(problem, kernel_spec(problem, arch, target, config, partition=partition)):
         config, source = heuristics.choose(problem, arch, target, facts.sm_count, partition), "heuristics"
     return config, source
+
+
+def grid_of(problem: DecodeProblem, chosen: Candidate) -> tuple[DecodeProblem, int, Partition, int]:
+    """What a launch's workspace depends on: (problem, CTAs, partition, KV heads of a CTA). The CPU variant keeps rows whole."""
+    if chosen.spec is None:
+        return problem, chosen.num_ctas, "whole", 1
+    return problem, chosen.num_ctas, chosen.spec.partition, chosen.spec.unit_heads
 
 
 def misfits(problem: DecodeProblem, spec: KernelSpec) -> list[str]:

@@ -164,12 +164,11 @@ def explain(descriptor: MergeStatesDescriptor, facts: DeviceFacts, preference: P
 
 
 def _evaluate(variant: Variant, descriptor: MergeStatesDescriptor, facts: DeviceFacts) -> Candidate:
-    """One variant's answer; the reasons of one that fits say what it would run."""
+    """One variant's answer."""
     reasons = device_reasons(variant, facts)
     target = variant.target(facts)
     if target is None:
-        plain = ("plain PyTorch",)
-        return Candidate(variant.name, variant.arch, "rejected" if reasons else "fits", tuple(reasons) or plain)
+        return Candidate(variant.name, variant.arch, "rejected" if reasons else "fits", tuple(reasons))
     spec = kernel_spec(descriptor, target)
     reasons += merge_supports(spec)
     ctas = spec.ctas_per_row(descriptor.num_heads)
@@ -179,7 +178,7 @@ def _evaluate(variant: Variant, descriptor: MergeStatesDescriptor, facts: Device
     if reasons:
         return Candidate(variant.name, variant.arch, "rejected", tuple(reasons))
     knobs = f"columns={spec.columns} in_flight={spec.in_flight} num_warps={spec.num_warps} ({target})"
-    return Candidate(variant.name, variant.arch, "fits", (knobs,), num_ctas=ctas * descriptor.batch_size)
+    return Candidate(variant.name, variant.arch, "fits", (), knobs, spec, ctas * descriptor.batch_size)
 
 
 def kernel_spec(descriptor: MergeStatesDescriptor, target: Target) -> MergeSpec:
@@ -197,8 +196,7 @@ class MergeStatesPlan(Plan):
         facts = DeviceFacts.of(device)
         explanation = explain(descriptor, facts, preference)
         chosen = explanation.chosen
-        target = next(variant.target(facts) for variant in VARIANTS if variant.name == chosen.variant)
-        spec = None if target is None else kernel_spec(descriptor, target)
+        spec = chosen.spec
         dtypes = (descriptor.element_type,) * 3
         guarantee = PrecisionGuarantee.of(descriptor.dtype, batch_invariant=True)
         sku = Sku("merge_states", *dtypes, SKU_ARCH[chosen.arch], chosen.variant, spec, guarantee)

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import torch
 
-from ..config.decode import Partition, Target
+from ..config.decode import Target
 from ..errors import InvalidArgument, Unsupported
 
 VariantArch = Literal["sm90", "sm80", "cpu"]
@@ -107,31 +107,22 @@ VARIANTS = (
 
 @dataclass(frozen=True)
 class Candidate:
-    """One variant's answer: the verdict, its reasons, and what it would run. The CPU variant has neither config nor spec.
+    """One variant's answer: the verdict, its reasons, and what it would run. The CPU variant has no spec.
 
-    num_ctas: the grid. config_source: what chose the config, and why rows stay whole where they could be cut. cost: what the
-    model expects of it.
+    knobs: what it would run, in a line. spec: the compile key of its kernel. num_ctas: the grid. config, config_source, cost: of
+    decode, its configuration, what chose it (and why rows stay whole where they could be cut), and what the model expects.
     """
 
     variant: str
     arch: VariantArch
     verdict: Verdict
     reasons: tuple[str, ...]
-    config: Any = None
+    knobs: str = "plain PyTorch"
     spec: Any = None
-    config_source: str = ""
     num_ctas: int = 1
+    config: Any = None
+    config_source: str = ""
     cost: Any = None
-
-    @property
-    def partition(self) -> Partition:
-        """How rows are divided between CTAs; the CPU variant keeps them whole."""
-        return "whole" if self.spec is None else self.spec.partition
-
-    @property
-    def unit_heads(self) -> int:
-        """KV heads that a CTA takes together."""
-        return 1 if self.spec is None else self.spec.unit_heads
 
 
 @dataclass(frozen=True)
@@ -157,7 +148,7 @@ class Explanation:
     def __str__(self) -> str:
         rows = [("variant", "arch", "verdict", "why")]
         for candidate in self.candidates:
-            why = candidate.reasons or (_config_line(candidate),)
+            why = candidate.reasons or (candidate.knobs,)
             rows.append((candidate.variant, candidate.arch, candidate.verdict, why[0]))
             rows += [("", "", "", reason) for reason in why[1:]]
         widths = [max(len(row[column]) for row in rows) for column in range(3)]
@@ -191,11 +182,3 @@ def device_reasons(variant: Variant, facts: DeviceFacts) -> list[str]:
         return []
     needed = ", ".join(f"{major}.{minor}" for (major, minor), _ in variant.targets)
     return [f"needs a CUDA device of capability {needed}, device is {facts}"]
-
-
-def _config_line(candidate: Candidate) -> str:
-    if candidate.config is None:
-        return "plain PyTorch"
-    knobs = " ".join(f"{name}={value}" for name, value in asdict(candidate.config).items())
-    expected = "" if candidate.cost is None else f", modelled {candidate.cost.total_us:.1f} us on an H200"
-    return f"{knobs} ({candidate.config_source}{expected})"

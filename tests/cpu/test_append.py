@@ -136,7 +136,8 @@ def test_the_first_variant_that_serves_is_chosen(gpu: str, chosen: str) -> None:
     explanation = explain(D, PRETEND[gpu])
     assert explanation.chosen.variant == chosen
     assert [c.variant for c in explanation.candidates] == ["sm90_append", "sm80_append", "cpu_reference"]
-    assert all(c.reasons for c in explanation.candidates)
+    assert all(bool(c.reasons) != (c is explanation.chosen) for c in explanation.candidates)
+    assert explanation.chosen.knobs in str(explanation)
     assert chosen in str(explanation) and "append of 6 tokens" in str(explanation)
 
 

@@ -196,13 +196,13 @@ def test_a_forced_variant_is_taken_or_refused_never_replaced() -> None:
 
 def test_rows_stay_whole_where_the_workspace_is_too_small() -> None:
     free = chosen(H200, batch_size=1, max_seq_len=131_072)
-    assert free.partition == "balanced"
+    assert free.spec.partition == "balanced"
     needed = workspace_bytes(problem(batch_size=1), free.num_ctas, "balanced")
     assert needed > 0
     fits = chosen(H200, ck.PlanPreference(max_workspace_bytes=needed), batch_size=1, max_seq_len=131_072)
     assert fits == free
     none = chosen(H200, ck.PlanPreference(max_workspace_bytes=needed - 1), batch_size=1, max_seq_len=131_072)
-    assert (none.partition, none.spec.split) == ("whole", False)
+    assert (none.spec.partition, none.spec.split) == ("whole", False)
     assert f"{needed:,} workspace bytes" in none.config_source
 
 
@@ -214,10 +214,10 @@ def test_what_explain_counts_is_what_runs(storage: str, batch: int, length: int)
     for limit, partition in ((None, "balanced"), (0, "whole")):
         candidate = chosen(H200, ck.PlanPreference(max_workspace_bytes=limit), **shape)
         arguments = (problem(**shape), candidate.config, "sm90", "sm_90a", 132, partition)
-        assert candidate.partition == partition and candidate.cost == predict_us(*arguments)
+        assert candidate.spec.partition == partition and candidate.cost == predict_us(*arguments)
         assert candidate.config == heuristics.choose(problem(**shape), "sm90", "sm_90a", 132, partition)
         assert (candidate.cost.parts == 1) == (partition == "whole")
-    units = 8 // candidate.unit_heads
+    units = 8 // candidate.spec.unit_heads
     assert candidate.num_ctas == units * (132 * candidate.config.ctas_per_sm // units)
     printed = str(explain(problem(**shape), H200, ck.PlanPreference(max_workspace_bytes=0)))
     assert f"modelled {candidate.cost.total_us:.1f} us" in printed
@@ -234,7 +234,7 @@ def test_batch_invariant_rows_are_cut_by_their_own_length() -> None:
     assert needed > workspace_bytes(problem(), free.num_ctas, "balanced")
     for limit, partition in ((needed, "invariant"), (needed - 1, "whole")):
         candidate = chosen(H200, ck.PlanPreference(batch_invariant=True, max_workspace_bytes=limit))
-        assert (candidate.partition, candidate.config) == (partition, free.config)
+        assert (candidate.spec.partition, candidate.config) == (partition, free.config)
 
 
 def test_the_spec_is_what_changes_generated_code() -> None:

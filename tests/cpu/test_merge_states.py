@@ -112,7 +112,8 @@ def test_the_first_variant_that_serves_is_chosen(gpu: str, chosen: str) -> None:
     explanation = explain(D, PRETEND[gpu])
     assert explanation.chosen.variant == chosen
     assert [c.variant for c in explanation.candidates] == ["sm90_merge", "sm80_merge", "cpu_reference"]
-    assert all(c.reasons for c in explanation.candidates)
+    assert all(bool(c.reasons) != (c is explanation.chosen) for c in explanation.candidates)
+    assert explanation.chosen.knobs in str(explanation)
     assert chosen in str(explanation) and "merge of 3 states" in str(explanation)
     assert explanation.to_dict()["candidates"][0]["variant"] == "sm90_merge"
 
