@@ -29,7 +29,6 @@ SMEM_BYTES = {"sm_90a": 232_448, "sm_80": 101_376}  # what one CTA may use (227 
 ELEMENT_BYTES: dict[StoredType, int] = {"f16": 2, "bf16": 2, "e4m3": 1, "e5m2": 1, "int8": 1}
 LDMATRIX_BYTES = 32  # of a token that one ldmatrix.x4 brings: rows of the caches are padded to it
 UNIT_BYTES = 2  # tiles are kept, moved and read in units of 16 bits, whatever they hold
-QUERY_BYTES = 2
 SCALE_BYTES = 4  # of a token's scale in shared memory
 WEIGHT_BITS = 14  # softmax weights reach 2 ** 14 where P is f16, so that those 2 ** 38 times smaller still count
 TWO_CTAS_HEAD_DIM = 128  # above, two CTAs need more registers than an SM has
@@ -137,6 +136,11 @@ class KernelSpec:
     def padded_head_dim(self) -> int:
         """head_dim rounded up to the columns that one ldmatrix.x4 brings of the narrower cache."""
         return padded_head_dim(self.head_dim, min(self.k_bytes, self.v_bytes))
+
+    @property
+    def q_bytes(self) -> int:
+        """Bytes of an element of q, and of out."""
+        return ELEMENT_BYTES[self.element_type]
 
     @property
     def k_bytes(self) -> int:
@@ -266,7 +270,7 @@ class KernelSpec:
         """Shared memory of one CTA in bytes: rings of tiles and their scales, two queries, the merge, barriers, and 1 KiB."""
         stage = self.tile_bytes + self.token_scales * self.tile_n * SCALE_BYTES
         barriers = 2 * 8 + 4 + 8 * self.token_scales  # full, empty, the tile's holes, where in its words the scales are
-        query = 2 * TILE_M * self.padded_head_dim * QUERY_BYTES
+        query = 2 * TILE_M * self.padded_head_dim * self.q_bytes
         return self.num_stages * (stage + barriers) + query + 4 * self.merge_floats + MOST_PIECES + 1024  # alignment, words
 
 

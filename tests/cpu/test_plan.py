@@ -169,6 +169,16 @@ def test_odd_strides_of_unit_extents_are_normalised(pretend_h200: list) -> None:
     assert launched_k.data_ptr() == cache.data_ptr()
 
 
+def test_a_plan_shows_what_it_runs() -> None:
+    paged = repr(ck.PagedDecodePlan.select(CASE.descriptor, "cpu"))
+    assert paged.startswith("<PagedDecodePlan paged_decode by cpu_reference on cpu: decode, batch ")
+    assert "head_dim" in paged and paged.endswith(">")
+    append = ck.KVAppendPlan.select(ck.KVAppendDescriptor(6, 2, 64, 16, torch.float16), "cpu")
+    merge = ck.MergeStatesPlan.select(ck.MergeStatesDescriptor(2, 3, 4, 64, torch.float16), "cpu")
+    assert repr(append).startswith("<KVAppendPlan kv_append by cpu_reference on cpu: append of 6 tokens")
+    assert repr(merge).startswith("<MergeStatesPlan merge_states by cpu_reference on cpu: merge of 2 states")
+
+
 def test_a_launch_that_fails_is_typed(monkeypatch: pytest.MonkeyPatch, plan: ck.PagedDecodePlan) -> None:
     def refuse(*_: object) -> None:
         raise RuntimeError("invalid configuration")

@@ -12,7 +12,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64
 
-from ...config.decode import LINE_BYTES, MMA_K, QUERY_BYTES, KernelSpec
+from ...config.decode import LINE_BYTES, MMA_K, KernelSpec
 from ..ptx.barriers import CONSUMERS
 from ..ptx.cp_async import copy_async
 from ..ptx.registers import LANES, quotient, remainder
@@ -54,11 +54,11 @@ def sync_consumers(spec: KernelSpec):
 @cute.jit
 def prefetch_query(spec: cutlass.Constexpr, q: cute.Tensor, row: Int32, head: Int32, heads: Int32):
     """A warp asks L2 for `heads` query heads of a row, from `head` on, a cache line a lane."""
-    lines = cutlass.const_expr(-(-spec.head_dim * QUERY_BYTES // LINE_BYTES))
+    lines = cutlass.const_expr(-(-spec.head_dim * spec.q_bytes // LINE_BYTES))
     for base in cutlass.range_constexpr(0, spec.packed_rows * lines, LANES):
         line = base + cute.arch.lane_idx()
         if line < heads * lines:
-            at = q.iterator + cute.crd2idx((row, head + line // lines, line % lines * (LINE_BYTES // QUERY_BYTES)), q.layout)
+            at = q.iterator + cute.crd2idx((row, head + line // lines, line % lines * (LINE_BYTES // spec.q_bytes)), q.layout)
             cute.arch.inline_ptx("prefetch.global.L2 [{$r0}];", read_only_args=[at.toint()])
 
 

@@ -5,7 +5,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
-from ...config.decode import ELEMENT_BYTES, QUERY_BYTES, KernelSpec, ScaleForm, StoredType, TableFormat
+from ...config.decode import ELEMENT_BYTES, KernelSpec, ScaleForm, StoredType, TableFormat
 from ..kernels.decode import DecodeKernel
 from .fakes import ELEMENT_TYPES, compile_kernel, rows, scalars, stored_element
 
@@ -42,7 +42,7 @@ def arguments(spec: KernelSpec) -> tuple:
     dtype = ELEMENT_TYPES[spec.element_type]
     batch, heads, kv_heads = cute.sym_int64(), cute.sym_int64(), cute.sym_int64()
     pair = 2 if spec.head_dim % 2 == 0 else 1
-    query = [rows(dtype, (batch, heads, spec.head_dim), pair, pair * QUERY_BYTES) for _ in range(2)]
+    query = [rows(dtype, (batch, heads, spec.head_dim), pair, pair * spec.q_bytes) for _ in range(2)]
     slots = spec.page_size or cute.sym_int64()
     pages = batch if spec.source == "contiguous" else cute.sym_int64()
     caches = [_cache(spec, stored, (pages, kv_heads, slots, spec.head_dim)) for stored in (spec.k_type, spec.v_type)]
