@@ -35,7 +35,8 @@ if TYPE_CHECKING:
     from .kv.rotary import Rotary, apply_rotary
     from .kv.scale import KVScale
     from .kv.types import KVDtype, KVLayout
-    from .merge.plan import MergeStatesDescriptor, MergeStatesPlan
+    from .merge.descriptor import MergeStatesDescriptor
+    from .merge.plan import MergeStatesPlan
     from .planning.variants import DeviceFacts, Explanation, PlanPreference
     from .planning.workspace import WorkspaceRegion
 
@@ -93,7 +94,8 @@ _HOMES = {
     "kv.rotary": ("Rotary", "apply_rotary"),
     "kv.scale": ("KVScale",),
     "kv.types": ("KVDtype", "KVLayout"),
-    "merge.plan": ("MergeStatesDescriptor", "MergeStatesPlan"),
+    "merge.descriptor": ("MergeStatesDescriptor",),
+    "merge.plan": ("MergeStatesPlan",),
     "planning.base": ("PrecisionGuarantee", "Sku"),
     "planning.variants": ("DeviceFacts", "Explanation", "PlanPreference"),
     "planning.workspace": ("WorkspaceRegion",),

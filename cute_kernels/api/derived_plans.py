@@ -17,8 +17,9 @@ from ..kv.page_table import PageTable
 from ..kv.rotary import Pairing, Rotary
 from ..kv.scale import KVScale
 from ..kv.types import KVDtype, KVLayout
-from ..merge.plan import AXES as STATE_AXES
-from ..merge.plan import MergeStatesDescriptor, MergeStatesPlan
+from ..merge.descriptor import AXES as STATE_AXES
+from ..merge.descriptor import MergeStatesDescriptor
+from ..merge.plan import MergeStatesPlan
 from .plan_cache import KV_DTYPES, alignment, plan_of, scale_kind_of
 
 CACHE_AXES = {"HND": (2, 1), "NHD": (1, 2)}  # of page_size and num_kv_heads, by layout

@@ -12,7 +12,7 @@ from compile.test_compile import disassembler
 from cutlass import BFloat16, Float16
 
 import cute_kernels as ck
-from cute_kernels.append.plan import kernel_spec
+from cute_kernels.append.variants import kernel_spec
 from cute_kernels.compile import kernels as compiler
 from cute_kernels.config.append import AppendSpec, append_supports
 from cute_kernels.device.kv.encode import (

@@ -13,7 +13,7 @@ import torch
 import cute_kernels as ck
 from cute_kernels import InvalidArgument, InvalidProblem, MisalignedOperand, Unsupported
 from cute_kernels.append import plan as append
-from cute_kernels.append.plan import explain, kernel_spec
+from cute_kernels.append.variants import explain, kernel_spec
 from cute_kernels.config.append import AppendSpec, append_supports
 from cute_kernels.planning.variants import PRETEND
 

@@ -14,7 +14,8 @@ import cute_kernels as ck
 from cute_kernels import InvalidArgument, InvalidProblem, MisalignedOperand, Unsupported
 from cute_kernels.config.merge import MergeSpec, merge_supports
 from cute_kernels.merge import plan as merge
-from cute_kernels.merge.plan import explain, kernel_spec, reference_merge
+from cute_kernels.merge.reference import reference_merge
+from cute_kernels.merge.variants import explain, kernel_spec
 from cute_kernels.planning.variants import PRETEND
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32

@@ -13,7 +13,7 @@ import torch
 import cute_kernels as ck
 from cute_kernels.append import checks as append_checks
 from cute_kernels.attention import checks
-from cute_kernels.merge import plan as merge
+from cute_kernels.merge import checks as merge
 from cute_kernels.planning import base as plan_base
 from tests.cases import Case, make_inputs
 

@@ -1,0 +1,74 @@
+"""What each variant of an append serves on which device, and every reason why not."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import cast
+
+from ..attention.kernel_spec import scale_form
+from ..config.append import AppendSpec, RotarySpec, append_supports, lanes_of, share_rows
+from ..config.decode import Arch, StoredType, Target
+from ..kv.rotary import Rotary
+from ..planning.base import ANY_VARIANT
+from ..planning.variants import VARIANTS as DECODE_VARIANTS
+from ..planning.variants import Candidate, DeviceFacts, Explanation, PlanPreference, Variant, choice, device_reasons
+from .descriptor import INDEX_TYPES, KVAppendDescriptor
+
+NAMES = {"sm90": "sm90_append", "sm80": "sm80_append", "cpu": "cpu_reference"}
+VARIANTS = tuple(replace(variant, name=NAMES[variant.arch]) for variant in DECODE_VARIANTS)  # decode's devices and targets
+
+
+def explain(descriptor: KVAppendDescriptor, facts: DeviceFacts, preference: PlanPreference = ANY_VARIANT) -> Explanation:
+    """Every variant's answer for `descriptor` on such a device, here or not: nothing is compiled and no GPU is needed."""
+    answers = [_evaluate(variant, descriptor, facts) for variant in VARIANTS]
+    return choice(answers, str(descriptor), facts, preference)
+
+
+def _evaluate(variant: Variant, descriptor: KVAppendDescriptor, facts: DeviceFacts) -> Candidate:
+    """One variant's answer."""
+    reasons = device_reasons(variant, facts)
+    target = variant.target(facts)
+    if target is None:
+        return Candidate(variant.name, variant.arch, "rejected" if reasons else "fits", tuple(reasons))
+    spec = kernel_spec(descriptor, cast(Arch, variant.arch), target)
+    reasons += append_supports(spec)
+    if reasons:
+        return Candidate(variant.name, variant.arch, "rejected", tuple(reasons))
+    heads = (descriptor.num_kv_heads, descriptor.rotary.num_heads if descriptor.rotary else 0)
+    ctas = sum(-(-descriptor.num_tokens * count // spec.rows_per_cta) for count in heads)
+    knobs = f"columns={spec.columns} lanes={spec.lanes} rounds={spec.rounds} unroll={spec.unroll} ({target})"
+    return Candidate(variant.name, variant.arch, "fits", (), knobs, spec, ctas)
+
+
+def kernel_spec(descriptor: KVAppendDescriptor, arch: Arch, target: Target) -> AppendSpec:
+    """The compile key of `descriptor`: what changes generated code, and no more."""
+    d = descriptor
+    k_stored, v_stored = d.stored
+    rotary = rotary_spec(d.rotary)
+    spec = AppendSpec(
+        arch=arch,
+        target=target,
+        element_type=d.element_type,
+        k_type=cast(StoredType, k_stored.value),
+        v_type=cast(StoredType, v_stored.value),
+        k_scale=scale_form(d.k_scale),
+        v_scale=scale_form(d.v_scale),
+        head_dim=d.head_dim,
+        page_size=d.page_size,
+        table_format=d.table_format,
+        slot_type=INDEX_TYPES[d.slot_dtype] if d.table_format == "none" else "i32",
+        columns=d.columns,
+        lanes=lanes_of(d.head_dim // d.columns),
+        unroll=1,
+        nhd=d.nhd,
+        rotary=rotary,
+    )
+    return share_rows(spec, d.num_tokens * d.num_kv_heads)
+
+
+def rotary_spec(rotary: Rotary | None) -> RotarySpec | None:
+    """What a settled rotary embedding changes of the code."""
+    if rotary is None or rotary.rotary_dim is None:
+        return None
+    position_type = INDEX_TYPES[rotary.position_dtype]
+    return RotarySpec(rotary.pairing == "half", rotary.rotary_dim, rotary.num_heads > 0, position_type)
