@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import cast
 
-from ..attention.kernel_spec import scale_form
 from ..config.append import AppendSpec, RotarySpec, append_supports, lanes_of, share_rows
 from ..config.decode import Arch, StoredType, Target
 from ..kv.rotary import Rotary
+from ..kv.scale import scale_form
 from ..planning.base import ANY_VARIANT
 from ..planning.variants import VARIANTS as DECODE_VARIANTS
 from ..planning.variants import Candidate, DeviceFacts, Explanation, PlanPreference, Variant, choice, device_reasons

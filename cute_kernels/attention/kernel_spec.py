@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from typing import cast
 
-import torch
-
-from ..config.decode import Arch, DecodeConfig, ElementType, KernelSpec, Partition, ScaleForm, StoredType, Target
-from ..kv.scale import KVScale
+from ..config.decode import Arch, DecodeConfig, ElementType, KernelSpec, Partition, StoredType, Target
+from ..kv.scale import scale_form
 from .descriptors import DecodeProblem
 
 
@@ -34,10 +32,3 @@ def kernel_spec(problem: DecodeProblem, arch: Arch, target: Target, config: Deco
         lse_base=problem.lse_base,
         unit_heads=config.unit_heads,
     )
-
-
-def scale_form(scale: KVScale) -> ScaleForm:
-    """How a kernel takes the scales: one for all is read as one a KV head is."""
-    if scale.granularity == "token":
-        return "token_f16" if scale.dtype == torch.float16 else "token_f32"
-    return "head" if scale else "none"

@@ -13,6 +13,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
+from ..config.decode import ScaleForm
 from ..errors import InvalidProblem
 
 Granularity = Literal["none", "tensor", "head", "token"]
@@ -98,3 +99,10 @@ def scale_of(name: str, scale: Tensor, num_kv_heads: int, rows: int) -> KVScale:
         return KVScale.TOKEN_F16 if scale.dtype == torch.float16 else KVScale.TOKEN
     rule = f"must be [] or [1] for the tensor, [num_kv_heads] = [{num_kv_heads}], or three axes for each token and KV head"
     raise InvalidProblem(f"{name}.shape", shape, rule)
+
+
+def scale_form(scale: KVScale) -> ScaleForm:
+    """How a kernel takes the scales: one for all is read as one a KV head is."""
+    if scale.granularity == "token":
+        return "token_f16" if scale.dtype == torch.float16 else "token_f32"
+    return "head" if scale else "none"

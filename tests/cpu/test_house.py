@@ -58,6 +58,11 @@ def test_imports_run_one_way() -> None:
     assert against == []
 
 
+def test_operations_do_not_know_each_other() -> None:
+    operations = {"attention", "append", "merge"}
+    assert [(m, t) for m, t, _ in imports() if {room_of(m), room_of(t)} <= operations and room_of(m) != room_of(t)] == []
+
+
 def test_every_room_is_known() -> None:
     found = {path.stem for path in PACKAGE.iterdir() if path.suffix == ".py" or (path / "__init__.py").is_file()}
     assert found - set(FACES) == set(ROOMS)
