@@ -24,6 +24,9 @@ MAX_TOKENS = MIN_TILE_N * 2**31 // 4  # the device schedule counts a batch's til
 
 PAIR_BYTES = 4  # a kernel reads q and writes out two 16-bit elements at a time, one where head_dim is odd
 
+Shapes = tuple[tuple[int, ...], tuple[int, ...]]  # of k_scale and v_scale as a kernel takes them
+Views = tuple[bool, Shapes]  # whether caches are NHD
+
 
 class Operands(NamedTuple):
     """What one run is given; scales, out, lse and workspace may be absent. table0..2 are a PageTable's operands."""
@@ -39,6 +42,31 @@ class Operands(NamedTuple):
     out: Any
     lse: Any
     workspace: Any
+
+    def signature(self) -> tuple[object, ...]:
+        """All that `check` depends on, as a key: a checked signature need not be checked again.
+
+        Devices are part of it: an address passes from one to another once it is freed, a tensor without elements has none, and
+        pinned memory has one address on both sides. Written flat: a loop over the tensors costs a microsecond more.
+        """
+        q, k, v, table0, table1, table2, k_scale, v_scale, out, lse, workspace = self
+        # fmt: off
+        return (
+            q.shape, q.stride(), q.dtype, q.data_ptr(), q.device,
+            k.shape, k.stride(), k.dtype, k.data_ptr(), k.device,
+            v.shape, v.stride(), v.dtype, v.data_ptr(), v.device,
+            out.shape, out.stride(), out.dtype, out.data_ptr(), out.device,
+            lse.shape, lse.stride(), lse.dtype, lse.data_ptr(), lse.device,
+            None if table0 is None else (table0.shape, table0.stride(), table0.dtype, table0.data_ptr(), table0.device),
+            None if table1 is None else (table1.shape, table1.stride(), table1.dtype, table1.data_ptr(), table1.device),
+            None if table2 is None else (table2.shape, table2.stride(), table2.dtype, table2.data_ptr(), table2.device),
+            None if k_scale is None else (k_scale.shape, k_scale.stride(), k_scale.dtype, k_scale.data_ptr(), k_scale.device),
+            None if v_scale is None else (v_scale.shape, v_scale.stride(), v_scale.dtype, v_scale.data_ptr(), v_scale.device),
+            None if workspace is None else (
+                workspace.shape, workspace.stride(), workspace.dtype, workspace.data_ptr(), workspace.device,
+            ),
+        )
+        # fmt: on
 
 
 class Passage(Enum):
@@ -86,43 +114,6 @@ class Rules:
         return (("num_pages", extent), ("page_size", problem.page_size), heads)
 
 
-def signature(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    table0: Tensor | None,
-    table1: Tensor | None,
-    table2: Tensor | None,
-    k_scale: Tensor | None,
-    v_scale: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    workspace: Tensor | None,
-) -> tuple[object, ...]:
-    """All that `check` depends on, as a key: a checked signature need not be checked again.
-
-    Devices are part of it: an address passes from one to another once it is freed, a tensor without elements has none, and pinned
-    memory has one address on both sides. Written flat: a loop over the tensors costs a microsecond more.
-    """
-    # fmt: off
-    return (
-        q.shape, q.stride(), q.dtype, q.data_ptr(), q.device,
-        k.shape, k.stride(), k.dtype, k.data_ptr(), k.device,
-        v.shape, v.stride(), v.dtype, v.data_ptr(), v.device,
-        out.shape, out.stride(), out.dtype, out.data_ptr(), out.device,
-        lse.shape, lse.stride(), lse.dtype, lse.data_ptr(), lse.device,
-        None if table0 is None else (table0.shape, table0.stride(), table0.dtype, table0.data_ptr(), table0.device),
-        None if table1 is None else (table1.shape, table1.stride(), table1.dtype, table1.data_ptr(), table1.device),
-        None if table2 is None else (table2.shape, table2.stride(), table2.dtype, table2.data_ptr(), table2.device),
-        None if k_scale is None else (k_scale.shape, k_scale.stride(), k_scale.dtype, k_scale.data_ptr(), k_scale.device),
-        None if v_scale is None else (v_scale.shape, v_scale.stride(), v_scale.dtype, v_scale.data_ptr(), v_scale.device),
-        None if workspace is None else (
-            workspace.shape, workspace.stride(), workspace.dtype, workspace.data_ptr(), workspace.device,
-        ),
-    )
-    # fmt: on
-
-
 def check(rules: Rules, operands: Operands) -> Passage:
     """Raises the typed error of the first rule that is broken: q, caches, table, scales, out, lse, then overlap."""
     problem = rules.problem
@@ -141,6 +132,13 @@ def check(rules: Rules, operands: Operands) -> Passage:
         check_shape("lse", operands.lse, (problem.batch_size, problem.num_heads), "[batch_size, num_heads]")
     _check_overlap(rules, operands)
     return _passage(rules, operands)
+
+
+def check_run(rules: Rules, workspace_bytes: int, operands: Operands) -> Passage:
+    """`check`, and the workspace of at least so many bytes."""
+    passage = check(rules, operands)
+    check_workspace(rules, operands.workspace, workspace_bytes)
+    return passage
 
 
 def check_query(rules: Rules, q: Any) -> None:
@@ -183,12 +181,17 @@ def normalised(rules: Rules, operands: Operands) -> Operands:
     q, out = _without_query_axis(operands.q, rules.problem), _without_query_axis(operands.out, rules.problem)
     dim = rules.problem.head_dim
     q, out, k, v = (with_unit_strides(t, dim) for t in (q, out, operands.k_cache, operands.v_cache))
-    k, v, k_scale, v_scale = kernel_views(rules.nhd, rules.scale_shapes, k, v, operands.k_scale, operands.v_scale)
-    return operands._replace(q=q, k_cache=k, v_cache=v, k_scale=k_scale, v_scale=v_scale, out=out)
+    return viewed((rules.nhd, rules.scale_shapes), operands._replace(q=q, k_cache=k, v_cache=v, out=out))
+
+
+def viewed(views: Views, operands: Operands) -> Operands:
+    """The operands with caches and scales as `kernel_views` has them."""
+    k, v, k_scale, v_scale = kernel_views(*views, operands.k_cache, operands.v_cache, operands.k_scale, operands.v_scale)
+    return operands._replace(k_cache=k, v_cache=v, k_scale=k_scale, v_scale=v_scale)
 
 
 def kernel_views(
-    nhd: bool, shapes: tuple[tuple[int, ...], ...], k: Tensor, v: Tensor, k_scale: Tensor | None, v_scale: Tensor | None
+    nhd: bool, shapes: Shapes, k: Any, v: Any, k_scale: Any, v_scale: Any
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """(k, v, k_scale, v_scale) as a kernel takes them: caches HND, fp8 as bytes; scales in `shapes`, Rules.scale_shapes."""
     k, v = as_bytes(k), as_bytes(v)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from typing import Any
 from weakref import ref
 
 import torch
@@ -15,7 +14,7 @@ from ..kv.faults import first_fault
 from ..kv.page_table import PageTable
 from ..kv.tensors import check_page_table
 from ..planning.base import LAUNCH_ERRORS, SKU_ARCH, FlaggingPlan, PrecisionGuarantee, Sku, selected
-from ..planning.checked import MAX_CHECKED, refuse_compile_in_capture
+from ..planning.checked import Checked, refuse_compile_in_capture
 from ..planning.variants import Candidate, DeviceFacts, Launch, PlanPreference
 from ..planning.workspace import check_clean
 from . import checks
@@ -63,70 +62,41 @@ class DecodePlan(FlaggingPlan):
         device_index = device.index if self._several_gpus else None
         self._setting = None  # the CPU variant refuses nothing by itself: its runs are checked
         if chosen.spec is not None:
-            self._setting = Setting(self._constants, self._workspace_bytes > 0, self._views, device_index)
-        self._checked: dict[object, Passage] = {}
+            self._setting = Setting(self._constants, self._workspace_bytes > 0, problem.table_format, self._views, device_index)
+        self._check: Checked[Operands, Passage] = Checked(partial(checks.check_run, rules, self._workspace_bytes))
         self._shortcuts: dict[int, Shortcut] = {}  # by the id of the K cache, as the next
         self._last_q: dict[int, ref[Tensor]] = {}
 
-    def _run(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        page_table: Any,
-        k_scale: Tensor | None,
-        v_scale: Tensor | None,
-        out: Tensor | None,
-        lse: Tensor | None,
-        workspace: Tensor | None,
-        stream: torch.cuda.Stream | None,
-    ) -> tuple[Tensor, Tensor]:
+    def _run(self, operands: Operands, stream: torch.cuda.Stream | None) -> tuple[Tensor, Tensor]:
         """Launches where no shortcut knows the operands: after the checks that their signature still needs."""
-        if out is None or lse is None:
-            out, lse = self._allocate(q, out, lse)
-        table: tuple[Any, Any, Any] = page_table[1]
-        key: object = None
-        passage = None
-        try:
-            key = checks.signature(q, k, v, *table, k_scale, v_scale, out, lse, workspace)
-            passage = self._checked.get(key)
-        except (AttributeError, TypeError):
-            pass  # not a tensor: the check names it
-        if passage is None:
-            passage = self._check(key, Operands(q, k, v, *table, k_scale, v_scale, out, lse, workspace))
+        if operands.out is None or operands.lse is None:
+            operands = self._with_outputs(operands)
+        passage = self._check(operands)
         if passage is not Passage.DIRECT or stream is not None or self._inspects or (self._several_gpus and self._elsewhere()):
-            self._run_slowly(passage, Operands(q, k, v, *table, k_scale, v_scale, out, lse, workspace), stream)
-            return out, lse
-        if self._setting is not None:
-            self._remember(self._setting, (q, k, v, page_table, k_scale, v_scale, out, lse, workspace))
-        if self._views is not None:
-            k, v, k_scale, v_scale = checks.kernel_views(*self._views, k, v, k_scale, v_scale)
-        self._start(q, k, v, *table, k_scale, v_scale, out, lse, workspace)
-        return out, lse
+            self._run_slowly(passage, operands, stream)
+        else:
+            if self._setting is not None:
+                self._remember(self._setting, operands)
+            self._start(operands if self._views is None else checks.viewed(self._views, operands))
+        return operands.out, operands.lse
 
-    def _allocate(self, q: Tensor, out: Tensor | None, lse: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _with_outputs(self, operands: Operands) -> Operands:
+        """The same with new ones for outputs that are not given."""
+        q, problem = operands.q, self._rules.problem
         checks.check_query(self._rules, q)
-        if out is None:
-            out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        if lse is None:
-            problem = self._rules.problem
+        if operands.out is None:
+            operands = operands._replace(out=torch.empty(q.shape, dtype=q.dtype, device=q.device))
+        if operands.lse is None:
             lse = torch.empty((problem.batch_size, problem.num_heads), dtype=torch.float32, device=q.device)
-        return out, lse
+            operands = operands._replace(lse=lse)
+        return operands
 
-    def _check(self, key: object, operands: Operands) -> Passage:
-        passage = checks.check(self._rules, operands)
-        checks.check_workspace(self._rules, operands.workspace, self._workspace_bytes)
-        if len(self._checked) >= MAX_CHECKED:
-            self._checked.clear()
-        self._checked[key] = passage
-        return passage
-
-    def _remember(self, setting: Setting, operands: tuple[Any, ...]) -> None:
+    def _remember(self, setting: Setting, operands: Operands) -> None:
         """A second run with the same q and K cache makes a shortcut: for tensors made anew it would not pay."""
-        q, k, *_ = operands
+        q, k = operands.q, operands.k_cache
         last_q = self._last_q.get(id(k))
         if last_q is not None and last_q() is q:
-            self._shortcuts[id(k)] = shortcut(self._launch, setting, partial(_forget, self._shortcuts, id(k)), *operands)
+            self._shortcuts[id(k)] = shortcut(self._launch, setting, partial(_forget, self._shortcuts, id(k)), operands)
             return
         if len(self._last_q) >= MAX_SHORTCUTS:
             self._last_q.clear()
@@ -145,27 +115,14 @@ class DecodePlan(FlaggingPlan):
                 operands.out.zero_()
                 operands.lse.fill_(-math.inf)
             elif passage is not Passage.NOTHING:
-                self._start(*checks.normalised(self._rules, operands))
+                self._start(checks.normalised(self._rules, operands))
 
-    def _start(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        table0: Tensor | None,
-        table1: Tensor | None,
-        table2: Tensor | None,
-        k_scale: Tensor | None,
-        v_scale: Tensor | None,
-        out: Tensor,
-        lse: Tensor,
-        workspace: Tensor | None,
-    ) -> None:
-        """One launch; caches and scales are as `kernel_views` has them. A kernel that keeps rows whole takes no workspace."""
+    def _start(self, operands: Operands) -> None:
+        """One launch; caches and scales are as a kernel takes them. One that keeps rows whole takes no workspace."""
         if self._workspace_bytes == 0:
-            workspace = None
+            operands = operands._replace(workspace=None)
         try:
-            self._launch(q, k, v, table0, table1, table2, k_scale, v_scale, out, lse, workspace, *self._constants)
+            self._launch(*operands, *self._constants)
         except LAUNCH_ERRORS as error:
             raise self._launch_failed(error) from error
 
@@ -256,7 +213,8 @@ class PagedDecodePlan(DecodePlan):
             if done is not None:
                 return done
         check_page_table(self._rules.problem.table_format, page_table)
-        return self._run(q, k_cache, v_cache, page_table, k_scale, v_scale, out, lse, workspace, stream)
+        operands = Operands(q, k_cache, v_cache, *page_table.operands, k_scale, v_scale, out, lse, workspace)
+        return self._run(operands, stream)
 
 
 class FlashDecodingPlan(DecodePlan):
@@ -311,7 +269,7 @@ class FlashDecodingPlan(DecodePlan):
             done = known(q, k, v, NO_PAGE_TABLE, k_scale, v_scale, out, lse, workspace)
             if done is not None:
                 return done
-        return self._run(q, k, v, NO_PAGE_TABLE, k_scale, v_scale, out, lse, workspace, stream)
+        return self._run(Operands(q, k, v, *NO_PAGE_TABLE[1], k_scale, v_scale, out, lse, workspace), stream)
 
 
 def _launch_of(spec: KernelSpec | None, descriptor: PagedDecodeDescriptor | FlashDecodingDescriptor) -> Launch:

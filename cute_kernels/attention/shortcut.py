@@ -21,13 +21,12 @@ import torch
 from torch import Tensor
 
 from ..compile.kernels import as_operand
+from ..config.decode import TableFormat
 from ..planning.base import LAUNCH_ERRORS
 from ..planning.variants import Launch
-from .checks import kernel_views
+from .checks import Operands, Views, kernel_views
 
 Shortcut = Callable[..., "tuple[Tensor, Tensor] | None"]
-Scales = tuple[tuple[int, ...], tuple[int, ...]]  # the shapes of k_scale and v_scale that a kernel takes
-Views = tuple[bool, Scales]  # whether caches are NHD
 ABSENT: Callable[[], None] = type(None)  # the reference to an operand that is None
 
 
@@ -40,6 +39,7 @@ class Setting(NamedTuple):
 
     constants: tuple[float, int, int | Tensor]
     takes_workspace: bool
+    table_format: TableFormat
     views: Views | None
     device_index: int | None
 
@@ -48,39 +48,20 @@ def never(*operands: object) -> None:
     """The shortcut for no operands at all."""
 
 
-def detached(tensor: Tensor | None) -> Tensor | None:
-    """The same memory without the tensor."""
-    return None if tensor is None else tensor.detach()
+def shortcut(launch: Launch, setting: Setting, forget: Callable[[object], None], operands: Operands) -> Shortcut:
+    """fn(q, k, v, page_table, k_scale, v_scale, out, lse, workspace): launches and returns (out, lse) for `operands`, else None.
 
-
-def shortcut(
-    launch: Launch,
-    setting: Setting,
-    forget: Callable[[object], None],
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    page_table: Any,
-    k_scale: Tensor | None,
-    v_scale: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    workspace: Tensor | None,
-) -> Shortcut:
-    """fn(q, k, v, page_table, k_scale, v_scale, out, lse, workspace): launches and returns (out, lse) for the operands given
-    here, else None.
-
-    forget: called when one of them dies. page_table: a PageTable, or its two items where there is none. Keeps no tensor alive.
-    A reference to a dead tensor gives None, as ABSENT does. Written flat: loops cost a microsecond more.
+    page_table: a PageTable, or its two items where there is none. forget: called when one of the operands dies; none is kept
+    alive. A reference to a dead tensor gives None, as ABSENT does. Written flat: loops cost a microsecond more.
     """
-    (scale, num_ctas, status), takes_workspace, views, device_index = setting
-    table_format, table = page_table
-    operands = (q, k, v, *table, out, lse, workspace)
-    q_, k_, v_, t0_, t1_, t2_, out_, lse_, w_ = [ABSENT if operand is None else ref(operand, forget) for operand in operands]
-    at_out, at_lse, by_t1 = out.data_ptr(), lse.data_ptr(), 0 if table[1] is None else table[1].nbytes
-    at_w, by_w, of_w = (0, 0, None) if workspace is None else (workspace.data_ptr(), workspace.nbytes, workspace.dtype)
+    (scale, num_ctas, status), takes_workspace, table_format, views, device_index = setting
+    q, k, v, t0, t1, t2, k_scale, v_scale, out, lse, workspace = operands
+    compared = (q, k, v, t0, t1, t2, out, lse, workspace)
+    q_, k_, v_, t0_, t1_, t2_, out_, lse_, w_ = [ABSENT if operand is None else ref(operand, forget) for operand in compared]
+    at_out, at_lse, by_t1 = out.data_ptr(), lse.data_ptr(), 0 if t1 is None else t1.nbytes
+    at_w, by_w, of_w = _form(workspace)
     space = as_operand(workspace.detach()) if takes_workspace and workspace is not None else None
-    viewed = None if views is None else held_views(views, k, v, k_scale, v_scale)
+    viewed = None if views is None else held_views(views, operands)
 
     def again(
         q: Tensor,
@@ -123,18 +104,15 @@ def shortcut(
     return _with_scales(again, forget, k_scale, v_scale) if k_scale is not None or v_scale is not None else again
 
 
-def held_views(
-    views: Views, k: Tensor, v: Tensor, k_scale: Tensor | None, v_scale: Tensor | None
-) -> Callable[..., tuple[Any, ...] | None]:
+def held_views(views: Views, operands: Operands) -> Callable[..., tuple[Any, ...] | None]:
     """fn(k, v, k_scale, v_scale): caches and scales as a launch takes them; None where k or v is not as it was.
 
     The scales are `_with_scales`' to compare. Detached before a view is made of them: a view keeps the tensor that it is of.
     """
+    k, v, k_scale, v_scale = operands.k_cache, operands.v_cache, operands.k_scale, operands.v_scale
     at_k, by_k, of_k, at_v, by_v, of_v = (*_form(k), *_form(v))
-    held = tuple(
-        None if t is None else as_operand(t)
-        for t in kernel_views(*views, k.detach(), v.detach(), detached(k_scale), detached(v_scale))
-    )
+    detached = (None if t is None else t.detach() for t in (k, v, k_scale, v_scale))
+    held = tuple(None if t is None else as_operand(t) for t in kernel_views(*views, *detached))
     scaled = k_scale is not None or v_scale is not None
 
     def viewed(k: Tensor, v: Tensor, k_scale: Tensor | None, v_scale: Tensor | None) -> tuple[Any, ...] | None:

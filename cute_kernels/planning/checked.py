@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar, cast
 
 import torch
 
@@ -11,6 +11,9 @@ from ..compile import kernels as compiler
 from ..errors import CompileFailed
 
 MAX_CHECKED = 4096  # signatures that a plan remembers
+
+
+_UNKNOWN = object()
 
 
 class _Signed(Protocol):
@@ -32,8 +35,9 @@ class Checked(Generic[_Operands, _Verdict]):
         key: object = None
         try:
             key = operands.signature()
-            if key in self._known:
-                return self._known[key]
+            known = self._known.get(key, _UNKNOWN)  # a key is hashed once: that takes as long as making it
+            if known is not _UNKNOWN:
+                return cast(_Verdict, known)
         except (AttributeError, TypeError):
             pass  # not a tensor: the check names it
         verdict = self.now(operands)

@@ -179,8 +179,8 @@ def settled(monkeypatch: pytest.MonkeyPatch, computing_h200: None) -> tuple[ck.P
     """A plan whose next run with these arguments takes the shortcut, and the runs that do not."""
     plan, good, checked = plan_of(INT8, HEAD, TOKEN), arguments(INT8, HEAD, TOKEN), []
     good["workspace"] = plan.new_workspace()
-    real = checks.signature
-    monkeypatch.setattr(checks, "signature", lambda *operands: (checked.append(operands), real(*operands))[1])
+    real = checks.Operands.signature
+    monkeypatch.setattr(checks.Operands, "signature", lambda operands: (checked.append(operands), real(operands))[1])
     for _ in range(2):
         plan.run(**good)
     checked.clear()
