@@ -20,7 +20,8 @@ import torch
 import cute_kernels as ck
 from cute_kernels.attention.choice import tuned
 from cute_kernels.config.decode import DecodeConfig
-from tests.support.harness import Inputs, Shape, assert_close, make_inputs, run, select
+from tests.support.harness import assert_close, run, select
+from tests.support.inputs import Inputs, Shape, make_inputs
 from tests.support.merge_cases import assert_close as assert_merge_close
 from tests.support.metadata import equivalent
 

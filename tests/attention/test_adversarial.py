@@ -6,19 +6,8 @@ import math
 import pytest
 import torch
 
-from tests.support.harness import (
-    BACKENDS,
-    LENGTHS,
-    Inputs,
-    Shape,
-    assert_bitwise,
-    assert_close,
-    device_of,
-    make_inputs,
-    poison,
-    run,
-    select,
-)
+from tests.support.harness import BACKENDS, assert_bitwise, assert_close, device_of, run, select
+from tests.support.inputs import LENGTHS, Inputs, Shape, make_inputs, poison
 from tests.support.storage import STORAGES
 
 STORED = pytest.mark.parametrize("storage", STORAGES)

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 import cute_kernels as ck
-from tests.support.cases import Case
+from tests.support.inputs import Shape
 
 BF16, F16, I32 = torch.bfloat16, torch.float16, torch.int32
 Args = dict[str, Any]
 
-DESCRIPTOR = Case("any", (5, 40, 17)).descriptor
+DESCRIPTOR = Shape(lengths=(5, 40, 17), head_dim=64, name="any").descriptor()
 PAGED = {"batch_size": 4, "num_heads": 8, "num_kv_heads": 2, "head_dim": 64, "page_size": 16, "q_dtype": BF16}
 FLASH = {"batch_size": 4, "num_heads": 8, "num_kv_heads": 2, "seq_len": 33, "head_dim": 64, "dtype": BF16}
 

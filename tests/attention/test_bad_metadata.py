@@ -12,8 +12,9 @@ import torch
 
 import cute_kernels as ck
 from tests.support.bits import Result, differing_rows
-from tests.support.harness import BACKENDS, Inputs, Shape, assert_bitwise, assert_close, device_of, make_inputs, run, select
-from tests.support.metadata import INT_MAX, INT_MIN, copied, equivalent, to_device
+from tests.support.harness import BACKENDS, assert_bitwise, assert_close, device_of, run, select
+from tests.support.inputs import INT_MAX, INT_MIN, Inputs, Shape, make_inputs
+from tests.support.metadata import copied, equivalent, to_device
 from tests.support.storage import STORAGES
 
 ROW = 1  # the corrupt row of the tests of one fault

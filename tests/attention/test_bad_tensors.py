@@ -12,16 +12,16 @@ import torch
 
 import cute_kernels as ck
 from cute_kernels import InvalidArgument, InvalidProblem, MisalignedOperand, Unsupported
-from tests.support.cases import Case, make_inputs
+from tests.support.inputs import Shape, make_operands
 
 BF16, F16, I32, U8 = torch.bfloat16, torch.float16, torch.int32, torch.uint8
-DENSE = Case("dense", (5, 40, 17), num_heads=8, num_kv_heads=2, head_dim=64, page_size=16)
+DENSE = Shape(lengths=(5, 40, 17), num_heads=8, num_kv_heads=2, head_dim=64, page_size=16, name="dense")
 CSR = replace(DENSE, table_format="csr")
-NHD = replace(DENSE, layout="NHD")
+NHD = replace(DENSE, order="NHD")
 Args = dict[str, Any]
 
 
-def bad(name: str, change: Callable[[Args], Args], error: type[Exception], *fragments: str, case: Case = DENSE) -> Any:
+def bad(name: str, change: Callable[[Args], Args], error: type[Exception], *fragments: str, case: Shape = DENSE) -> Any:
     """One malformed run: what is changed of good arguments, the error, and what its message names."""
     return pytest.param(case, change, error, fragments, id=name)
 
@@ -141,10 +141,10 @@ TENSORS = [
     bad("out shifted", lambda a: {"out": shifted(a["out"], 1)}, MisalignedOperand, "out.data_ptr", "multiple of 4"),
     bad("table None", lambda a: {"page_table": None}, InvalidArgument, "page_table", "NoneType", "PageTable"),
     bad("table tensor", lambda a: {"page_table": torch.zeros(3, 4)}, InvalidArgument, "page_table", "Tensor", "PageTable"),
-    bad("table csr", lambda a: {"page_table": make_inputs(CSR).page_table}, InvalidArgument, "page_table", "csr", "dense"),
+    bad("table csr", lambda a: {"page_table": make_operands(CSR).page_table}, InvalidArgument, "page_table", "csr", "dense"),
     bad(
         "table dense",
-        lambda a: {"page_table": make_inputs(DENSE).page_table},
+        lambda a: {"page_table": make_operands(DENSE).page_table},
         InvalidArgument,
         "page_table",
         "dense",
@@ -289,16 +289,16 @@ TENSORS = [
 ]
 
 
-def arguments(case: Case) -> Args:
+def arguments(case: Shape) -> Args:
     """Good arguments of run, with outputs and workspace full of a pattern."""
-    inputs = make_inputs(case)._asdict()
+    inputs = make_operands(case)._asdict()
     written = {"out": torch.full((3, 8, 64), 7.0, dtype=BF16), "lse": torch.full((3, 8), 7.0)}
     return {**inputs, **written, "workspace": torch.full((4096,), 0xCD, dtype=U8)}
 
 
 @pytest.mark.parametrize(("case", "change", "error", "fragments"), TENSORS)
-def test_tensors(case: Case, change: Callable[[Args], Args], error: type[Exception], fragments: tuple[str, ...]) -> None:
-    plan = ck.PagedDecodePlan.select(case.descriptor, device="cpu")
+def test_tensors(case: Shape, change: Callable[[Args], Args], error: type[Exception], fragments: tuple[str, ...]) -> None:
+    plan = ck.PagedDecodePlan.select(case.descriptor(), device="cpu")
     good = arguments(case)
     bad = {**good, **change(good)}
     before = {name: bad[name].clone() for name in ("out", "lse", "workspace") if isinstance(bad[name], torch.Tensor)}
@@ -314,7 +314,7 @@ def test_tensors(case: Case, change: Callable[[Args], Args], error: type[Excepti
 
 @pytest.mark.parametrize("got", [None, 0, 1, -1])
 def test_workspace_too_small(pretend_h200: list, got: int | None) -> None:
-    plan = ck.PagedDecodePlan.select(replace(DENSE.descriptor, max_seq_len=131_072), device="cpu")
+    plan = ck.PagedDecodePlan.select(replace(DENSE.descriptor(), max_seq_len=131_072), device="cpu")
     needed = plan.workspace_size()
     assert needed > 0
     size = needed - 1 if got == -1 else got
@@ -325,20 +325,20 @@ def test_workspace_too_small(pretend_h200: list, got: int | None) -> None:
 
 
 def test_num_pages_is_binding() -> None:
-    inputs = make_inputs(DENSE)
-    plan = ck.PagedDecodePlan.select(replace(DENSE.descriptor, num_pages=2), device="cpu")
+    inputs = make_operands(DENSE)
+    plan = ck.PagedDecodePlan.select(replace(DENSE.descriptor(), num_pages=2), device="cpu")
     with pytest.raises(ck.InvalidProblem, match=r"k_cache\.shape.*num_pages.*\[2, 2, 16, 64\]"):
         plan.run(*inputs)
 
 
 @pytest.mark.parametrize(("case", "widest"), [(DENSE, 5), (CSR, 2)], ids=str)
-def test_max_pages_is_binding(case: Case, widest: int) -> None:
+def test_max_pages_is_binding(case: Shape, widest: int) -> None:
     """The table of three rows has five columns, the CSR one six indices: two for each row."""
-    inputs = make_inputs(case)
-    fits = ck.PagedDecodePlan.select(replace(case.descriptor, max_pages=widest), device="cpu")
-    expected = ck.PagedDecodePlan.select(case.descriptor, device="cpu").run(*inputs)
+    inputs = make_operands(case)
+    fits = ck.PagedDecodePlan.select(replace(case.descriptor(), max_pages=widest), device="cpu")
+    expected = ck.PagedDecodePlan.select(case.descriptor(), device="cpu").run(*inputs)
     assert all(torch.equal(a, b) for a, b in zip(fits.run(*inputs), expected, strict=True))
-    plan = ck.PagedDecodePlan.select(replace(case.descriptor, max_pages=widest - 1), device="cpu")
+    plan = ck.PagedDecodePlan.select(replace(case.descriptor(), max_pages=widest - 1), device="cpu")
     name, most = ("table", "max_pages = 4 columns") if case is DENSE else ("indices", "batch_size * max_pages = 3 entries")
     for attempt in (plan.run, plan.can_implement):
         with pytest.raises(ck.InvalidProblem) as caught:

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 import cute_kernels as ck
-from tests.support.harness import BACKENDS, Inputs, Shape, device_of, make_inputs, run, select
+from tests.support.harness import BACKENDS, device_of, run, select
+from tests.support.inputs import Inputs, Shape, make_inputs
 
 K = ck.KVDtype
 CODES = torch.arange(256, dtype=torch.uint8)

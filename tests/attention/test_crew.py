@@ -10,17 +10,8 @@ from cutlass import Boolean
 
 from cute_kernels.config.decode import DecodeConfig
 from cute_kernels.device.schedule import crew
-from tests.support.harness import (
-    Inputs,
-    Shape,
-    assert_bitwise,
-    assert_close,
-    make_inputs,
-    run,
-    select,
-    select_forced,
-    select_patched,
-)
+from tests.support.harness import assert_bitwise, assert_close, run, select, select_forced, select_patched
+from tests.support.inputs import Inputs, Shape, make_inputs
 from tests.support.storage import STORAGES
 
 pytestmark = pytest.mark.gpu

@@ -14,7 +14,8 @@ import torch
 import cute_kernels as ck
 from cute_kernels.compile.kernels import compiled_specs
 from tests.support.bits import Result, differing_rows
-from tests.support.harness import NAN, Inputs, Shape, assert_bitwise, assert_close, make_inputs, run, select, store
+from tests.support.harness import assert_bitwise, assert_close, run, select
+from tests.support.inputs import NAN, Inputs, Shape, make_inputs, store
 from tests.support.storage import STORAGES
 
 pytestmark = pytest.mark.gpu

@@ -12,9 +12,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import cute_kernels as ck
 from cute_kernels.api import attention, torch_ops
-from tests.support.cases import Case, make_inputs
+from tests.support.inputs import Shape, make_operands
 
-CASE = Case("fake", (0, 5, 40))
+CASE = Shape(lengths=(0, 5, 40), head_dim=64, name="fake")
 
 
 @pytest.fixture
@@ -40,7 +40,7 @@ def contiguous(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 def operands_of(call: Callable[..., object]) -> tuple[Tensor, ...]:
     if call is paged:
-        inputs = make_inputs(CASE)
+        inputs = make_operands(CASE)
         return (*inputs[:3], *inputs.page_table.operands[:2])
     return torch.randn(2, 8, 64).half(), *torch.randn(2, 2, 2, 33, 64).half()
 

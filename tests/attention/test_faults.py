@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 
 import cute_kernels as ck
 from cute_kernels.kv.faults import Fault, first_fault
-from tests.support.cases import INT_MAX, INT_MIN, Case, make_inputs
+from tests.support.inputs import INT_MAX, INT_MIN, SPARE_PAGES, Shape, make_operands
 
-DENSE = Case("faults", (5, 40, 17, 0), num_heads=2, num_kv_heads=1, head_dim=8)
+DENSE = Shape(lengths=(5, 40, 17, 0), num_heads=2, num_kv_heads=1, head_dim=8, name="faults")
 CSR = replace(DENSE, table_format="csr")
-NUM_PAGES = 1 + 3 + 2 + DENSE.spare_pages
+NUM_PAGES = 1 + 3 + 2 + SPARE_PAGES
 WIDTH = 5  # columns of the dense table, 80 tokens
 
 pytestmark = pytest.mark.usefixtures("no_plans")
@@ -43,19 +43,19 @@ BROKEN: list[Any] = [
 ]
 
 
-def broken_inputs(case: Case, operand: int, place: Any, value: int) -> Any:
-    """Inputs of `case` with one entry of the table replaced; the whole pool is finite, so that a longer row is too."""
-    inputs = make_inputs(case, poison=0.5)
+def broken_inputs(case: Shape, operand: int, place: Any, value: int) -> Any:
+    """Operands of `case` with one entry of the table replaced; the whole pool is finite, so that a longer row is too."""
+    inputs = make_operands(case, dead=0.5)
     inputs.page_table.operands[operand][place] = value
     return inputs
 
 
 @pytest.mark.parametrize(("case", "operand", "place", "value", "fault", "length"), BROKEN)
 def test_a_fault_is_masked_and_recorded(
-    case: Case, operand: int, place: Any, value: int, fault: Fault, length: int | None
+    case: Shape, operand: int, place: Any, value: int, fault: Fault, length: int | None
 ) -> None:
-    plan = ck.PagedDecodePlan.select(case.descriptor, "cpu")
-    clean_inputs, inputs = make_inputs(case, poison=0.5), broken_inputs(case, operand, place, value)
+    plan = ck.PagedDecodePlan.select(case.descriptor(), "cpu")
+    clean_inputs, inputs = make_operands(case, dead=0.5), broken_inputs(case, operand, place, value)
     clean = plan.run(*clean_inputs)
     assert plan.status() is None
     out, lse = plan.run(*inputs)
@@ -80,8 +80,8 @@ def test_a_fault_is_masked_and_recorded(
 
 
 def test_a_fault_stays_until_it_is_cleared() -> None:
-    plan = ck.PagedDecodePlan.select(DENSE.descriptor, "cpu")
-    inputs = make_inputs(DENSE)
+    plan = ck.PagedDecodePlan.select(DENSE.descriptor(), "cpu")
+    inputs = make_operands(DENSE)
     plan.run(*broken_inputs(DENSE, 1, 2, -4))
     plan.run(*inputs)
     plan.run(*broken_inputs(DENSE, 0, (0, 0), -9))
@@ -95,11 +95,11 @@ def test_a_fault_stays_until_it_is_cleared() -> None:
 
 
 def test_each_plan_has_its_own_status() -> None:
-    plans = [ck.PagedDecodePlan.select(replace(DENSE.descriptor, max_seq_len=n), "cpu") for n in (16, 32)]
+    plans = [ck.PagedDecodePlan.select(replace(DENSE.descriptor(), max_seq_len=n), "cpu") for n in (16, 32)]
     plans[0].run(*broken_inputs(DENSE, 1, 2, -4))
     assert plans[0].status() is not None
     assert plans[1].status() is None
-    assert ck.PagedDecodePlan.select(replace(DENSE.descriptor, max_seq_len=16), "cpu").status() == plans[0].status()
+    assert ck.PagedDecodePlan.select(replace(DENSE.descriptor(), max_seq_len=16), "cpu").status() == plans[0].status()
 
 
 def test_a_contiguous_cache_has_no_metadata() -> None:
@@ -113,7 +113,7 @@ def test_a_contiguous_cache_has_no_metadata() -> None:
 
 def test_what_a_kernel_writes_is_read(pretend_h200: list) -> None:
     """[kind, row, value, 0]; words of zeros say nothing."""
-    plan = ck.PagedDecodePlan.select(DENSE.descriptor, "cpu")
+    plan = ck.PagedDecodePlan.select(DENSE.descriptor(), "cpu")
     *_, address = plan._constants
     assert address == plan._words.data_ptr()
     for kind, name in enumerate(("page", "length", "indptr"), 1):
@@ -144,9 +144,9 @@ ARGUMENTS = {
 
 @pytest.mark.parametrize(("case", "operand", "place", "value", "fault", "length"), BROKEN)
 def test_validate_raises_before_anything_is_written(
-    case: Case, operand: int, place: Any, value: int, fault: Fault, length: int | None
+    case: Shape, operand: int, place: Any, value: int, fault: Fault, length: int | None
 ) -> None:
-    plan = ck.PagedDecodePlan.select(case.descriptor, "cpu", ck.PlanPreference(validate=True))
+    plan = ck.PagedDecodePlan.select(case.descriptor(), "cpu", ck.PlanPreference(validate=True))
     out, lse = torch.full((4, 2, 8), 7.0, dtype=torch.bfloat16), torch.full((4, 2), 7.0)
     with pytest.raises(ck.InvalidArgument) as caught:
         plan.run(*broken_inputs(case, operand, place, value), out=out, lse=lse)
@@ -157,18 +157,18 @@ def test_validate_raises_before_anything_is_written(
     assert (out == 7).all()
     assert (lse == 7).all()
     assert plan.status() is None
-    plan.run(*make_inputs(case), out=out, lse=lse)  # also every time with the same tensors
+    plan.run(*make_operands(case), out=out, lse=lse)  # also every time with the same tensors
     assert not (lse == 7).any()
 
 
 @pytest.mark.parametrize("case", [DENSE, CSR], ids=str)
 @pytest.mark.parametrize("layout", ["HND", "NHD"])
-def test_validate_changes_no_bit_of_good_runs(case: Case, layout: str) -> None:
+def test_validate_changes_no_bit_of_good_runs(case: Shape, layout: str) -> None:
     """Garbage past the rows' pages is not looked at; every run is checked, also one with the tensors of the last."""
-    case = replace(case, layout=layout)
-    validating = ck.PagedDecodePlan.select(case.descriptor, "cpu", ck.PlanPreference(validate=True))
-    inputs = make_inputs(case)
-    expected = ck.PagedDecodePlan.select(case.descriptor, "cpu").run(*inputs)
+    case = replace(case, order=layout)
+    validating = ck.PagedDecodePlan.select(case.descriptor(), "cpu", ck.PlanPreference(validate=True))
+    inputs = make_operands(case)
+    expected = ck.PagedDecodePlan.select(case.descriptor(), "cpu").run(*inputs)
     out, lse = torch.empty_like(expected[0]), torch.empty_like(expected[1])
     for _ in range(4):
         validating.run(*inputs, out=out, lse=lse)
@@ -180,7 +180,7 @@ def test_validate_changes_no_bit_of_good_runs(case: Case, layout: str) -> None:
 
 
 def test_validate_comes_after_the_checks_of_the_tensors() -> None:
-    plan = ck.PagedDecodePlan.select(DENSE.descriptor, "cpu", ck.PlanPreference(validate=True))
+    plan = ck.PagedDecodePlan.select(DENSE.descriptor(), "cpu", ck.PlanPreference(validate=True))
     inputs = broken_inputs(DENSE, 1, 0, -1)
     with pytest.raises(ck.InvalidProblem, match=r"q\.shape"):
         plan.run(inputs.q[:2], *inputs[1:])
@@ -189,9 +189,9 @@ def test_validate_comes_after_the_checks_of_the_tensors() -> None:
 @pytest.mark.parametrize("empty", ["pool", "columns", "batch"])
 def test_validate_without_pages(empty: str) -> None:
     """A pool or a table without pages holds no tokens; a batch without rows needs none."""
-    case = replace(DENSE, seq_lens=()) if empty == "batch" else DENSE
-    inputs = make_inputs(case)
-    plan = ck.PagedDecodePlan.select(case.descriptor, "cpu", ck.PlanPreference(validate=True))
+    case = replace(DENSE, lengths=()) if empty == "batch" else DENSE
+    inputs = make_operands(case)
+    plan = ck.PagedDecodePlan.select(case.descriptor(), "cpu", ck.PlanPreference(validate=True))
     table, seq_lens, _ = inputs.page_table.operands
     if empty == "batch":
         plan.run(*inputs)
@@ -206,8 +206,8 @@ def test_validate_without_pages(empty: str) -> None:
 
 
 def test_inside_a_capture_neither_validate_nor_status(monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = ck.PagedDecodePlan.select(DENSE.descriptor, "cpu", ck.PlanPreference(validate=True))
-    inputs = make_inputs(DENSE)
+    plan = ck.PagedDecodePlan.select(DENSE.descriptor(), "cpu", ck.PlanPreference(validate=True))
+    inputs = make_operands(DENSE)
     plan.run(*inputs)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     monkeypatch.setattr(plan, "device", torch.device("cuda:0"))

@@ -9,16 +9,16 @@ import torch
 
 import cute_kernels as ck
 from cute_kernels.api import plan_cache, torch_ops
-from tests.support.cases import CASES, Case, make_inputs
+from tests.support.inputs import CASES, Shape, make_operands
 
-CASE = Case("functional", (0, 5, 40))
+CASE = Shape(lengths=(0, 5, 40), head_dim=64, name="functional")
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_equals_theplan_of(case: Case) -> None:
-    inputs = make_inputs(case)
-    expected = ck.PagedDecodePlan.select(case.descriptor, "cpu").run(*inputs)
-    rules = {"softmax_scale": case.softmax_scale, "layout": case.layout, "lse_base": case.lse_base}
+def test_equals_theplan_of(case: Shape) -> None:
+    inputs = make_operands(case)
+    expected = ck.PagedDecodePlan.select(case.descriptor(), "cpu").run(*inputs)
+    rules = {"softmax_scale": case.softmax_scale, "layout": case.order, "lse_base": case.lse_base}
     got = ck.decode_attention(*inputs[:3], page_table=inputs.page_table, **rules)
     assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
     if case.table_format == "dense":
@@ -28,8 +28,8 @@ def test_equals_theplan_of(case: Case) -> None:
 
 
 def test_an_int_length_is_broadcast() -> None:
-    case = replace(CASE, seq_lens=(20, 20, 20))
-    inputs = make_inputs(case)
+    case = replace(CASE, lengths=(20, 20, 20))
+    inputs = make_operands(case)
     expected = ck.decode_attention(*inputs[:3], page_table=inputs.page_table)
     got = ck.decode_attention(*inputs[:3], page_table=inputs.page_table.operands[0], seq_lens=20)
     assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
@@ -47,7 +47,7 @@ def test_contiguous_caches_in_both_layouts() -> None:
 
 
 def test_given_outputs_and_a_unit_query_axis() -> None:
-    inputs = make_inputs(CASE)
+    inputs = make_operands(CASE)
     expected = ck.decode_attention(*inputs[:3], page_table=inputs.page_table)
     out, lse = torch.empty(3, 1, 8, 64, dtype=torch.bfloat16), torch.empty(3, 8)
     got = ck.decode_attention(inputs.q[:, None], *inputs[1:3], page_table=inputs.page_table, out=out, lse=lse)
@@ -58,7 +58,7 @@ def test_given_outputs_and_a_unit_query_axis() -> None:
 
 
 def test_plans_are_kept() -> None:
-    inputs = make_inputs(CASE)
+    inputs = make_operands(CASE)
     ck.decode_attention(*inputs[:3], page_table=inputs.page_table)
     before = plan_cache.plan_of.cache_info()
     ck.decode_attention(*inputs[:3], page_table=inputs.page_table)
@@ -78,7 +78,7 @@ def test_alignment_comes_from_the_tensors() -> None:
 
 def test_misaligned_caches_are_served() -> None:
     """Tensors that no aligned variant takes select a plan of their own alignment."""
-    inputs = make_inputs(CASE)
+    inputs = make_operands(CASE)
     expected = ck.decode_attention(*inputs[:3], page_table=inputs.page_table)
     k = torch.zeros(inputs.k_cache.numel() + 1, dtype=torch.bfloat16)[1:].view(inputs.k_cache.shape).copy_(inputs.k_cache)
     got = ck.decode_attention(inputs.q, k, inputs.v_cache, page_table=inputs.page_table)
@@ -112,7 +112,7 @@ def test_misaligned_caches_are_served() -> None:
     ],
 )
 def test_bad_arguments(changes: dict, error: type[Exception], fragment: str) -> None:
-    inputs = make_inputs(CASE)
+    inputs = make_operands(CASE)
     table, seq_lens, _ = inputs.page_table.operands
     good = {**inputs._asdict(), "page_table": table, "seq_lens": seq_lens}
     with pytest.raises(error) as caught:
@@ -122,7 +122,7 @@ def test_bad_arguments(changes: dict, error: type[Exception], fragment: str) -> 
 
 @pytest.mark.parametrize("table_format", ["dense", "csr"])
 def test_opcheck_paged(table_format: str) -> None:
-    inputs = make_inputs(replace(CASE, table_format=table_format))
+    inputs = make_operands(replace(CASE, table_format=table_format))
     outputs = (torch.empty_like(inputs.q), torch.empty(3, 8))
     operands = (*inputs[:3], *inputs.page_table.operands, None, torch.ones(2), *outputs, None, "HND", "e", None, None)
     torch.library.opcheck(torch_ops.paged_decode, operands)
@@ -135,7 +135,7 @@ def test_opcheck_flash() -> None:
 
 
 def test_compiles_as_one_graph() -> None:
-    inputs = make_inputs(CASE, poison=1.0)  # lengths grow into slots that were free
+    inputs = make_operands(CASE, dead=1.0)  # lengths grow into slots that were free
     table, seq_lens, _ = inputs.page_table.operands
 
     def layer(q, k_cache, v_cache, table, seq_lens):

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 import cute_kernels as ck
-from tests.support.harness import NAN, Inputs, Shape, assert_bitwise, assert_close, make_inputs, run, select
+from tests.support.harness import assert_bitwise, assert_close, run, select
+from tests.support.inputs import NAN, Inputs, Shape, make_inputs
 from tests.support.storage import STORAGES
 
 pytestmark = pytest.mark.gpu

@@ -11,7 +11,8 @@ import torch
 
 import cute_kernels as ck
 from tests.support.bits import Result, differing_rows
-from tests.support.harness import NAN, Inputs, Shape, assert_close, make_inputs, select, store
+from tests.support.harness import assert_close, select
+from tests.support.inputs import NAN, Inputs, Shape, make_inputs, store
 from tests.support.storage import STORAGES
 
 pytestmark = pytest.mark.gpu

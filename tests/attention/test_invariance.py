@@ -14,7 +14,8 @@ import torch
 
 import cute_kernels as ck
 from tests.support.bits import Result, differing_rows
-from tests.support.harness import BACKENDS, NAN, Inputs, Shape, assert_close, device_of, select, store
+from tests.support.harness import BACKENDS, assert_close, device_of, select
+from tests.support.inputs import NAN, Inputs, Shape, store
 from tests.support.storage import STORAGES
 
 PAGE, POOL = 16, 2048  # tokens a page; pages that the rows of every batch share

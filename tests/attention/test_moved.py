@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import cute_kernels as ck
-from tests.support.harness import BACKENDS, NAN, Inputs, Shape, assert_bitwise, assert_close, device_of, make_inputs, select
+from tests.support.harness import BACKENDS, assert_bitwise, assert_close, device_of, select
+from tests.support.inputs import NAN, Inputs, Shape, make_inputs
 from tests.support.storage import STORAGES
 
 MIXED = (700, 3, 33, 1500)

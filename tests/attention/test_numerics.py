@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from tests.support.harness import BACKENDS, LENGTHS, Shape, assert_close, make_inputs, run, select
+from tests.support.harness import BACKENDS, assert_close, run, select
+from tests.support.inputs import LENGTHS, Shape, make_inputs
 from tests.support.storage import STORAGES, magnitudes
 
 NARROW = 16  # of fewer columns, V of both signs may cancel in all: what rounding P costs is then no part of what is left

@@ -5,7 +5,8 @@ from cutlass import Boolean
 
 from cute_kernels.device.kv import source as kv_source
 from cute_kernels.device.schedule import opening
-from tests.support.harness import Shape, assert_bitwise, assert_close, make_inputs, run, select, select_patched
+from tests.support.harness import assert_bitwise, assert_close, run, select, select_patched
+from tests.support.inputs import Shape, make_inputs
 from tests.support.storage import STORAGES
 
 pytestmark = pytest.mark.gpu

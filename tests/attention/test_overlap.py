@@ -18,7 +18,8 @@ import cute_kernels as ck
 from cute_kernels.device.kv import source as kv_source
 from cute_kernels.device.schedule import opening
 from tests.support.bits import Result, differing_rows
-from tests.support.harness import NAN, Inputs, Shape, assert_close, make_inputs, run, select, select_patched
+from tests.support.harness import assert_close, run, select, select_patched
+from tests.support.inputs import NAN, Inputs, Shape, make_inputs
 from tests.support.late_writer import LateWriter
 from tests.support.storage import STORAGES
 

@@ -14,14 +14,14 @@ from cute_kernels.attention import plan as plan_module
 from cute_kernels.attention.variants import explain
 from cute_kernels.compile import kernels as compiler
 from cute_kernels.planning.variants import PRETEND
-from tests.support.cases import CASES, Case, make_inputs
+from tests.support.inputs import CASES, Shape, make_operands
 
-CASE = Case("plan", (0, 5, 40, 17))
+CASE = Shape(lengths=(0, 5, 40, 17), head_dim=64, name="plan")
 
 
 @pytest.fixture
 def plan() -> ck.PagedDecodePlan:
-    return ck.PagedDecodePlan.select(CASE.descriptor, device="cpu")
+    return ck.PagedDecodePlan.select(CASE.descriptor(), device="cpu")
 
 
 def test_select_on_the_cpu(plan: ck.PagedDecodePlan) -> None:
@@ -31,7 +31,7 @@ def test_select_on_the_cpu(plan: ck.PagedDecodePlan) -> None:
     assert plan.precision_guarantee.deterministic
     assert plan.precision_guarantee.bit_stable_on_same_hardware
     assert (plan.workspace_size(), plan.workspace_regions()) == (0, ())
-    assert plan.descriptor == CASE.descriptor
+    assert plan.descriptor == CASE.descriptor()
     assert "cpu_reference" in str(plan.explain())
     json.dumps(plan.explain().to_dict())
 
@@ -39,12 +39,12 @@ def test_select_on_the_cpu(plan: ck.PagedDecodePlan) -> None:
 def test_forced_variants_that_this_machine_lacks() -> None:
     for arch in ("sm90", "sm80"):
         with pytest.raises(ck.Unsupported, match="capability"):
-            ck.PagedDecodePlan.select(CASE.descriptor, "cpu", ck.PlanPreference(arch=arch))
-    assert ck.PagedDecodePlan.select(CASE.descriptor, preference=ck.PlanPreference(arch="cpu")).sku.arch == "cpu"
+            ck.PagedDecodePlan.select(CASE.descriptor(), "cpu", ck.PlanPreference(arch=arch))
+    assert ck.PagedDecodePlan.select(CASE.descriptor(), preference=ck.PlanPreference(arch="cpu")).sku.arch == "cpu"
 
 
 def test_run_writes_every_row_and_allocates_what_is_missing(plan: ck.PagedDecodePlan) -> None:
-    inputs = make_inputs(CASE)
+    inputs = make_operands(CASE)
     out, lse = plan.run(*inputs)
     assert (tuple(out.shape), tuple(lse.shape)) == ((4, 8, 64), (4, 8))
     given_out, given_lse = torch.full_like(out, math.nan), torch.full_like(lse, math.nan)
@@ -58,14 +58,14 @@ def test_run_writes_every_row_and_allocates_what_is_missing(plan: ck.PagedDecode
 
 
 def test_a_workspace_is_welcome_where_none_is_needed(pretend_h200: list) -> None:
-    plan = ck.PagedDecodePlan.select(CASE.descriptor, "cpu", ck.PlanPreference(max_workspace_bytes=0))
-    plan.run(*make_inputs(CASE), workspace=torch.empty(64, dtype=torch.uint8))
+    plan = ck.PagedDecodePlan.select(CASE.descriptor(), "cpu", ck.PlanPreference(max_workspace_bytes=0))
+    plan.run(*make_operands(CASE), workspace=torch.empty(64, dtype=torch.uint8))
     assert pretend_h200.pop()[10] is None  # a kernel without splits takes none
 
 
 @pytest.mark.parametrize("axis", [1, 2])
 def test_a_unit_query_axis_is_accepted(plan: ck.PagedDecodePlan, axis: int) -> None:
-    inputs = make_inputs(CASE)
+    inputs = make_operands(CASE)
     expected, expected_lse = plan.run(*inputs)
     out, lse = plan.run(inputs.q.unsqueeze(axis), *inputs[1:])
     assert out.shape == inputs.q.unsqueeze(axis).shape
@@ -74,13 +74,13 @@ def test_a_unit_query_axis_is_accepted(plan: ck.PagedDecodePlan, axis: int) -> N
 
 
 def test_can_implement_accepts_what_run_accepts(plan: ck.PagedDecodePlan) -> None:
-    inputs = make_inputs(CASE)
+    inputs = make_operands(CASE)
     assert plan.can_implement(*inputs) is None
     assert plan.can_implement(*inputs, out=torch.empty_like(inputs.q), lse=torch.empty(4, 8)) is None
 
 
 def test_results_follow_lengths_changed_in_place(plan: ck.PagedDecodePlan) -> None:
-    inputs = make_inputs(CASE)
+    inputs = make_operands(CASE)
     plan.run(*inputs)
     _, seq_lens, _ = inputs.page_table.operands
     seq_lens.fill_(0)
@@ -91,7 +91,7 @@ def test_results_follow_lengths_changed_in_place(plan: ck.PagedDecodePlan) -> No
 
 def test_strided_outputs_and_fused_inputs(plan: ck.PagedDecodePlan) -> None:
     """q as a slice of a fused projection, K and V as views of one pool, out and lse into wider buffers."""
-    inputs = make_inputs(CASE)
+    inputs = make_operands(CASE)
     expected, expected_lse = plan.run(*inputs)
     q = torch.cat([inputs.q, torch.full_like(inputs.q, math.nan)], 1)[:, :8]
     pool = torch.stack([inputs.k_cache, inputs.v_cache], 1)
@@ -102,17 +102,17 @@ def test_strided_outputs_and_fused_inputs(plan: ck.PagedDecodePlan) -> None:
 
 
 def test_batch_zero_launches_nothing(pretend_h200: list) -> None:
-    case = replace(CASE, seq_lens=())
-    inputs = make_inputs(case)
-    plan = ck.PagedDecodePlan.select(case.descriptor, device="cpu")
+    case = replace(CASE, lengths=())
+    inputs = make_operands(case)
+    plan = ck.PagedDecodePlan.select(case.descriptor(), device="cpu")
     out, lse = plan.run(*inputs)
     assert (tuple(out.shape), tuple(lse.shape), pretend_h200) == ((0, 8, 64), (0, 8), [])
     assert plan.workspace_size() == 0
 
 
 def test_an_empty_pool_or_table_launches_nothing(pretend_h200: list) -> None:
-    inputs = make_inputs(CASE)
-    descriptor = replace(CASE.descriptor, max_seq_len=16)
+    inputs = make_operands(CASE)
+    descriptor = replace(CASE.descriptor(), max_seq_len=16)
     plan = ck.PagedDecodePlan.select(descriptor, device="cpu", preference=ck.PlanPreference(max_workspace_bytes=0))
     table, seq_lens, _ = inputs.page_table.operands
     empty_pool, no_columns = inputs.k_cache[:0], ck.PageTable.dense(table[:, :0], seq_lens)
@@ -127,9 +127,9 @@ def test_an_empty_pool_or_table_launches_nothing(pretend_h200: list) -> None:
 @pytest.mark.parametrize("table_format", ["dense", "csr"])
 def test_what_a_kernel_is_given(pretend_h200: list, layout: str, table_format: str) -> None:
     """HND views of the same memory, the table's operands, the workspace, the scale and the splits; again on a second run."""
-    case = Case("h200", (2000, 64), head_dim=128, layout=layout, table_format=table_format)
-    inputs = make_inputs(case)
-    plan = ck.PagedDecodePlan.select(replace(case.descriptor, max_seq_len=131_072), device="cpu")
+    case = Shape(lengths=(2000, 64), head_dim=128, order=layout, table_format=table_format, name="h200")
+    inputs = make_operands(case)
+    plan = ck.PagedDecodePlan.select(replace(case.descriptor(), max_seq_len=131_072), device="cpu")
     assert plan.num_ctas > 1
     assert plan.sku.arch == "sm90a"
     regions = plan.workspace_regions()
@@ -175,33 +175,33 @@ def test_a_launch_that_fails_is_typed(monkeypatch: pytest.MonkeyPatch, plan: ck.
 
     monkeypatch.setattr(plan, "_launch", refuse)
     with pytest.raises(ck.LaunchFailed, match="cpu_reference on cpu: invalid configuration"):
-        plan.run(*make_inputs(CASE))
+        plan.run(*make_operands(CASE))
 
 
 def test_a_compile_inside_a_capture_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    spec = explain(CASE.descriptor.problem, PRETEND["h200"]).chosen.spec
+    spec = explain(CASE.descriptor().problem, PRETEND["h200"]).chosen.spec
     compiled = []
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     monkeypatch.setattr(compiler, "compile_decode", lambda spec: compiled.append(spec))
     monkeypatch.setattr(compiler, "compiled_specs", list)
     with pytest.raises(ck.CompileFailed, match="capture"):
-        plan_module._launch_of(spec, CASE.descriptor)
+        plan_module._launch_of(spec, CASE.descriptor())
     assert compiled == []
     monkeypatch.setattr(compiler, "compiled_specs", lambda: [spec])
-    plan_module._launch_of(spec, CASE.descriptor)
+    plan_module._launch_of(spec, CASE.descriptor())
     assert compiled == [spec]
 
 
 def test_batch_invariance_is_guaranteed_only_on_request(pretend_h200: list) -> None:
     plans = [
-        ck.PagedDecodePlan.select(CASE.descriptor, "cpu", ck.PlanPreference(batch_invariant=invariant))
+        ck.PagedDecodePlan.select(CASE.descriptor(), "cpu", ck.PlanPreference(batch_invariant=invariant))
         for invariant in (False, True)
     ]
     assert [plan.precision_guarantee.batch_invariant for plan in plans] == [False, True]
     assert 0 < plans[0].workspace_size() < plans[1].workspace_size()
     for invariant in (False, True):  # whole rows alone promise nothing: their config may see the batch
         preference = ck.PlanPreference(batch_invariant=invariant, max_workspace_bytes=0)
-        plan = ck.PagedDecodePlan.select(CASE.descriptor, "cpu", preference)
+        plan = ck.PagedDecodePlan.select(CASE.descriptor(), "cpu", preference)
         assert plan.precision_guarantee.batch_invariant == invariant
         assert (plan.workspace_size(), plan.workspace_regions()) == (0, ())
 
@@ -231,7 +231,7 @@ def test_flash_decoding_equals_the_pagedplan_of(seq_len: int) -> None:
 
 def test_checked_signatures_are_bounded(monkeypatch: pytest.MonkeyPatch, no_plans: None) -> None:
     monkeypatch.setattr(plan_module, "MAX_CHECKED", 3)
-    plan, inputs = ck.PagedDecodePlan.select(CASE.descriptor, "cpu"), make_inputs(CASE)
+    plan, inputs = ck.PagedDecodePlan.select(CASE.descriptor(), "cpu"), make_operands(CASE)
     kept = [plan.run(*inputs) for _ in range(8)]
     assert len(plan._checked) <= 3
     assert all(torch.equal(out, kept[0][0]) for out, _ in kept)
@@ -239,11 +239,11 @@ def test_checked_signatures_are_bounded(monkeypatch: pytest.MonkeyPatch, no_plan
 
 def test_a_row_alone_equals_the_row_in_its_batch() -> None:
     for case in CASES[:4]:
-        inputs = make_inputs(case)
-        out, lse = ck.PagedDecodePlan.select(case.descriptor, "cpu").run(*inputs)
+        inputs = make_operands(case)
+        out, lse = ck.PagedDecodePlan.select(case.descriptor(), "cpu").run(*inputs)
         table, seq_lens, _ = inputs.page_table.operands
-        alone = ck.PagedDecodePlan.select(replace(case.descriptor, batch_size=1), "cpu")
-        for row in range(len(case.seq_lens)):
+        alone = ck.PagedDecodePlan.select(replace(case.descriptor(), batch_size=1), "cpu")
+        for row in range(len(case.lengths)):
             row_table = ck.PageTable.dense(table[row : row + 1], seq_lens[row : row + 1])
             row_out, row_lse = alone.run(inputs.q[row : row + 1], inputs.k_cache, inputs.v_cache, row_table)
             assert torch.equal(row_out[0], out[row])

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 import cute_kernels as ck
-from tests.support.harness import BACKENDS, Inputs, Shape, assert_close, device_of, make_inputs, run, select
+from tests.support.harness import BACKENDS, assert_close, device_of, run, select
+from tests.support.inputs import Inputs, Shape, make_inputs
 from tests.support.storage import STORAGES
 
 LENGTHS = (0, 1, 17, 64, 129, 1000)

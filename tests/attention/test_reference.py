@@ -11,17 +11,17 @@ from hypothesis import strategies as st
 
 import cute_kernels as ck
 from cute_kernels.attention import reference
-from tests.support.cases import CASES, INT_MAX, INT_MIN, Case, Inputs, make_inputs
+from tests.support.inputs import CASES, INT_MAX, INT_MIN, Operands, Shape, make_operands
 from tests.support.naive import naive_row
 
 
-def naive(case: Case, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
+def naive(case: Shape, inputs: Operands) -> tuple[torch.Tensor, torch.Tensor]:
     """out and lse in f64, from the page table read entry by entry."""
     scale = case.head_dim**-0.5 if case.softmax_scale is None else case.softmax_scale
-    k, v = ((c.transpose(1, 2) if case.layout == "HND" else c).double() for c in (inputs.k_cache, inputs.v_cache))
+    k, v = ((c.transpose(1, 2) if case.order == "HND" else c).double() for c in (inputs.k_cache, inputs.v_cache))
     first, second, _ = inputs.page_table.operands
     outs, lses = [], []
-    for row, length in enumerate(case.seq_lens):
+    for row, length in enumerate(case.lengths):
         pages = first[row] if case.table_format == "dense" else first[second[row] :]
         places = [(int(pages[t // case.page_size]), t % case.page_size) for t in range(length)]
         keys = [k[page, slot].tolist() for page, slot in places]
@@ -32,15 +32,15 @@ def naive(case: Case, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.tensor(outs, dtype=torch.float64), torch.tensor(lses, dtype=torch.float64)
 
 
-def run_reference(case: Case, inputs: Inputs, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    k, v = (c if case.layout == "HND" else c.transpose(1, 2) for c in (inputs.k_cache, inputs.v_cache))
+def run_reference(case: Shape, inputs: Operands, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    k, v = (c if case.order == "HND" else c.transpose(1, 2) for c in (inputs.k_cache, inputs.v_cache))
     rules = {"softmax_scale": case.softmax_scale, "lse_base": case.lse_base, "dtype": dtype}
     return reference.decode_paged(inputs.q, k, v, inputs.page_table, **rules)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_reference_equals_the_naive_loop(case: Case) -> None:
-    inputs = make_inputs(case)
+def test_reference_equals_the_naive_loop(case: Shape) -> None:
+    inputs = make_operands(case)
     expected_out, expected_lse = naive(case, inputs)
     out, lse = run_reference(case, inputs, torch.float64)
     torch.testing.assert_close(out, expected_out, rtol=1e-12, atol=1e-12)
@@ -51,11 +51,11 @@ def test_reference_equals_the_naive_loop(case: Case) -> None:
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_plan_equals_the_naive_loop(case: Case) -> None:
+def test_plan_equals_the_naive_loop(case: Shape) -> None:
     """Each element within 2 ulp of f64 at its own size, which is more than the plan promises."""
-    inputs = make_inputs(case)
+    inputs = make_operands(case)
     expected_out, expected_lse = naive(case, inputs)
-    plan = ck.PagedDecodePlan.select(case.descriptor, device="cpu")
+    plan = ck.PagedDecodePlan.select(case.descriptor(), device="cpu")
     out, lse = plan.run(*inputs)
     assert out.dtype == case.dtype
     assert lse.dtype == torch.float32
@@ -81,10 +81,10 @@ def test_random_shapes_and_tables(
     seq_lens, group_size, num_kv_heads, head_dim, page_size, layout, table_format, lse_base, dtype, seed
 ) -> None:
     heads = (group_size * num_kv_heads, num_kv_heads)
-    case = Case("random", tuple(seq_lens), *heads, head_dim, page_size, dtype, layout, table_format, lse_base)
-    inputs = make_inputs(case, seed=seed)
+    case = Shape(*heads, head_dim, page_size, tuple(seq_lens), dtype, layout, table_format, lse_base)
+    inputs = make_operands(case, seed=seed)
     expected_out, expected_lse = naive(case, inputs)
-    out, lse = ck.PagedDecodePlan.select(case.descriptor, device="cpu").run(*inputs)
+    out, lse = ck.PagedDecodePlan.select(case.descriptor(), device="cpu").run(*inputs)
     eps = max(torch.finfo(dtype).eps, 1e-6)
     assert ((out.double() - expected_out).abs() <= 2 * eps * expected_out.abs() + 4e-6).all()
     torch.testing.assert_close(lse.double(), expected_lse, rtol=1e-5, atol=2e-5)
@@ -135,16 +135,16 @@ def test_csr_lengths_stay_inside_the_table(indptr: list[int], last_page_len: lis
 
 def test_poison_changes_no_bit() -> None:
     for case in CASES:
-        clean = run_reference(case, make_inputs(case, poison=0.0), torch.float32)
+        clean = run_reference(case, make_operands(case, dead=0.0), torch.float32)
         for poison in (float("nan"), float("inf"), -6e4):
-            poisoned = run_reference(case, make_inputs(case, poison=poison), torch.float32)
+            poisoned = run_reference(case, make_operands(case, dead=poison), torch.float32)
             assert all(torch.equal(a, b) for a, b in zip(clean, poisoned, strict=True)), case.name
 
 
 def test_one_token_returns_its_value() -> None:
     case = next(case for case in CASES if case.name == "one_token")
-    inputs = make_inputs(case)
-    out, _ = ck.PagedDecodePlan.select(case.descriptor, device="cpu").run(*inputs)
+    inputs = make_operands(case)
+    out, _ = ck.PagedDecodePlan.select(case.descriptor(), device="cpu").run(*inputs)
     page = int(inputs.page_table.operands[0][0, 0])
     expected = inputs.v_cache[page, :, 0].repeat_interleave(case.num_heads // case.num_kv_heads, 0)
     assert torch.equal(out[0], expected)

@@ -14,19 +14,19 @@ import torch
 import cute_kernels as ck
 from cute_kernels import InvalidArgument, InvalidProblem, MisalignedOperand
 from cute_kernels.attention import checks
-from tests.support.cases import Case, make_inputs
+from tests.support.inputs import Shape, make_operands
 
 E4M3, E5M2, INT8 = ck.KVDtype.E4M3, ck.KVDtype.E5M2, ck.KVDtype.INT8
 NONE, TENSOR, HEAD, TOKEN, TOKEN_F16 = (getattr(ck.KVScale, name) for name in ("NONE", "TENSOR", "HEAD", "TOKEN", "TOKEN_F16"))
 F16, F32, U8 = torch.float16, torch.float32, torch.uint8
-CASE = Case("scales", (0, 5, 40, 17))
+CASE = Shape(lengths=(0, 5, 40, 17), head_dim=64, name="scales")
 POOL = (9, 16, 2)  # pages, page_size and KV heads of the case
 Args = dict[str, Any]
 
 
 def plan_of(kv_dtype: ck.KVDtype | None, k_scale: ck.KVScale = NONE, v_scale: ck.KVScale = NONE) -> ck.PagedDecodePlan:
     """A plan for CASE with other caches."""
-    descriptor = replace(CASE.descriptor, kv_dtype=kv_dtype or ck.KVDtype.BF16, k_scale=k_scale, v_scale=v_scale)
+    descriptor = replace(CASE.descriptor(), kv_dtype=kv_dtype or ck.KVDtype.BF16, k_scale=k_scale, v_scale=v_scale)
     return ck.PagedDecodePlan.select(descriptor, "cpu")
 
 
@@ -38,7 +38,7 @@ def scales(scale: ck.KVScale, value: float = 0.5) -> torch.Tensor | None:
 
 def arguments(kv_dtype: ck.KVDtype | None, k_scale: ck.KVScale = NONE, v_scale: ck.KVScale = NONE) -> Args:
     """Good arguments of run."""
-    inputs = make_inputs(CASE, poison=0.0)
+    inputs = make_operands(CASE, dead=0.0)
     dtype = kv_dtype.torch_dtype if kv_dtype else torch.bfloat16
     caches = {name: getattr(inputs, name).mul(3).to(dtype) for name in ("k_cache", "v_cache")}
     written = {"out": torch.full_like(inputs.q, 7.0), "lse": torch.full((4, 8), 7.0)}
@@ -46,7 +46,7 @@ def arguments(kv_dtype: ck.KVDtype | None, k_scale: ck.KVScale = NONE, v_scale: 
 
 
 def test_the_case_has_this_pool() -> None:
-    k = make_inputs(CASE).k_cache
+    k = make_operands(CASE).k_cache
     assert (k.shape[0], k.shape[2], k.shape[1]) == POOL
 
 
@@ -156,7 +156,7 @@ def test_scales_of_a_contiguous_cache() -> None:
 @pytest.mark.parametrize("flat", [False, True])
 def test_what_a_kernel_is_given(pretend_h200: list, layout: str, flat: bool) -> None:
     """fp8 as HND bytes, scales in one shape, the same memory; from the first run to the shortcut."""
-    descriptor = replace(CASE.descriptor, kv_dtype=E4M3, layout=ck.KVLayout(layout), k_scale=TENSOR, v_scale=TOKEN_F16)
+    descriptor = replace(CASE.descriptor(), kv_dtype=E4M3, layout=ck.KVLayout(layout), k_scale=TENSOR, v_scale=TOKEN_F16)
     plan, good = ck.PagedDecodePlan.select(descriptor, "cpu"), arguments(E4M3, TENSOR, TOKEN_F16)
     if layout == "NHD":
         good |= {name: good[name].transpose(1, 2).contiguous() for name in ("k_cache", "v_cache")}
@@ -259,7 +259,7 @@ def test_decode_attention_equals_theplan_of(kv_dtype: ck.KVDtype | None, scale: 
 def test_decode_attention_over_different_caches() -> None:
     good = arguments(INT8)
     good |= {"v_cache": arguments(E4M3)["v_cache"], "k_scale": torch.tensor(0.25)}
-    descriptor = replace(CASE.descriptor, kv_dtype=INT8, v_dtype=E4M3, k_scale=TENSOR)
+    descriptor = replace(CASE.descriptor(), kv_dtype=INT8, v_dtype=E4M3, k_scale=TENSOR)
     expected = ck.PagedDecodePlan.select(descriptor, "cpu").run(**{**good, "out": None, "lse": None})
     got = ck.decode_attention(**good)
     assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))

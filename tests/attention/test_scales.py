@@ -13,19 +13,8 @@ import pytest
 import torch
 
 import cute_kernels as ck
-from tests.support.harness import (
-    BACKENDS,
-    Inputs,
-    Shape,
-    assert_bitwise,
-    assert_close,
-    attend,
-    device_of,
-    make_inputs,
-    poison,
-    run,
-    select,
-)
+from tests.support.harness import BACKENDS, assert_bitwise, assert_close, attend, device_of, run, select
+from tests.support.inputs import Inputs, Shape, make_inputs, poison
 from tests.support.storage_pairs import (
     AXES,
     E4M3,

@@ -16,9 +16,9 @@ from cute_kernels.compile import kernels as compiler
 from cute_kernels.kv import faults
 from cute_kernels.planning import base as plan_base
 from cute_kernels.planning.variants import PRETEND
-from tests.support.cases import Case
+from tests.support.inputs import Shape
 
-DESCRIPTOR = Case("selection", (5, 40)).descriptor
+DESCRIPTOR = Shape(lengths=(5, 40), head_dim=64, name="selection").descriptor()
 FLASH = ck.FlashDecodingDescriptor(2, 8, 2, 33, 64, torch.bfloat16)
 KNOWN_SELECT = 20e-6  # seconds
 SLOW_MACHINE = 10  # a busy machine's factor on it

@@ -17,9 +17,9 @@ import cute_kernels as ck
 from cute_kernels.attention import checks
 from cute_kernels.attention import plan as plan_module
 from cute_kernels.compile.kernels import as_operand
-from tests.support.cases import Case, make_inputs
+from tests.support.inputs import Shape, make_operands
 
-CASE = Case("shortcuts", (0, 5, 40, 17))
+CASE = Shape(lengths=(0, 5, 40, 17), head_dim=64, name="shortcuts")
 BESIDE_THE_LAUNCH = 1.5e-6  # seconds
 SLOW_MACHINE = 10  # a busy machine's factor on it
 Arguments = dict[str, Any]
@@ -34,9 +34,9 @@ def checked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     return seen
 
 
-def arguments(plan: ck.PagedDecodePlan, case: Case = CASE) -> Arguments:
+def arguments(plan: ck.PagedDecodePlan, case: Shape = CASE) -> Arguments:
     """Everything of one run, preallocated."""
-    inputs = make_inputs(case)
+    inputs = make_operands(case)
     workspace = torch.zeros(plan.workspace_size() + 16, dtype=torch.uint8)
     out, lse = torch.full_like(inputs.q, 7.0), torch.full(inputs.q.shape[:2], 7.0)
     return {**inputs._asdict(), "out": out, "lse": lse, "workspace": workspace}
@@ -58,9 +58,9 @@ def test_a_shortcut_launches_the_same(
     pretend_h200: list, checked: list, layout: str, table_format: str, max_workspace_bytes: int | None
 ) -> None:
     """The third run on, also with a PageTable made anew; operand for operand what the first launched."""
-    case = replace(CASE, layout=layout, table_format=table_format)
+    case = replace(CASE, order=layout, table_format=table_format)
     preference = ck.PlanPreference(max_workspace_bytes=max_workspace_bytes)
-    plan = ck.PagedDecodePlan.select(case.descriptor, "cpu", preference)
+    plan = ck.PagedDecodePlan.select(case.descriptor(), "cpu", preference)
     good = arguments(plan, case)
     for _ in range(4):
         table = ck.PageTable(table_format, tuple(good["page_table"].operands))
@@ -83,7 +83,7 @@ def _same_operand(a: object, b: object) -> bool:
 
 
 def test_results_follow_what_the_tensors_hold(computing_h200: None, checked: list) -> None:
-    plan = ck.PagedDecodePlan.select(CASE.descriptor, "cpu")
+    plan = ck.PagedDecodePlan.select(CASE.descriptor(), "cpu")
     good = arguments(plan)
     settle(plan, good, checked)
     good["q"].mul_(2)
@@ -98,7 +98,7 @@ def test_results_follow_what_the_tensors_hold(computing_h200: None, checked: lis
 
 @pytest.mark.parametrize("name", ["q", "k_cache", "v_cache", "out", "lse", "workspace"])
 def test_another_tensor_is_checked(pretend_h200: list, checked: list, name: str) -> None:
-    plan = ck.PagedDecodePlan.select(CASE.descriptor, "cpu")
+    plan = ck.PagedDecodePlan.select(CASE.descriptor(), "cpu")
     good = arguments(plan)
     settle(plan, good, checked)
     plan.run(**{**good, name: good[name].clone()})
@@ -126,7 +126,7 @@ def test_a_tensor_that_moved_is_checked(
     pretend_h200: list, checked: list, name: str, mutate: Callable[[torch.Tensor], object], error: type[Exception] | None
 ) -> None:
     """set_, .data =, a resize that moves: an output elsewhere is checked anew; an input reaches the launch where it is now."""
-    plan = ck.PagedDecodePlan.select(CASE.descriptor, "cpu")
+    plan = ck.PagedDecodePlan.select(CASE.descriptor(), "cpu")
     good = arguments(plan)
     settle(plan, good, checked)
     launches = len(pretend_h200)
@@ -155,7 +155,7 @@ def operand_of(good: Arguments, name: str) -> torch.Tensor:
 @pytest.mark.parametrize("change", ["dtype", "shorter"])
 def test_data_at_the_same_address_is_checked(pretend_h200: list, checked: list, name: str, change: str) -> None:
     """`.data =` of the same memory as another dtype, or of less of it: checked anew, so refused."""
-    plan = ck.PagedDecodePlan.select(CASE.descriptor, "cpu")
+    plan = ck.PagedDecodePlan.select(CASE.descriptor(), "cpu")
     good = arguments(plan)
     settle(plan, good, checked)
     launches, tensor = len(pretend_h200), operand_of(good, name)
@@ -170,7 +170,7 @@ def test_data_at_the_same_address_is_checked(pretend_h200: list, checked: list, 
 
 
 def test_scales_at_the_same_address_are_checked(pretend_h200: list, checked: list) -> None:
-    descriptor = replace(CASE.descriptor, kv_dtype=ck.KVDtype.E4M3, k_scale=ck.KVScale.HEAD, v_scale=ck.KVScale.HEAD)
+    descriptor = replace(CASE.descriptor(), kv_dtype=ck.KVDtype.E4M3, k_scale=ck.KVScale.HEAD, v_scale=ck.KVScale.HEAD)
     plan = ck.PagedDecodePlan.select(descriptor, "cpu")
     good = arguments(plan)
     for cache in ("k_cache", "v_cache"):
@@ -200,7 +200,7 @@ def test_none_is_never_taken_for_a_remembered_tensor(
     pretend_h200: list, checked: list, name: str, value: object, error: type[Exception], dead: bool
 ) -> None:
     """A weak reference whose tensor has died gives None."""
-    plan = ck.PagedDecodePlan.select(CASE.descriptor, "cpu")
+    plan = ck.PagedDecodePlan.select(CASE.descriptor(), "cpu")
     good = arguments(plan)
     settle(plan, good, checked)
     pretend_h200.clear()
@@ -215,7 +215,7 @@ def test_none_is_never_taken_for_a_remembered_tensor(
 
 @pytest.mark.parametrize("operand", [0, 1])
 def test_a_dead_operand_of_the_table_is_missed(pretend_h200: list, checked: list, operand: int) -> None:
-    plan = ck.PagedDecodePlan.select(CASE.descriptor, "cpu")
+    plan = ck.PagedDecodePlan.select(CASE.descriptor(), "cpu")
     good = arguments(plan)
     settle(plan, good, checked)
     operands: list[Any] = list(good["page_table"].operands)
@@ -228,7 +228,7 @@ def test_a_dead_operand_of_the_table_is_missed(pretend_h200: list, checked: list
 
 
 def test_missing_outputs_are_allocated_afresh(computing_h200: None, checked: list) -> None:
-    plan = ck.PagedDecodePlan.select(CASE.descriptor, "cpu")
+    plan = ck.PagedDecodePlan.select(CASE.descriptor(), "cpu")
     good = arguments(plan)
     settle(plan, good, checked)
     expected = good.pop("out").clone(), good.pop("lse").clone()
@@ -238,7 +238,7 @@ def test_missing_outputs_are_allocated_afresh(computing_h200: None, checked: lis
 
 
 def test_no_tensor_is_kept_alive(pretend_h200: list, checked: list) -> None:
-    plan = ck.PagedDecodePlan.select(CASE.descriptor, "cpu")
+    plan = ck.PagedDecodePlan.select(CASE.descriptor(), "cpu")
     good = arguments(plan)
     settle(plan, good, checked)
     tensors = [*good["page_table"].operands[:2], *(value for name, value in good.items() if name != "page_table")]
@@ -253,7 +253,7 @@ def test_no_tensor_is_kept_alive(pretend_h200: list, checked: list) -> None:
 @pytest.mark.parametrize("name", ["k_cache", "v_cache", "out", "lse", "workspace"])
 def test_memory_is_freed_with_the_first_tensor_that_dies(pretend_h200: list, checked: list, name: str) -> None:
     """The storage that a shortcut holds, of this tensor and of the others."""
-    plan = ck.PagedDecodePlan.select(CASE.descriptor, "cpu")
+    plan = ck.PagedDecodePlan.select(CASE.descriptor(), "cpu")
     good = arguments(plan)
     memory = {n: good[n].view(torch.uint8).numpy().copy() for n in (name, "q")}
     for n, array in memory.items():
@@ -291,7 +291,7 @@ def test_an_operand_whose_strides_would_change_stays_a_tensor(monkeypatch: pytes
 def test_shortcuts_are_bounded(pretend_h200: list, checked: list, monkeypatch: pytest.MonkeyPatch) -> None:
     """One for each K cache, as layers have; each is taken until there are too many."""
     monkeypatch.setattr(plan_module, "MAX_SHORTCUTS", 4)
-    plan = ck.PagedDecodePlan.select(CASE.descriptor, "cpu")
+    plan = ck.PagedDecodePlan.select(CASE.descriptor(), "cpu")
     good = arguments(plan)
     layers = [{**good, "k_cache": good["k_cache"].clone()} for _ in range(6)]
     for _ in range(2):
@@ -308,7 +308,7 @@ def test_shortcuts_are_bounded(pretend_h200: list, checked: list, monkeypatch: p
 
 
 def test_a_failing_launch_is_typed(pretend_h200: list, checked: list, monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = ck.PagedDecodePlan.select(CASE.descriptor, "cpu")
+    plan = ck.PagedDecodePlan.select(CASE.descriptor(), "cpu")
     failing: list[bool] = []
 
     def launch(*_: object) -> None:
@@ -340,7 +340,7 @@ def test_a_contiguous_plan_takes_shortcuts(computing_h200: None, checked: list) 
 
 
 def test_a_known_run_costs_little_beside_its_launch(pretend_h200: list, monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = ck.PagedDecodePlan.select(CASE.descriptor, "cpu")
+    plan = ck.PagedDecodePlan.select(CASE.descriptor(), "cpu")
     monkeypatch.setattr(plan, "_launch", lambda *_: None)
     good = arguments(plan)
     seconds = min(timeit.repeat(lambda: plan.run(**good), number=200, repeat=30)) / 200

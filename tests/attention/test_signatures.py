@@ -15,7 +15,7 @@ from cute_kernels.append import checks as append_checks
 from cute_kernels.attention import checks
 from cute_kernels.merge import plan as merge
 from cute_kernels.planning import base as plan_base
-from tests.support.cases import Case, make_inputs
+from tests.support.inputs import Shape, make_operands
 
 DEVICES = torch.device("cuda", 0), torch.device("cuda", 1)
 
@@ -78,7 +78,7 @@ def test_an_absent_operand_counts(operand: str) -> None:
     assert signature(*same) != signature(*[None if name == operand else t for name, t in zip(operands, same, strict=True)])
 
 
-CASE = Case("signatures", (3, 40, 17), table_format="csr")
+CASE = Shape(lengths=(3, 40, 17), table_format="csr", head_dim=64, name="signatures")
 SAME_SIZE = {torch.bfloat16: torch.float16, torch.float32: torch.int32, torch.int32: torch.float32, torch.uint8: torch.int8}
 VIEWS = {
     "extents": lambda t: t[:-1],
@@ -95,7 +95,7 @@ def test_a_run_that_differs_in_one_operand_is_checked(
 ) -> None:
     """Of the run before it: the same memory with other extents, strides or dtype; or the operand on another device."""
     scales = {"k_scale": ck.KVScale.TOKEN, "v_scale": ck.KVScale.TOKEN}
-    plan, inputs = ck.PagedDecodePlan.select(replace(CASE.descriptor, **scales), "cpu"), make_inputs(CASE)
+    plan, inputs = ck.PagedDecodePlan.select(replace(CASE.descriptor(), **scales), "cpu"), make_operands(CASE)
     tokens = (len(inputs.k_cache), CASE.page_size, CASE.num_kv_heads)
     given = {
         **dict(zip(("q", "k_cache", "v_cache"), inputs[:3], strict=True)),

@@ -13,7 +13,8 @@ from torch import Tensor
 
 import cute_kernels as ck
 from tests.support import harness
-from tests.support.harness import NAN, Inputs, Shape, assert_close, attend, make_inputs, run, select
+from tests.support.harness import assert_close, attend, run, select
+from tests.support.inputs import LENGTHS, NAN, Inputs, Shape, make_inputs
 from tests.support.storage import STORAGES
 from tests.support.tolerance import OF_16_BITS, State, check_states, tolerance_of, ulp
 
@@ -246,5 +247,5 @@ def test_appends_promise_every_bit() -> None:
 @pytest.mark.parametrize("head_dim", [16, 64, 128, 256])
 def test_f32_on_the_cpu(head_dim: int) -> None:
     for seed in range(3):
-        inputs = make_inputs(Shape(dtype=torch.float32, head_dim=head_dim, lengths=(*harness.LENGTHS, 3001)), "cpu", seed)
+        inputs = make_inputs(Shape(dtype=torch.float32, head_dim=head_dim, lengths=(*LENGTHS, 3001)), "cpu", seed)
         assert_close(inputs, *run(select(inputs.shape, "cpu"), inputs))

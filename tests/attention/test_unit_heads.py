@@ -10,7 +10,8 @@ import torch
 
 import cute_kernels as ck
 from cute_kernels.config.decode import DecodeConfig
-from tests.support.harness import Inputs, Shape, assert_bitwise, assert_close, make_inputs, run, select_forced
+from tests.support.harness import assert_bitwise, assert_close, run, select_forced
+from tests.support.inputs import Inputs, Shape, make_inputs
 
 pytestmark = pytest.mark.gpu
 E4M3, INT8 = ck.KVDtype.E4M3, ck.KVDtype.INT8

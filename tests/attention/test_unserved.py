@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import cute_kernels as ck
-from tests.support.cases import Case, make_inputs
+from tests.support.inputs import Shape, make_operands
 
-CASE = Case("unserved", (0, 5, 40))
+CASE = Shape(lengths=(0, 5, 40), head_dim=64, name="unserved")
 HARMLESS = {
     "causal": (None, False, "bottom_right"),
     "window": (None,),
@@ -34,7 +34,7 @@ HARMFUL = {
 
 
 def attend(**masks: object) -> tuple[torch.Tensor, torch.Tensor]:
-    inputs = make_inputs(CASE)
+    inputs = make_operands(CASE)
     return ck.decode_attention(*inputs[:3], page_table=inputs.page_table, **masks)
 
 
@@ -68,11 +68,11 @@ def test_an_unknown_keyword_stays_a_type_error() -> None:
 @pytest.mark.parametrize(("shape", "several"), [((3, 2, 8, 64), True), ((3, 8, 2, 64), True), ((3, 0, 8, 64), False)])
 def test_several_query_rows(shape: tuple[int, ...], several: bool) -> None:
     """In one call and on both plans; a q that is no q at all stays an InvalidProblem."""
-    inputs = make_inputs(CASE)
+    inputs = make_operands(CASE)
     q = torch.zeros(shape, dtype=torch.bfloat16)
     cache = torch.zeros(3, 2, 9, 64, dtype=torch.bfloat16)
     flash = ck.FlashDecodingPlan.select(ck.FlashDecodingDescriptor(3, 8, 2, 9, 64, torch.bfloat16), "cpu")
-    paged = ck.PagedDecodePlan.select(CASE.descriptor, "cpu")
+    paged = ck.PagedDecodePlan.select(CASE.descriptor(), "cpu")
     calls = (
         lambda: ck.decode_attention(q, *inputs[1:3], page_table=inputs.page_table),
         lambda: ck.decode_attention(q, cache, cache),
@@ -89,13 +89,13 @@ def test_several_query_rows(shape: tuple[int, ...], several: bool) -> None:
 
 @pytest.mark.parametrize("shape", [(4, 2, 8, 64), (3, 2, 8, 32), (3, 2, 7, 64), (3, 64)])
 def test_a_q_of_another_problem_is_no_case_of_several_rows(shape: tuple[int, ...]) -> None:
-    inputs = make_inputs(CASE)
+    inputs = make_operands(CASE)
     with pytest.raises(ck.InvalidProblem, match=r"q\.shape"):
-        ck.PagedDecodePlan.select(CASE.descriptor, "cpu").run(torch.zeros(shape, dtype=torch.bfloat16), *inputs[1:])
+        ck.PagedDecodePlan.select(CASE.descriptor(), "cpu").run(torch.zeros(shape, dtype=torch.bfloat16), *inputs[1:])
 
 
 def test_masks_that_change_nothing_compile_as_one_graph() -> None:
-    inputs = make_inputs(CASE)
+    inputs = make_operands(CASE)
     table, seq_lens, _ = inputs.page_table.operands
 
     def layer(q, k_cache, v_cache, table, seq_lens):

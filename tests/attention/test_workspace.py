@@ -13,7 +13,8 @@ import cute_kernels as ck
 from cute_kernels.api import workspace_cache
 from cute_kernels.device.combine import combine
 from tests.support.bits import Result, differing_rows
-from tests.support.harness import NAN, Inputs, Shape, make_inputs, run, select, select_patched
+from tests.support.harness import run, select, select_patched
+from tests.support.inputs import NAN, Inputs, Shape, make_inputs
 from tests.support.storage import STORAGES
 
 pytestmark = pytest.mark.gpu

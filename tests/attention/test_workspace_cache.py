@@ -11,9 +11,9 @@ import torch
 import cute_kernels as ck
 from cute_kernels.api import workspace_cache
 from cute_kernels.api.workspace_cache import MAX_STREAMS, stream_workspace
-from tests.support.cases import Case, make_inputs
+from tests.support.inputs import Shape, make_operands
 
-CASE = Case("workspace", (2000, 64), head_dim=128)
+CASE = Shape(lengths=(2000, 64), head_dim=128, name="workspace")
 CUDA = torch.device("cuda", 0)
 
 
@@ -38,7 +38,7 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> Iterator[Streams]:
 
 
 def plan_of(**preference: object) -> ck.PagedDecodePlan:
-    descriptor = replace(CASE.descriptor, max_seq_len=131_072)
+    descriptor = replace(CASE.descriptor(), max_seq_len=131_072)
     return ck.PagedDecodePlan.select(descriptor, "cpu", ck.PlanPreference(**preference))
 
 
@@ -59,7 +59,7 @@ def test_a_new_workspace_outlives_the_callers_inference_mode(pretend_h200: list)
 
 @pytest.mark.parametrize("region", [0, 1])
 def test_a_foreign_byte_is_named(pretend_h200: list, region: int) -> None:
-    plan, inputs = plan_of(check_workspace=True), make_inputs(CASE)
+    plan, inputs = plan_of(check_workspace=True), make_operands(CASE)
     workspace = plan.new_workspace()
     plan.run(*inputs, workspace=workspace)
     assert len(pretend_h200) == 1
@@ -77,7 +77,7 @@ def test_bytes_past_the_regions_are_not_the_plans(pretend_h200: list) -> None:
     plan = plan_of(check_workspace=True)
     workspace = torch.zeros(plan.workspace_size() + 64, dtype=torch.uint8)
     workspace[-1] = 1
-    plan.run(*make_inputs(CASE), workspace=workspace)
+    plan.run(*make_operands(CASE), workspace=workspace)
     assert len(pretend_h200) == 1
 
 

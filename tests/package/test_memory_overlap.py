@@ -8,9 +8,9 @@ import torch
 
 import cute_kernels as ck
 from cute_kernels.checks.overlap import disjoint
-from tests.support.cases import Case, make_inputs
+from tests.support.inputs import Shape, make_operands
 
-PAGED = Case("overlap", (0, 5, 40))
+PAGED = Shape(lengths=(0, 5, 40), head_dim=64, name="overlap")
 
 
 def test_disjoint() -> None:
@@ -54,8 +54,8 @@ def test_disjoint_is_never_wrong() -> None:
 @pytest.mark.parametrize("heads_first", [False, True], ids=["rows", "heads"])
 def test_decode_takes_q_and_out_that_interleave(heads_first: bool) -> None:
     """Halves of each row of one allocation, or of each head: as apart as two allocations, and so are lse and a part of them."""
-    inputs = make_inputs(PAGED)
-    plan = ck.PagedDecodePlan.select(PAGED.descriptor, "cpu")
+    inputs = make_operands(PAGED)
+    plan = ck.PagedDecodePlan.select(PAGED.descriptor(), "cpu")
     want, want_lse = plan.run(*inputs)
     pool = torch.full((3, 8, 2, 64) if heads_first else (3, 2, 8, 64), 7.0, dtype=inputs.q.dtype)
     q, out = pool.unbind(2 if heads_first else 1)
@@ -67,8 +67,8 @@ def test_decode_takes_q_and_out_that_interleave(heads_first: bool) -> None:
 
 def test_decode_refuses_q_and_out_that_share_a_byte() -> None:
     """One column of one row is enough; so is a row of the other's."""
-    inputs = make_inputs(PAGED)
-    plan = ck.PagedDecodePlan.select(PAGED.descriptor, "cpu")
+    inputs = make_operands(PAGED)
+    plan = ck.PagedDecodePlan.select(PAGED.descriptor(), "cpu")
     pool = torch.zeros(4, 8, 130, dtype=inputs.q.dtype)
     q, apart, meeting = pool[:3, :, :64], pool[:3, :, 64:128], pool[:3, :, 62:126]
     plan.can_implement(q, *inputs[1:], out=apart)

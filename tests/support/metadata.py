@@ -7,9 +7,8 @@ from dataclasses import replace
 import torch
 
 import cute_kernels as ck
-from tests.support.harness import Inputs
+from tests.support.inputs import INT_MAX, Inputs
 
-INT_MAX, INT_MIN = 2**31 - 1, -(2**31)
 Fault = tuple[int, str, int]  # row, kind, value
 
 

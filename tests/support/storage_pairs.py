@@ -12,7 +12,8 @@ from dataclasses import replace
 import torch
 
 import cute_kernels as ck
-from tests.support.harness import BACKENDS, Shape
+from tests.support.harness import BACKENDS
+from tests.support.inputs import Shape
 
 E4M3, E5M2, INT8 = ck.KVDtype.E4M3, ck.KVDtype.E5M2, ck.KVDtype.INT8
 NONE, TENSOR, HEAD, TOKEN, TOKEN_F16 = (getattr(ck.KVScale, name) for name in ("NONE", "TENSOR", "HEAD", "TOKEN", "TOKEN_F16"))
