@@ -46,7 +46,7 @@ gpu-test: $(SETUP) ## the tests that need a GPU
 sanitize: $(SETUP) ## every variant under each tool of compute-sanitizer
 	@failed=; for tool in $(SANITIZERS); do \
 		echo "== $$tool"; \
-		PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool $$tool --report-api-errors no --error-exitcode 1 $(PYTHON) tests/sanitize.py \
+		PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool $$tool --report-api-errors no --error-exitcode 1 $(PYTHON) -m tests.sanitize \
 			|| failed="$$failed $$tool"; \
 	done; \
 	if [ -n "$$failed" ]; then echo "make sanitize: FAILED under$$failed"; exit 1; fi

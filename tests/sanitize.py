@@ -3,7 +3,7 @@
 Inputs are made and results checked on the CPU, so that the sanitizer sees little but the kernels of the package. A result
 that the tests would not accept fails the run: a kernel that does nothing is not clean.
 
-    python tests/sanitize.py [--list] [NAME ...]
+    python -m tests.sanitize [--list] [NAME ...]
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
-from decode.harness import Inputs, Shape, assert_close, make_inputs, run, select
-from decode.merge_cases import assert_close as assert_merge_close
-from decode.metadata import equivalent
 
 import cute_kernels as ck
 from cute_kernels.attention.choice import tuned
 from cute_kernels.config.decode import DecodeConfig
+from tests.support.harness import assert_close, run, select
+from tests.support.inputs import Inputs, Shape, make_inputs
+from tests.support.merge_cases import assert_close as assert_merge_close
+from tests.support.metadata import equivalent
 
 F16, BF16 = torch.float16, torch.bfloat16
 LENGTHS = (0, 1, 700, 17, 129, 300)  # the long rows are cut where a plan cuts rows

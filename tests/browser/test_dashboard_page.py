@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from dashboard_records import CASES, EIGHT_BIT, HALF, RAGGED, SCRIPT, SPREAD, make_results
 
 from perf.dashboard.page import build
+from tests.support.dashboard_records import CASES, EIGHT_BIT, HALF, RAGGED, SCRIPT, SPREAD, make_results
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Locator, Page

@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from compile.test_compile import disassembler
 from cutlass import BFloat16, Float16
 
 import cute_kernels as ck
@@ -27,6 +26,7 @@ from cute_kernels.device.kv.encode import (
 )
 from cute_kernels.device.tracing.append import build_append
 from cute_kernels.kv.quantize import LEAST_AMAX, rounded_scale
+from tests.compile.test_compile import disassembler
 
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
 K, S, HND, NHD = ck.KVDtype, ck.KVScale, ck.KVLayout.HND, ck.KVLayout.NHD

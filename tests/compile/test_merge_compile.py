@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from compile.test_compile import disassembler
 
 import cute_kernels as ck
 from cute_kernels.compile import kernels as compiler
 from cute_kernels.config.merge import MergeSpec, merge_supports
 from cute_kernels.device.tracing.merge import build_merge
 from cute_kernels.merge.variants import kernel_spec
+from tests.compile.test_compile import disassembler
 
 DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 

@@ -1,0 +1,1 @@
+"""What tests of several operations share: problems in hostile memory, references, tolerances, stand-ins of a GPU and clock."""

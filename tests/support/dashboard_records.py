@@ -1,0 +1,71 @@
+"""A small folder of results with everything that the dashboard has to show, for tests of the page."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from perf.cases import READ, Bar, Case, Rows, Spread, fixed
+from tests.support.perf_lines import GATE, record, write
+
+LARGE = Case(32, 8, 128, 16, fixed(64, 8192))
+SMALL = Case(32, 8, 128, 64, fixed(1, 1024))
+RAGGED = Case(8, 1, 128, 16, Rows(((1, 131072), (31, 4096))))
+HALF = Case(32, 8, 128, 16, fixed(64, 8192), "f16")
+QUANTISED = replace(LARGE, kv_dtype="e4m3", kv_scale="token-f16")
+EIGHT_BIT = QUANTISED.name
+SPREAD = Case(8, 1, 128, 16, Spread("uniform", 64, 1, 8192))
+CASES = (LARGE, SMALL, RAGGED, HALF, replace(LARGE, num_kv_heads=4), replace(LARGE, num_heads=64))
+TIMES = {"first": "2026-01-01T00:00:00+00:00", "second": "2026-01-02T00:00:00+00:00", "third": "2026-01-03T00:00:00+00:00"}
+LATER = "2026-01-03T01:00:00+00:00"  # another run of the third
+SCRIPT = "head_dim 256 <script>alert(1)</script>"
+
+
+def line(case: Case, provider: str, us: float, read_us: float, commit: str, **more: object) -> dict[str, object]:
+    """A record with 21 samples around `us`, their median exactly."""
+    samples = [round(us * (1 + 0.0005 * step), 4) for step in np.random.default_rng(0).permutation(np.arange(-10, 11)).tolist()]
+    times = {"median": us, "p20": us * 0.997, "p80": us * 1.003, "replays": 21, "samples": samples}
+    return record(case, provider, us, read_us, commit=commit, timestamp=TIMES[commit], **more) | {"us": times}
+
+
+def revision(commit: str, factor: float) -> list[dict[str, object]]:
+    """What one commit measured: `factor` slower than the first on LARGE."""
+    lines = []
+    for index, case in enumerate(CASES):
+        read_us = 100.0 * (index + 1)
+        ours = 1.05 * read_us * (factor if case is LARGE else 1.0)
+        bar = {"metric": "ratio", "limit": 1.06, "plus": 0.0, "met": Bar("ratio", 1.06).met(ours, read_us)}
+        lines += [line(case, READ, read_us, read_us, commit), line(case, "ours", ours, read_us, commit, bar=bar)]
+    return lines
+
+
+def make_results(folder: Path) -> Path:
+    """Fills a folder: three commits with a regression of LARGE at the last, peers, and lines that are no records.
+
+    One peer was measured beside ours at the first commit only, another in a run that holds nothing of ours.
+    """
+    first = [*revision("first", 1.0), *revision("second", 1.0)]
+    last = [
+        *revision("third", 1.05),
+        line(LARGE, "fa3", 121.0, 100.0, "third", gate=GATE | {"error": 4.8e-4}),
+        record(LARGE, "flashinfer-xqa", commit="third", timestamp=TIMES["third"], not_supported=SCRIPT),
+        line(LARGE, "ours", 2.5, 0.0 + 1, "third", metric="host.run", gate=None),
+        record(SPREAD, "ours", 50.0, commit="third", timestamp=TIMES["third"]),
+        line(QUANTISED, "ours", 62.0, 50.0, "third", gate=GATE | {"relative_error": 1.7e-3}),
+        line(QUANTISED, "fa3", 80.0, 50.0, "third", gate=GATE | {"relative_error": 2.3e-2}),
+        line(QUANTISED, READ, 50.0, 50.0, "third"),
+        line(LARGE, "flashinfer-fa2", 147.0, 100.0, "first"),
+        line(LARGE, "vllm-triton", 200.0, 100.0, "third") | {"timestamp": LATER},
+        line(LARGE, "ours", 115.0, 104.0, "third", metric="in_stream"),
+        line(LARGE, "fa3", 138.0, 104.0, "third", metric="in_stream"),
+        line(LARGE, "fa3", 3.0, 1.0, "third", metric="device.plan", gate=None),
+        line(LARGE, "ours", 7.0, 1.0, "third", metric="a new one"),
+    ]
+    path = write(folder / "h200.jsonl", *first)
+    with path.open("a") as file:
+        file.write('{"truncated": \n')
+    write(path, *last)
+    write(folder / "h100.jsonl", *(record(SMALL, who, 20.0, 10.0, gpu="NVIDIA H100 80GB HBM3") for who in ("ours", READ)))
+    return folder
