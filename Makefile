@@ -24,7 +24,7 @@ demo: $(SETUP) ## a small language model decodes through a paged cache
 	$(PYTHON) -m cute_kernels demo
 
 test: lint $(if $(BROWSER),$(ECHARTS)) ## lint, types and every test that needs no GPU
-	$(PYTHON) -m pytest -m "not gpu$(if $(BROWSER),, and not browser)" -n 2 -q
+	$(PYTHON) -m pytest -m "not gpu$(if $(BROWSER),, and not browser)" -n 2 --dist worksteal -q
 	@echo "make test: passed"
 	$(if $(BROWSER),,@echo "The browser tests were NOT run: they need chromium and npm. With both, run: make browser-test")
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 import cute_kernels as ck
 from perf.cases import Case
-from perf.correctness import GateResult
+from perf.correctness import GateResult, Tolerance
 from perf.inputs import DTYPES, ROTATED_BYTES, num_sets
 from perf.storage import static_scale, storage
 
@@ -108,6 +109,13 @@ def check_append(inputs: AppendInputs, index: int) -> GateResult:
     wrong = sum(int((as_bytes(ours.cpu()) != as_bytes(theirs)).sum()) for ours, theirs in pairs)
     reason = f"{wrong} bytes differ from those of the CPU variant" if wrong else ""
     return GateResult(float(wrong), None, None, wrong == 0, reason)
+
+
+def judge_append(inputs: AppendInputs, index: int, call: Callable[[], object], tolerance: Tolerance) -> GateResult:
+    """`check_append` of what `call` leaves where nothing was; no tolerance but equality counts."""
+    inputs.clear(index)
+    call()
+    return check_append(inputs, index)
 
 
 def append(plan: ck.KVAppendPlan, inputs: AppendInputs, index: int) -> None:

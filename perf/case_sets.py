@@ -12,8 +12,8 @@ from perf.cases import DTYPES, LAYOUTS, TABLE_FORMATS, Bar, Case, EightBit, Rows
 
 K = 1024
 LOG_UNIFORM = Spread("loguniform", 64, 128, 32 * K)
-# heads, KV heads, head_dim, batch, tokens, bar of issue 2; for pages of 16 and 64 and both dtypes
-ISSUE2_SHAPES = (
+# heads, KV heads, head_dim, batch, tokens, bar; for pages of 16 and 64 and both dtypes
+THROUGHPUT_SHAPES = (
     (32, 8, 128, 64, 8 * K, Bar("ratio", 1.06)),
     (32, 8, 128, 128, 4 * K, Bar("ratio", 1.06)),
     (32, 32, 128, 32, 2 * K, Bar("ratio", 1.08)),
@@ -24,10 +24,10 @@ ISSUE2_SHAPES = (
     (32, 8, 128, 1, 128 * K, Bar("ratio", 1.12)),
     (32, 8, 128, 1, 8 * K, Bar("us", 16.0)),
 )
-ISSUE2_PAGES = ((1, Bar("ratio", 1.5)), (8, Bar("ratio", 1.15)))  # 32 rows of 4k, 32/8/128
+SMALL_PAGES = ((1, Bar("ratio", 1.5)), (8, Bar("ratio", 1.15)))  # 32 rows of 4k, 32/8/128
 
-# heads, KV heads, head_dim, batch, tokens, us of issue 3; for bf16, pages of 16 and 64 and contiguous
-ISSUE3_SHAPES = (
+# heads, KV heads, head_dim, batch, tokens, most us; for bf16, pages of 16 and 64 and contiguous
+LATENCY_SHAPES = (
     (32, 8, 128, 1, K, 6.5),
     (32, 8, 128, 1, 8 * K, 12.5),
     (32, 8, 128, 1, 32 * K, 39.0),
@@ -42,8 +42,8 @@ RAGGED_HEADS = ((32, 8), (8, 1))
 RAGGED_BAR = Bar("ratio", 1.08, 3.0)
 LOG_UNIFORM_BAR = Bar("ratio", 318 / 304)  # 32/8 heads
 
-# heads, KV heads, head_dim, rows, bar of issue 4; for a bf16 q, pages of 16 and 64 and each of STORAGE
-ISSUE4_SHAPES: tuple[tuple[int, int, int, Rows | Spread, Bar], ...] = (
+# heads, KV heads, head_dim, rows, bar; for a bf16 q, pages of 16 and 64 and each of STORAGE
+EIGHT_BIT_SHAPES: tuple[tuple[int, int, int, Rows | Spread, Bar], ...] = (
     (32, 8, 128, fixed(64, 8 * K), Bar("ratio", 1.06)),
     (32, 8, 128, fixed(128, 4 * K), Bar("ratio", 1.06)),
     (32, 32, 128, fixed(32, 2 * K), Bar("ratio", 1.08)),
@@ -92,39 +92,44 @@ RAGGED_LENGTHS: tuple[Rows | Spread, ...] = (
 )
 
 
-def issue2_cases() -> dict[Case, Bar]:
-    """The cases of issue 2 with their bars."""
+def throughput_cases() -> dict[Case, Bar]:
+    """Rows of one length, beside the read of their bytes."""
     cases = {
         Case(heads, kv_heads, dim, page, fixed(batch, tokens), dtype): bar
         for dtype in DTYPES
         for page in (16, 64)
-        for heads, kv_heads, dim, batch, tokens, bar in ISSUE2_SHAPES
+        for heads, kv_heads, dim, batch, tokens, bar in THROUGHPUT_SHAPES
     }
     for dtype in DTYPES:
-        cases |= {Case(32, 8, 128, page, fixed(32, 4 * K), dtype): bar for page, bar in ISSUE2_PAGES}
+        cases |= {Case(32, 8, 128, page, fixed(32, 4 * K), dtype): bar for page, bar in SMALL_PAGES}
     return cases
 
 
-def issue3_cases() -> dict[Case, Bar]:
-    """The cases of issue 3 with their bars."""
-    cases = {
+def latency_cases() -> dict[Case, Bar]:
+    """Short steps of rows of one length, in microseconds: pages of 16 and 64, and contiguous."""
+    return {
         Case(heads, kv_heads, dim, page, fixed(batch, tokens), table_format="dense" if page else "none"): Bar("us", limit)
         for page in (16, 64, 0)
-        for heads, kv_heads, dim, batch, tokens, limit in ISSUE3_SHAPES
+        for heads, kv_heads, dim, batch, tokens, limit in LATENCY_SHAPES
     }
+
+
+def ragged_cases() -> dict[Case, Bar]:
+    """Rows of unequal lengths, and short ones, beside the read of their bytes."""
+    cases: dict[Case, Bar] = {}
     for page in (16, 64):
         cases |= {Case(*heads, 128, page, rows): RAGGED_BAR for heads in RAGGED_HEADS for rows in RAGGED_LENGTHS}
         cases[Case(32, 8, 128, page, LOG_UNIFORM)] = LOG_UNIFORM_BAR
     return cases
 
 
-def issue4_cases() -> dict[Case, Bar]:
-    """The cases of issue 4 with their bars."""
+def eight_bit_cases() -> dict[Case, Bar]:
+    """Caches of 8 bits under a 16-bit query."""
     return {
         Case(heads, kv_heads, dim, page, rows, kv_dtype=kv_dtype, kv_scale=kv_scale): bar
         for kv_dtype, kv_scale in STORAGE
         for page in (16, 64)
-        for heads, kv_heads, dim, rows, bar in ISSUE4_SHAPES
+        for heads, kv_heads, dim, rows, bar in EIGHT_BIT_SHAPES
     }
 
 
@@ -145,7 +150,7 @@ def peers_cases() -> tuple[Case, ...]:
 @functools.cache
 def all_bars() -> dict[Case, Bar]:
     """The newest bar of each case that has one."""
-    return issue2_cases() | issue3_cases() | issue4_cases() | append_cases()
+    return throughput_cases() | latency_cases() | ragged_cases() | eight_bit_cases() | append_cases()
 
 
 def bar_of(case: Case) -> Bar | None:
@@ -160,9 +165,10 @@ def case_sets() -> dict[str, tuple[Case, ...]]:
     gqa = Case(32, 8, 128, 16, fixed(1, K))
     contiguous = ((64, 8 * K), (32, 4 * K), (8, 8 * K), (1, 8 * K), (1, 128 * K))
     return {
-        "issue2": tuple(issue2_cases()),
-        "issue3": tuple(issue3_cases()),
-        "issue4": tuple(issue4_cases()),
+        "throughput": tuple(throughput_cases()),
+        "latency": tuple(latency_cases()),
+        "ragged": tuple(ragged_cases()),
+        "eight_bit": tuple(eight_bit_cases()),
         "append": tuple(append_cases()),
         "peers": peers_cases(),
         "core": tuple(
@@ -173,7 +179,6 @@ def case_sets() -> dict[str, tuple[Case, ...]]:
         "pages": tuple(
             replace(gqa, page_size=2**p, lengths=rows) for p, rows in product(range(9), (fixed(32, 4 * K), fixed(1, 16 * K)))
         ),
-        "ragged": tuple(Case(*heads, 128, 16, rows) for heads, rows in product(RAGGED_HEADS, RAGGED_LENGTHS)),
         "contiguous": tuple(
             replace(gqa, page_size=0, table_format="none", lengths=fixed(batch, tokens)) for batch, tokens in contiguous
         ),

@@ -6,7 +6,7 @@ allowance that belongs to another row, head or set covers nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -74,6 +74,13 @@ def check(inputs: Inputs, index: int, out: torch.Tensor, lse: torch.Tensor | Non
     if not torch.isfinite(out).all() or (lse is not None and not torch.isfinite(lse).all()):
         return GateResult(None, None, None, False, f"the result on set {index} holds NaN or Inf", tolerance=tolerance)
     return judge(reference_of(inputs, index), out, lse, tolerance, f"of set {index}")
+
+
+def judge_decode(
+    inputs: Inputs, index: int, call: Callable[[], tuple[torch.Tensor, torch.Tensor | None]], tolerance: Tolerance
+) -> GateResult:
+    """`check` of what `call` gives."""
+    return check(inputs, index, *call(), tolerance)
 
 
 def judge(reference: Reference, out: torch.Tensor, lse: torch.Tensor | None, tolerance: Tolerance, where: str) -> GateResult:

@@ -7,16 +7,16 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import cast
 
 import torch
 
-from perf.append_inputs import AppendInputs, check_append, make_append_inputs
+from perf.append_inputs import AppendInputs
 from perf.case_sets import bar_of
 from perf.cases import Bar, Case
-from perf.correctness import EXACT, OURS, GateResult, check, worst_of
-from perf.inputs import ROTATED_BYTES, Inputs, make_inputs
-from perf.providers.base import Candidate, NotSupported, Provider, Result
+from perf.correctness import EXACT, OURS, GateResult, worst_of
+from perf.inputs import ROTATED_BYTES, Inputs
+from perf.operations import PROCEDURES
+from perf.providers.base import Candidate, NotSupported, Provider
 from perf.record import machine
 from perf.timing import Clock, Preceded, Rotation, Timing, added, host_time
 
@@ -136,8 +136,7 @@ def measure(case: Case, providers: Sequence[Provider], limits: Limits, clock: Cl
     strict = {provider.name: provider.tolerance in (OURS, EXACT) for provider in providers}
     pairs = [(provider, Outcome(case, provider.name, provider.version(), strict[provider.name])) for provider in providers]
     try:
-        make = make_append_inputs if case.operation == "append" else make_inputs
-        inputs: Inputs | AppendInputs = make(case, device, limits.memory_bytes, limits.rotated_bytes)
+        inputs = PROCEDURES[case.operation].make(case, device, limits.memory_bytes, limits.rotated_bytes)
     except (MemoryError, torch.OutOfMemoryError) as error:
         facts = machine(device)
         return [replace(blank, not_supported=str(error), machine=facts) for _, blank in pairs]
@@ -150,7 +149,7 @@ def measure(case: Case, providers: Sequence[Provider], limits: Limits, clock: Cl
         timings = iter(clock.times(rotations, limits.replays))
         facts = clock.under_load(rotations, partial(machine, device))
     outcomes = beside_the_floor(replace(e.outcome, us=next(timings)) if isinstance(e, Contender) else e for e in entries)
-    if limits.in_stream and contenders and isinstance(inputs, Inputs):
+    if limits.in_stream and contenders and PROCEDURES[case.operation].has_query:
         outcomes += in_stream_outcomes(contenders, inputs, limits, clock)
     outcomes += [outcome for contender in contenders for outcome in step_outcomes(contender, limits, clock)]
     return [replace(outcome, machine=facts) for outcome in outcomes]
@@ -202,14 +201,10 @@ def gate(provider: Provider, candidate: Candidate, inputs: Inputs | AppendInputs
     tolerance = candidate.tolerance or provider.tolerance
     if tolerance is None:
         return None
+    judge = PROCEDURES[inputs.case.operation].judge
     results: list[GateResult] = []
     for index, call in zip(range(len(inputs.sets)), candidate.calls, strict=True):
-        if isinstance(inputs, AppendInputs):
-            inputs.clear(index)
-            call()
-            results.append(check_append(inputs, index))
-        else:
-            results.append(check(inputs, index, *cast(Result, call()), tolerance))
+        results.append(judge(inputs, index, call, tolerance))
         if not results[-1].passed:
             break
     return worst_of(results)

@@ -30,7 +30,7 @@ WRONG, CASES_LEFT = 1, 3  # exit codes
 
 @app.command()
 def main(
-    cases: Annotated[str, typer.Option(help="Sets and globs over case names, separated by commas.")] = "issue2",
+    cases: Annotated[str, typer.Option(help="Sets and globs over case names, separated by commas.")] = "throughput",
     providers: Annotated[str, typer.Option(help=f"Any of {', '.join(PROVIDER_NAMES)}, separated by commas.")] = ",".join(
         PROVIDER_NAMES
     ),

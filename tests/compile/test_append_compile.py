@@ -1,7 +1,6 @@
 """Builds the append to a paged cache for every target without a GPU and reads the machine code."""
 
 import re
-import subprocess
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,7 +25,7 @@ from cute_kernels.device.kv.encode import (
 )
 from cute_kernels.device.tracing.append import build_append
 from cute_kernels.kv.quantize import LEAST_AMAX, rounded_scale
-from tests.compile.test_compile import disassembler
+from tests.support import machine_code
 
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
 K, S, HND, NHD = ck.KVDtype, ck.KVScale, ck.KVLayout.HND, ck.KVLayout.NHD
@@ -43,10 +42,7 @@ def spec_of(
 def dump(spec: AppendSpec, folder: Path) -> tuple[str, str]:
     """(PTX, SASS) of the kernel."""
     assert append_supports(spec) == []
-    build_append(spec, f"--keep-ptx --keep-cubin --dump-dir {folder}")
-    (ptx,), (cubin,) = folder.glob("*.ptx"), folder.glob("*.cubin")
-    sass = subprocess.run([disassembler(), "-c", str(cubin)], capture_output=True, text=True, check=True).stdout
-    return ptx.read_text(), sass
+    return machine_code.dump(build_append, spec, folder)
 
 
 @pytest.mark.parametrize(("arch", "target"), BACKENDS)

@@ -1,7 +1,6 @@
 """Builds every kernel class for its target without a GPU and reads the machine code: the promised instructions, no spills."""
 
 import re
-import subprocess
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -15,6 +14,7 @@ from cute_kernels.attention.kernel_spec import kernel_spec
 from cute_kernels.config.decode import Arch, ElementType, KernelSpec, Source, TableFormat, Target, supports
 from cute_kernels.device.tracing.decode import build
 from cute_kernels.kv.types import KVDtype
+from tests.support import machine_code
 
 DTYPES = {"f16": (torch.float16, KVDtype.F16), "bf16": (torch.bfloat16, KVDtype.BF16)}
 SOURCES: dict[str, tuple[Source, TableFormat, int]] = {
@@ -49,23 +49,9 @@ def spec_of(
 
 
 def dump(spec: KernelSpec, folder: Path) -> tuple[str, str]:
-    """(PTX, SASS) of the decode kernel."""
+    """(PTX, SASS) of the kernel."""
     assert supports(spec) == []
-    folder.mkdir(exist_ok=True)
-    build(spec, f"--keep-ptx --keep-cubin --dump-dir {folder}")
-    (ptx,), (cubin,) = folder.glob("*.ptx"), folder.glob("*.cubin")
-    assert cubin.read_bytes()[:4] == b"\x7fELF"
-    sass = subprocess.run([disassembler(), "-c", str(cubin)], capture_output=True, text=True, check=True).stdout
-    return ptx.read_text(), sass
-
-
-def disassembler() -> str:
-    import nvidia
-
-    for folder in nvidia.__path__:
-        for found in Path(folder).rglob("nvdisasm"):
-            return str(found)
-    raise FileNotFoundError("nvdisasm: install the package nvidia-cuda-nvdisasm")
+    return machine_code.dump(build, spec, folder)
 
 
 def assert_no_spills(sass: str) -> None:

@@ -1,7 +1,6 @@
 """Builds the merge of attention states for every target without a GPU and reads the machine code."""
 
 import re
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,7 @@ from cute_kernels.compile import kernels as compiler
 from cute_kernels.config.merge import MergeSpec, merge_supports
 from cute_kernels.device.tracing.merge import build_merge
 from cute_kernels.merge.variants import kernel_spec
-from tests.compile.test_compile import disassembler
+from tests.support import machine_code
 
 DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 
@@ -24,10 +23,7 @@ def spec_of(target: str, dtype: str, head_dim: int, num_states: int, **changes: 
 def dump(spec: MergeSpec, folder: Path) -> tuple[str, str]:
     """(PTX, SASS) of the kernel."""
     assert merge_supports(spec) == []
-    build_merge(spec, f"--keep-ptx --keep-cubin --dump-dir {folder}")
-    (ptx,), (cubin,) = folder.glob("*.ptx"), folder.glob("*.cubin")
-    sass = subprocess.run([disassembler(), "-c", str(cubin)], capture_output=True, text=True, check=True).stdout
-    return ptx.read_text(), sass
+    return machine_code.dump(build_merge, spec, folder)
 
 
 @pytest.mark.parametrize("target", ["sm_90a", "sm_80"])

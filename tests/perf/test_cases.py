@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from perf.case_sets import append_cases, bar_of, case_sets, issue2_cases, issue4_cases, peers_cases, select_cases
+from perf.case_sets import append_cases, bar_of, case_sets, eight_bit_cases, peers_cases, select_cases, throughput_cases
 from perf.cases import Bar, Case, Rows, Spread, append_case, fixed
 
 
@@ -61,8 +61,8 @@ def test_names_say_everything_and_are_unique():
     assert len({case.name for case in cases}) == len(cases)
 
 
-def test_issue2_has_each_shape_in_both_dtypes_and_page_sizes():
-    cases = issue2_cases()
+def test_throughput_has_each_shape_in_both_dtypes_and_page_sizes():
+    cases = throughput_cases()
     assert len(cases) == 9 * 2 * 2 + 2 * 2
     assert cases[Case(32, 8, 128, 64, fixed(128, 4096), "f16")] == Bar("ratio", 1.06)
     assert cases[Case(32, 8, 128, 16, fixed(1, 8192))] == Bar("us", 16.0)
@@ -70,8 +70,8 @@ def test_issue2_has_each_shape_in_both_dtypes_and_page_sizes():
     assert cases[Case(32, 8, 128, 8, fixed(32, 4096))] == Bar("ratio", 1.15)
 
 
-def test_issue4_has_each_shape_in_every_storage_and_page_size():
-    cases = issue4_cases()
+def test_eight_bit_has_each_shape_in_every_storage_and_page_size():
+    cases = eight_bit_cases()
     assert len(cases) == 11 * 3 * 2
     assert {(case.kv_dtype, case.kv_scale) for case in cases} == {("e4m3", None), ("e5m2", None), ("int8", "token-f16")}
     int8 = Case(32, 8, 128, 64, fixed(1, 8192), kv_dtype="int8", kv_scale="token-f16")
@@ -79,7 +79,7 @@ def test_issue4_has_each_shape_in_every_storage_and_page_size():
     assert bar_of(replace(int8, num_kv_heads=32, lengths=fixed(32, 2048))) == Bar("ratio", 1.08)
     assert bar_of(Case(16, 8, 256, 16, fixed(32, 4096), kv_dtype="e5m2")) == Bar("ratio", 1.06)
     assert bar_of(Case(32, 8, 128, 16, Spread("loguniform", 64, 128, 32768), kv_dtype="e4m3")) == Bar("ratio", 166 / 154)
-    assert bar_of(replace(int8, kv_dtype=None, kv_scale=None)) == Bar("us", 12.5)  # issue 3 has its own for 16 bits
+    assert bar_of(replace(int8, kv_dtype=None, kv_scale=None)) == Bar("us", 12.5)  # latency has its own for 16 bits
 
 
 def test_peers_are_the_rows_of_the_published_table():
@@ -117,11 +117,11 @@ def test_bars():
 
 def test_select_by_set_and_glob_without_repeats():
     assert [case.page_size for case in select_cases(["*_h32_kv8_d128_ps*_bf16_b1_l16k"])] == [16, 64, 1, 2, 4, 8, 32, 128, 256]
-    assert len(select_cases(["issue2", "*ps16_bf16_b64_l8k", "issue2"])) == len(
-        set(select_cases(["issue2", "*ps16_bf16_b64_l8k"]))
+    assert len(select_cases(["throughput", "*ps16_bf16_b64_l8k", "throughput"])) == len(
+        set(select_cases(["throughput", "*ps16_bf16_b64_l8k"]))
     )
     assert [case.name for case in select_cases(["gqa_paged_decode_h64_kv4_*_b1_l1k"])] == [
         "gqa_paged_decode_h64_kv4_d128_ps16_bf16_b1_l1k"
     ]
     with pytest.raises(ValueError, match="'nothing' is neither a set"):
-        select_cases(["issue2", "nothing"])
+        select_cases(["throughput", "nothing"])

@@ -118,7 +118,7 @@ def test_exit_codes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wrong: bool
     monkeypatch.setattr(run.DeviceFacts, "of", staticmethod(lambda device: run.DeviceFacts("cuda", "NVIDIA H200", (9, 0), 132)))
     result = CliRunner().invoke(run.app, ["--cases", "ragged", "--providers", "read", "--minutes", "8", "--out", str(tmp_path)])
     assert result.exit_code == code, result.output
-    assert ("2 of 16 cases left" in result.output) == bool(left_over)
+    assert ("2 of 32 cases left" in result.output) == bool(left_over)
 
 
 def test_flashinfer_compiles_each_module_once_and_leaves_failures_to_prepare(monkeypatch: pytest.MonkeyPatch) -> None:

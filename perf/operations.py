@@ -1,0 +1,32 @@
+"""How each operation is measured: one table, by the name that a case gives its operation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from perf.append_inputs import judge_append, make_append_inputs
+from perf.cases import Operation
+from perf.correctness import GateResult, Tolerance, judge_decode
+from perf.inputs import make_inputs
+
+
+@dataclass(frozen=True)
+class Procedure:
+    """What measuring an operation takes. Its floor, which the readers of records need too, is in `cases.FLOORS`.
+
+    make(case, device, memory_bytes, rotated_bytes): the inputs that providers run on. Raises MemoryError. judge(inputs, index,
+    call, tolerance): runs `call` on set `index` and compares what it gives. has_query: whether a kernel before may write its q,
+    behind which it is timed in a stream.
+    """
+
+    make: Callable[..., Any]
+    judge: Callable[[Any, int, Callable[[], Any], Tolerance], GateResult]
+    has_query: bool
+
+
+PROCEDURES: dict[Operation, Procedure] = {
+    "decode": Procedure(make_inputs, judge_decode, has_query=True),
+    "append": Procedure(make_append_inputs, judge_append, has_query=False),
+}
