@@ -1,7 +1,7 @@
 """The kernels that this user's processes have compiled, on disk: $CUTE_KERNELS_CACHE, else <user's cache folder>/cute_kernels.
 
-What goes wrong there costs a compile and one warning. But a folder that CUTE_KERNELS_CACHE names and that cannot be trusted or read
-raises InvalidArgument; one that is full or cannot be written is no reason to stop.
+What goes wrong there costs a compile and one warning. But a folder that CUTE_KERNELS_CACHE names raises InvalidArgument where it
+cannot be trusted or read; one that is full or cannot be written is no reason to stop.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """A folder of compiled kernels, a file each: nothing in it is executed that this user, or root, did not put there as it is.
 
-A folder is used if it is no symbolic link, belongs to this user or root, and nobody else may write to it (made here: mode 0700). It is
-opened once for each operation, and all else is done relative to it. A file appears whole, by a rename; readers check its owner, its
-digest and the key within. The least recently used files go first where the folder outgrows its bound.
+A folder is used if it is no symbolic link, belongs to this user or root, and nobody else may write to it (one made here has mode
+0700). It is opened once for each operation, and all else is done relative to it. A file appears whole, by a rename; readers check
+its owner, its digest and the key within. The least recently used files go first where the folder outgrows its bound.
 """
 
 from __future__ import annotations
@@ -206,12 +206,16 @@ def _drop_abandoned(folder: int, before: float) -> None:
 
 def _lock(file: int, offset: int) -> None:
     deadline = time.monotonic() + LOCK_PATIENCE
-    while time.monotonic() < deadline:
-        try:
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, offset)
-        except (BlockingIOError, PermissionError):
-            time.sleep(0.02)
-        except OSError:  # a file system without locks: several processes compile one kernel
-            return
-        else:
-            return
+    while not _try_lock(file, offset) and time.monotonic() < deadline:
+        time.sleep(0.02)
+
+
+def _try_lock(file: int, offset: int) -> bool:
+    """Whether there is nothing to wait for."""
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, offset)
+    except (BlockingIOError, PermissionError):
+        return False
+    except OSError:
+        return True  # a file system without locks: several processes may compile one kernel
+    return True

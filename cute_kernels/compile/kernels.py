@@ -101,14 +101,21 @@ def compile_into(folder: Folder, specs: Iterable[Spec], processes: int | None = 
                 cache.write(folder, spec, made)
             yield spec, "compiled" if isinstance(made, Compiled) else f"failed: {made}"
     except (Untrusted, OSError) as error:
-        raise InvalidArgument("out", f"{folder.path}: {getattr(error, 'strerror', None) or error}") from error
+        raise InvalidArgument("folder", f"{folder.path}: {getattr(error, 'strerror', None) or error}") from error
+
+
+def compile_here(specs: Iterable[Spec]) -> Iterator[tuple[Spec, str]]:
+    """As compile_into, but that the kernels are for this process."""
+    for spec in specs:
+        yield spec, _outcome(spec)
 
 
 def objects_of(specs: Sequence[Spec], processes: int | None = None) -> Iterator[tuple[Spec, Compiled | BaseException]]:
-    """Compiles in processes of their own, and gives each object, or what went wrong, as it is done."""
-    if not specs:
-        return
+    """Compiles, several at once in processes of their own, and gives each object, or what went wrong, as it is done."""
     workers = min(processes or os.cpu_count() or 1, len(specs))
+    if workers < 2:
+        yield from ((spec, _attempt(spec)) for spec in specs)
+        return
     with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
         jobs: dict[Future[Compiled], Spec] = {pool.submit(_object_of, spec): spec for spec in specs}
         for job in as_completed(jobs):
@@ -131,8 +138,23 @@ def as_operand(tensor: Tensor) -> Any:
     return operand if tuple(operand.strides) == tensor.stride() else tensor
 
 
+def _outcome(spec: Spec) -> str:
+    try:
+        compile_spec(spec)
+    except CompileFailed as error:
+        return f"failed: {error}"
+    return "compiled"
+
+
 def _object_of(spec: Spec) -> Compiled:
     return export(OPERATIONS[type(spec)].build(spec))
+
+
+def _attempt(spec: Spec) -> Compiled | Exception:
+    try:
+        return _object_of(spec)
+    except Exception as error:
+        return error
 
 
 def _is_in(folder: Folder, spec: Spec) -> bool:

@@ -28,7 +28,7 @@ def key_of(spec: Spec) -> str:
 
 
 def canonical(value: Any) -> Any:
-    """A spec as JSON can hold it: a dataclass as its type's name and its fields by name. Raises TypeError for what is no field."""
+    """A spec as JSON can hold it: a dataclass as its type's name and its fields by name. Raises TypeError for anything else."""
     if is_dataclass(value) and not isinstance(value, type):
         return {"type": type(value).__name__, "fields": {f.name: canonical(getattr(value, f.name)) for f in fields(value)}}
     if value is None or isinstance(value, (bool, int, str)):

@@ -62,8 +62,8 @@ def export(kernel: Any) -> Compiled:
 def load(compiled: Compiled) -> Any:
     """The kernel, to be called.
 
-    It is loaded from a private copy of the bytes that were checked, in a new folder: no other process reaches it, and the system's
-    loader takes a name that it knows for a library that it has.
+    It is loaded from a private copy of the bytes that were checked. The copy has a new name: the system's loader takes one that
+    it knows for a library that it has.
     """
     with TemporaryDirectory() as folder:
         path = Path(folder) / f"kernel.{EXTENSIONS[compiled.form]}"
