@@ -24,7 +24,7 @@ ENVIRONMENT = "CUTE_KERNELS_CACHE"
 OFF = ("0", "off")
 
 logger = logging.getLogger("cute_kernels")
-_warned: set[str] = set()  # a folder's trouble is told once
+_warned: set[Path] = set()  # folders whose trouble has been told
 
 
 def named_folder() -> str:
@@ -72,13 +72,14 @@ def recall(spec: Spec) -> Any | None:
 
 def keep(spec: Spec, kernel: Any) -> None:
     """Puts a kernel on disk that was compiled here."""
-    if cache_folder() is None:
+    folder = cache_folder()
+    if folder is None:
         return
     try:
         compiled = export(kernel)
     except Exception as error:  # of the DSL or of the linker: the kernel itself is there
         logger.debug("export failed", exc_info=True)
-        _tell(f"a kernel cannot be kept on disk: {type(error).__name__}: {error}")
+        _warn(folder, f"a kernel cannot be kept: {type(error).__name__}: {error}")
         return
     keep_object(spec, compiled)
 
@@ -123,11 +124,9 @@ def _refuse(folder: Folder, error: Untrusted | OSError) -> None:
 
 
 def _warn(folder: Folder, what: str) -> None:
-    _tell(f"cache of kernels {folder.path}: {what}")
-
-
-def _tell(message: str) -> None:
-    if message not in _warned:
-        _warned.add(message)
-        logger.warning(message)
+    """Tells the first trouble with a folder; all that follows goes to the log."""
+    message, first = f"cache of kernels {folder.path}: {what}", folder.path not in _warned
+    _warned.add(folder.path)
+    logger.log(logging.WARNING if first else logging.INFO, message)
+    if first:
         warnings.warn(message, RuntimeWarning, stacklevel=2)

@@ -64,11 +64,7 @@ def code_of(spec: Any) -> Compiled:
 
 def others(spec: Any) -> list[Any]:
     """`spec` with each of its fields changed alone."""
-    changed = []
-    for name, value in vars(spec).items():
-        for new in other_values(value):
-            changed.append(replace(spec, **{name: new}))
-    return changed
+    return [replace(spec, **{name: new}) for name, value in vars(spec).items() for new in other_values(value)]
 
 
 def other_values(value: Any) -> list[Any]:
