@@ -237,7 +237,7 @@ def cache(
     try:
         if clear:
             count, nbytes = named.clear()
-            console.print(f"deleted {count} kernels, {nbytes / 1e6:.1f} MB, from {named.path}", markup=False)
+            console.print(f"deleted {count} kernels, {nbytes / 2**20:.1f} MiB, from {named.path}", markup=False)
             return
         entries = named.entries()
     except (Untrusted, OSError) as error:
@@ -247,7 +247,7 @@ def cache(
         size, age = f"{entry.nbytes / 1e3:.0f} KB", _age(time.time() - entry.used)
         console.print(f"{entry.key[:12]}  {size:>7}  {age:>14}  {spec}", markup=False)
     total = sum(entry.nbytes for entry in entries)
-    console.print(f"{len(entries)} kernels, {total / 1e6:.1f} of {named.max_bytes / 1e6:.0f} MB, in {named.path}", markup=False)
+    console.print(f"{len(entries)} kernels, {total / 2**20:.1f} of {named.max_bytes >> 20} MiB, in {named.path}", markup=False)
     raise typer.Exit(0 if all(entry.header for entry in entries) else 1)
 
 
