@@ -22,6 +22,7 @@ from .operations import OPERATIONS, Spec
 
 ENVIRONMENT = "CUTE_KERNELS_CACHE"
 OFF = ("0", "off")
+LOAD_ERRORS = (OSError, RuntimeError, CuteKernelsError)  # a folder for copies that forbids execution, a library that is not there
 
 logger = logging.getLogger("cute_kernels")
 _warned: set[Path] = set()  # folders whose trouble has been told
@@ -35,14 +36,11 @@ def named_folder() -> str:
 def cache_folder() -> Folder | None:
     """Where kernels are kept; None where CUTE_KERNELS_CACHE is "0" or "off", or the user has no home."""
     named = named_folder()
-    if named in OFF:
+    if named.lower() in OFF:
         return None
     if named:
-        return Folder(Path(named).expanduser().absolute())
-    try:
-        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    except RuntimeError:
-        return None
+        return Folder(Path(os.path.expanduser(named)).absolute())
+    base = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
     return Folder(base / "cute_kernels") if base.is_absolute() else None
 
 
@@ -62,7 +60,7 @@ def recall(spec: Spec) -> Any | None:
         return None
     try:
         kernel = None if compiled is None else load(compiled)
-    except (OSError, RuntimeError, CuteKernelsError) as error:
+    except LOAD_ERRORS as error:
         _warn(folder, f"{key} cannot be loaded, so it is compiled: {error}")
         return None
     if kernel is not None:

@@ -7,6 +7,7 @@ its owner, its digest and the key within. The least recently used files go first
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import re
@@ -35,7 +36,7 @@ OTHERS_MAY_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
 class Untrusted(Exception):
-    """A folder, or a file in it, that others may have written."""
+    """A folder that is another's, or that others may write to."""
 
 
 @dataclass(frozen=True)
@@ -161,10 +162,18 @@ def _check(status: os.stat_result) -> None:
 
 def _content(folder: int, name: str, touch: bool = True) -> bytes:
     """The bytes of a regular file that nobody else may have written. touch: whether this is a use."""
-    file = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
+    try:
+        file = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise BadObject("is a symbolic link") from error
+        raise
     with os.fdopen(file, "rb") as opened:
         status = os.fstat(file)
-        _check(status)
+        try:
+            _check(status)
+        except Untrusted as error:
+            raise BadObject(str(error)) from error
         if not stat.S_ISREG(status.st_mode) or status.st_size > MAX_OBJECT:
             raise BadObject("is no regular file, or too large for a kernel")
         data = opened.read(MAX_OBJECT + 1)
@@ -175,7 +184,7 @@ def _content(folder: int, name: str, touch: bool = True) -> bytes:
 
 
 def _header(folder: int, name: str) -> dict[str, Any] | None:
-    with suppress(OSError, Untrusted, BadObject):
+    with suppress(OSError, BadObject):
         return unseal(_content(folder, name, touch=False), name.removesuffix(SUFFIX))[1]
     return None
 

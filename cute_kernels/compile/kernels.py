@@ -82,8 +82,9 @@ def compile_ahead(specs: Iterable[Spec], processes: int | None = None) -> int:
     done = {spec: made for spec, made in objects_of(missing, processes) if isinstance(made, Compiled)}
     with _lock:
         for spec in (spec for spec in missing if spec in done):
-            _kernels[spec] = load(done[spec])
             cache.keep_object(spec, done[spec])
+            with suppress(*cache.LOAD_ERRORS):
+                _kernels[spec] = load(done[spec])
     return sum(spec in _kernels for spec in wanted)
 
 
