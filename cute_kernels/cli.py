@@ -1,7 +1,8 @@
-"""The command line: doctor, plan, explain, compile, tune, demo and dashboard."""
+"""The command line: doctor, plan, explain, compile, cache, tune, demo and dashboard."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import platform
 import sys
@@ -15,16 +16,20 @@ from typing import Annotated, Literal, cast
 import torch
 import typer
 from rich.console import Console
+from rich.progress import Progress, TimeElapsedColumn
 from rich.table import Table
 
 from . import __version__
+from .api.kernels_of import specs_of
 from .attention.choice import tuned
 from .attention.descriptors import DecodeProblem, FlashDecodingDescriptor, PagedDecodeDescriptor
 from .attention.plan import sku_of
 from .attention.variants import explain as explain_problem
 from .attention.variants import grid_of
 from .attention.workspace import workspace_bytes, workspace_regions
-from .errors import CuteKernelsError, InvalidArgument, MissingDependency, Unsupported
+from .compile.cache import ENVIRONMENT, cache_folder
+from .compile.disk import Folder, Untrusted
+from .errors import CuteKernelsError, InvalidArgument, MissingDependency
 from .kv.scale import NAMED_SCALES
 from .kv.types import KVDtype, KVLayout
 from .planning.variants import PRETEND, DeviceFacts, Explanation, PlanPreference, VariantArch
@@ -68,36 +73,64 @@ class Request:
         return explain_problem(self.problem, self.facts, self.preference)
 
 
+Heads = Annotated[int, typer.Option(help="Query heads.")]
+KvHeads = Annotated[int, typer.Option(help="KV heads.")]
+HeadDim = Annotated[int, typer.Option(help="Elements of one head.")]
+PageSize = Annotated[int, typer.Option(help="Tokens of a page; 0 for a contiguous cache.")]
+ScalesOption = Annotated[Scales, typer.Option(help="What carries a scale of K, and one of V.")]
+TableFormat = Annotated[str, typer.Option(help="Page table: dense or csr.")]
+Alignment = Annotated[int, typer.Option(help="Bytes that strides and pointers keep.")]
+Gpu = Annotated[str, typer.Option(help=f"Pretend a device: {', '.join(PRETEND)}. Default: this machine's.")]
+Arch = Annotated[str, typer.Option(help="Force a variant: sm90, sm80 or cpu.")]
+Processes = Annotated[int, typer.Option(min=0, help="Kernels compiled at once; 0: as many as there are CPUs.")]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What the shape options say of every problem that a command is given. page_size 0: a contiguous cache."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    page_size: int
+    scales: Scales
+    table: str
+    alignment: int
+
+    def problem(self, batch: int, seq_len: int, dtype: Dtype, kv_dtype: KVDtype | None) -> DecodeProblem:
+        """The problem of one batch size and one pair of types."""
+        kind, shape = TORCH_DTYPES[dtype], (batch, self.heads, self.kv_heads)
+        if self.page_size == 0:
+            flash = FlashDecodingDescriptor(*shape, seq_len, self.head_dim, kind, alignment_bytes=self.alignment)
+            return stored(flash, kv_dtype, self.scales)
+        layout, table_format = KVLayout("HND", self.alignment), cast('Literal["dense", "csr"]', self.table)
+        sizes = (*shape, self.head_dim, self.page_size)
+        paged = PagedDecodeDescriptor(*sizes, kind, layout=layout, table_format=table_format, max_seq_len=seq_len)
+        return stored(paged, kv_dtype, self.scales)
+
+
 def _shape_command(handler: Callable[[Request], None]) -> Callable[..., None]:
     """Registers `handler` as a command that takes the shape options."""
 
     def command(
         batch: Annotated[int, typer.Option(help="Requests in the batch.")] = 1,
-        heads: Annotated[int, typer.Option(help="Query heads.")] = 32,
-        kv_heads: Annotated[int, typer.Option(help="KV heads.")] = 8,
-        head_dim: Annotated[int, typer.Option(help="Elements of one head.")] = 128,
-        page_size: Annotated[int, typer.Option(help="Tokens of a page; 0 for a contiguous cache.")] = 16,
+        heads: Heads = 32,
+        kv_heads: KvHeads = 8,
+        head_dim: HeadDim = 128,
+        page_size: PageSize = 16,
         seq_len: Annotated[int, typer.Option(help="The longest row: a hint, or a contiguous cache's length.")] = 4096,
         dtype: Annotated[Dtype, typer.Option(help="dtype of q, and of the cache unless --kv-dtype is given.")] = Dtype.bf16,
         kv_dtype: Annotated[KVDtype | None, typer.Option(help="What the cache stores; q's dtype by default.")] = None,
-        scales: Annotated[Scales, typer.Option(help="What carries a scale of K, and one of V.")] = Scales.none,
-        table: Annotated[str, typer.Option(help="Page table: dense or csr.")] = "dense",
-        alignment: Annotated[int, typer.Option(help="Bytes that strides and pointers keep.")] = 16,
-        gpu: Annotated[str, typer.Option(help=f"Pretend a device: {', '.join(PRETEND)}. Default: this machine's.")] = "",
-        arch: Annotated[str, typer.Option(help="Force a variant: sm90, sm80 or cpu.")] = "",
+        scales: ScalesOption = Scales.none,
+        table: TableFormat = "dense",
+        alignment: Alignment = 16,
+        gpu: Gpu = "",
+        arch: Arch = "",
         as_json: Annotated[bool, typer.Option("--json", help="Print data.")] = False,
     ) -> None:
-        kind, layout = TORCH_DTYPES[dtype], KVLayout("HND", alignment)
-        if page_size == 0:
-            flash = FlashDecodingDescriptor(batch, heads, kv_heads, seq_len, head_dim, kind, alignment_bytes=alignment)
-            problem = stored(flash, kv_dtype, scales)
-        else:
-            shape = (batch, heads, kv_heads, head_dim, page_size)
-            table_format = cast('Literal["dense", "csr"]', table)
-            paged = PagedDecodeDescriptor(*shape, kind, layout=layout, table_format=table_format, max_seq_len=seq_len)
-            problem = stored(paged, kv_dtype, scales)
-        preference = PlanPreference(arch=cast("VariantArch | None", arch or None))
-        handler(Request(problem, _facts(gpu), preference, as_json))
+        shape = Shape(heads, kv_heads, head_dim, page_size, scales, table, alignment)
+        problem = shape.problem(batch, seq_len, dtype, kv_dtype)
+        handler(Request(problem, _facts(gpu), _preference(arch), as_json))
 
     command.__doc__ = handler.__doc__
     return app.command(handler.__name__)(command)
@@ -147,19 +180,76 @@ def explain(request: Request) -> None:
     _ = explanation.chosen  # raises Unsupported
 
 
-@_shape_command
-def compile(request: Request) -> None:
-    """Compiles the kernel of a shape; needs no GPU."""
-    from .compile.kernels import compile_decode
+@app.command()
+def compile(
+    batch: Annotated[list[int], typer.Option(help="Requests in the batch; may be given several times.")] = [1],  # noqa: B006
+    heads: Heads = 32,
+    kv_heads: KvHeads = 8,
+    head_dim: HeadDim = 128,
+    page_size: PageSize = 16,
+    seq_len: Annotated[list[int], typer.Option(help="The longest row, as it is planned for; several times.")] = [4096],  # noqa: B006
+    dtype: Annotated[list[Dtype], typer.Option(help="dtype of q, and of the cache; several times.")] = [Dtype.bf16],  # noqa: B006
+    kv_dtype: Annotated[list[KVDtype] | None, typer.Option(help="What the cache stores; several times.")] = None,
+    scales: ScalesOption = Scales.none,
+    table: TableFormat = "dense",
+    alignment: Alignment = 16,
+    gpu: Gpu = "",
+    arch: Arch = "",
+    append: Annotated[bool, typer.Option(help="Also what appends the batch's new tokens to such a paged cache.")] = False,
+    out: Annotated[Path | None, typer.Option(help="Folder that keeps the kernels; default: the user's cache.")] = None,
+    processes: Processes = 0,
+) -> None:
+    """Compiles a model's kernels, for every batch size, length and type given; needs no GPU.
 
-    chosen = request.explanation().chosen
-    if chosen.spec is None:
-        raise Unsupported([f"{chosen.variant}: is plain PyTorch, nothing to compile; choose a GPU with --gpu"])
-    started = time.perf_counter()
-    with console.status(f"compiling {chosen.variant} for {chosen.spec.target}"):
-        compile_decode(chosen.spec)
-    console.print(f"compiled {chosen.variant} for {chosen.spec.target} in {time.perf_counter() - started:.1f} s")
-    console.print(str(chosen.spec), markup=False)
+    A program that finds --out in its CUTE_KERNELS_CACHE runs them without the compiler.
+    """
+    from .compile.kernels import compile_here, compile_into
+
+    shape = Shape(heads, kv_heads, head_dim, page_size, scales, table, alignment)
+    stores: list[KVDtype | None] = [*kv_dtype] if kv_dtype else [None]
+    problems = [shape.problem(*each) for each in itertools.product(batch, seq_len, dtype, stores)]
+    wanted = specs_of(problems, _facts(gpu), _preference(arch), append)
+    folder = Folder(out.expanduser().absolute()) if out else cache_folder()
+    done = compile_into(folder, wanted, processes or None) if folder else compile_here(wanted)
+    failed = 0
+    with Progress(*Progress.get_default_columns(), TimeElapsedColumn(), console=console) as bar:
+        task = bar.add_task(f"compiling {len(wanted)} kernels", total=len(wanted))
+        for spec, said in done:
+            failed += said.startswith("failed")
+            console.print(f"{said}: {spec}", markup=False)
+            bar.advance(task)
+    if folder is None:
+        console.print(f"nothing is kept: {ENVIRONMENT} switches the user's cache off, and --out names no folder")
+    else:
+        console.print(f"{len(wanted) - failed} kernels are in {folder.path}", markup=False)
+    raise typer.Exit(1 if failed else 0)
+
+
+@app.command()
+def cache(
+    clear: Annotated[bool, typer.Option("--clear", help="Delete them all.")] = False,
+    folder: Annotated[Path | None, typer.Option(help="Another folder of kernels than the user's cache.")] = None,
+) -> None:
+    """The compiled kernels on disk, the most recently used first; exit code 1 where one is damaged."""
+    named = Folder(folder.expanduser().absolute()) if folder else cache_folder()
+    if named is None:
+        console.print(f"there is no cache: {ENVIRONMENT} switches it off")
+        return
+    try:
+        if clear:
+            count, nbytes = named.clear()
+            console.print(f"deleted {count} kernels, {nbytes / 2**20:.1f} MiB, from {named.path}", markup=False)
+            return
+        entries = named.entries()
+    except (Untrusted, OSError) as error:
+        raise InvalidArgument("folder", f"{named.path}: {getattr(error, 'strerror', None) or error}") from error
+    for entry in entries:
+        spec = entry.header["spec"] if entry.header else "damaged: it is compiled again when it is needed"
+        size, age = f"{entry.nbytes / 1e3:.0f} KB", _age(time.time() - entry.used)
+        console.print(f"{entry.key[:12]}  {size:>7}  {age:>14}  {spec}", markup=False)
+    total = sum(entry.nbytes for entry in entries)
+    console.print(f"{len(entries)} kernels, {total / 2**20:.1f} of {named.max_bytes >> 20} MiB, in {named.path}", markup=False)
+    raise typer.Exit(0 if all(entry.header for entry in entries) else 1)
 
 
 @app.command()
@@ -265,6 +355,18 @@ def _facts(gpu: str) -> DeviceFacts:
             raise typer.BadParameter(f"{gpu!r} is not one of {', '.join(PRETEND)}", param_hint="--gpu")
         return PRETEND[gpu.lower()]
     return DeviceFacts.of(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+
+
+def _preference(arch: str) -> PlanPreference:
+    return PlanPreference(arch=cast("VariantArch | None", arch or None))
+
+
+def _age(seconds: float) -> str:
+    """How long ago, in the largest unit that is not a fraction."""
+    for unit, length in (("days", 86400), ("hours", 3600), ("minutes", 60)):
+        if seconds >= length:
+            return f"{seconds / length:.0f} {unit} ago"
+    return f"{max(seconds, 0):.0f} s ago"
 
 
 def _assignments(values: object) -> str:

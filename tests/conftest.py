@@ -1,4 +1,7 @@
-"""Fixtures of the tests that pretend a GPU. One torch thread: processes share the cores."""
+"""Fixtures: of the tests that pretend a GPU, and of the kernels on disk. One torch thread: processes share the cores.
+
+GPU tests take kernels from the user's cache, so that a second run compiles only what has changed.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +16,23 @@ from cute_kernels.api import plan_cache
 from cute_kernels.attention import plan
 from cute_kernels.attention.reference import cpu_variant
 from cute_kernels.attention.variants import explain as explain_problem
+from cute_kernels.compile.cache import ENVIRONMENT
 from cute_kernels.planning import base as plan_base
 from cute_kernels.planning import variants as dispatch
 from tests.support.launches import refuse
 
 torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def cache_of_kernels(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Whether kernels come from disk and are kept there: in GPU tests, but for those that may patch what they are made of."""
+    if request.node.get_closest_marker("gpu") and "monkeypatch" not in request.fixturenames:
+        yield
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(ENVIRONMENT, "off")
+        yield
 
 
 @pytest.fixture

@@ -1,1 +1,1 @@
-"""Compiled kernels: in memory, one per spec."""
+"""Compiled kernels: in memory and on disk, one per spec."""

@@ -1,8 +1,8 @@
-"""Compiles kernels and keeps them in memory, one per kernel spec.
+"""Compiles kernels and keeps them, one per kernel spec, in memory and on disk.
 
 `cute.compile` is not thread-safe: one lock serves the process, and many kernels are compiled in processes of their own. A
 compile takes two to four seconds; one that takes over a second is announced on stderr when that is a terminal, and always in
-the log.
+the log. A kernel that is on disk is loaded in milliseconds, without the compiler.
 """
 
 from __future__ import annotations
@@ -13,78 +13,119 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from contextlib import suppress
-from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
+from ..config.append import AppendSpec
+from ..config.decode import KernelSpec
+from ..config.merge import MergeSpec
+from ..errors import CompileFailed, InvalidArgument, Unsupported
+from . import cache
+from .disk import Folder, Untrusted
+from .objects import BadObject, Compiled, export, load
+from .operations import OPERATIONS, Operation, Spec
 
-from ..config.append import AppendSpec, append_supports
-from ..config.decode import KernelSpec, supports
-from ..config.merge import MergeSpec, merge_supports
-from ..errors import CompileFailed, Unsupported
-
-Spec = KernelSpec | MergeSpec | AppendSpec
+if TYPE_CHECKING:
+    from torch import Tensor
 
 NOTICE_AFTER = 1.0  # seconds
 
 logger = logging.getLogger("cute_kernels")
 _lock = threading.Lock()
 _kernels: dict[Spec, Callable[..., None]] = {}
-_loaded: list[object] = []  # modules of kernels that another process compiled, kept as long as these
 
 
 def compiled_specs() -> list[Spec]:
-    """The specs compiled so far, in order."""
+    """The specs whose kernels are in memory, in order."""
     return list(_kernels)
 
 
 def compile_decode(spec: KernelSpec) -> Callable[..., None]:
-    """Returns fn(q, k, v, table0, table1, table2, k_scale, v_scale, out, lse, workspace, softmax_scale, num_ctas, status).
+    """Returns fn(q, k, v, table0, table1, table2, k_scale, v_scale, out, lse, workspace, softmax_scale, num_ctas, status)."""
+    return compile_spec(spec)
 
-    Compiled once, without a GPU. Raises Unsupported when `supports` rejects the spec, CompileFailed when the compiler fails.
+
+def compile_merge(spec: MergeSpec) -> Callable[..., None]:
+    """Returns fn(outs, lses, out, lse)."""
+    return compile_spec(spec)
+
+
+def compile_append(spec: AppendSpec) -> Callable[..., None]:
+    """Returns fn(*append_checks.Operands, status)."""
+    return compile_spec(spec)
+
+
+def compile_spec(spec: Spec) -> Callable[..., None]:
+    """The kernel of `spec`: compiled once, without a GPU, or found on disk.
+
+    Raises Unsupported when the spec's operation rejects it, CompileFailed when the compiler fails, InvalidArgument when
+    CUTE_KERNELS_CACHE names a folder that cannot be used.
     """
-    return _kernels.get(spec) or _compile_once(spec, supports(spec), f"{spec.arch} decode", _build_decode)
+    return _kernels.get(spec) or _compile_once(spec)
 
 
-def compile_ahead(specs: Iterable[KernelSpec], processes: int | None = None) -> int:
-    """Compiles decode kernels several at a time, for compile_decode to find, and returns how many.
+def compile_ahead(specs: Iterable[Spec], processes: int | None = None) -> int:
+    """Gets kernels several at a time, for compile_spec to find, and returns how many: from disk, else compiled.
 
-    processes: at most, by default as many as there are CPUs. Left out are specs that are compiled already, that `supports`
-    rejects, or that fail here: compile_decode says why. Runs the caller's main module again, as `multiprocessing` does.
+    processes: at most, by default as many as there are CPUs. Left out are specs whose kernels are there already, that their
+    operation rejects, or that fail here: compile_spec says why. Runs the caller's main module again, as `multiprocessing` does.
     """
-    wanted = [spec for spec in dict.fromkeys(specs) if spec not in _kernels and not supports(spec)]
-    workers = min(processes or os.cpu_count() or 1, len(wanted))
-    if workers < 2:
-        for spec in wanted:
+    wanted = [spec for spec in dict.fromkeys(specs) if spec not in _kernels and not rejections(spec)]
+    missing = [spec for spec in wanted if not _recalled(spec)]
+    if len(missing) < 2 or (processes or os.cpu_count() or 1) < 2:
+        for spec in missing:
             with suppress(CompileFailed):
-                compile_decode(spec)
+                compile_spec(spec)
         return sum(spec in _kernels for spec in wanted)
-    with TemporaryDirectory() as folder, ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
-        paths = [Path(folder) / f"{i}.o" for i in range(len(wanted))]
-        jobs = [pool.submit(_export, spec, path) for spec, path in zip(wanted, paths, strict=True)]
-        done = [(spec, path) for spec, path, job in zip(wanted, paths, jobs, strict=True) if job.exception() is None]
-        with _lock:
-            for spec, path in done:
-                _kernels[spec] = _load(path)
-    return len(done)
+    done = {spec: made for spec, made in objects_of(missing, processes) if isinstance(made, Compiled)}
+    with _lock:
+        for spec in (spec for spec in missing if spec in done):
+            cache.keep_object(spec, done[spec])
+            with suppress(*cache.LOAD_ERRORS):
+                _kernels[spec] = load(done[spec])
+    return sum(spec in _kernels for spec in wanted)
 
 
-def _export(spec: KernelSpec, path: Path) -> None:
-    from ..device.tracing.objects import export
+def compile_into(folder: Folder, specs: Iterable[Spec], processes: int | None = None) -> Iterator[tuple[Spec, str]]:
+    """Puts the kernel of each spec into `folder`, and says of each, as it is done: "compiled", "was there", or why it failed.
 
-    export(spec, path)
+    Raises InvalidArgument for a folder that is not trusted or cannot be written.
+    """
+    wanted = list(dict.fromkeys(specs))
+    try:
+        there = [spec for spec in wanted if _is_in(folder, spec)]
+        yield from ((spec, "was there") for spec in there)
+        for spec, made in objects_of([spec for spec in wanted if spec not in there], processes):
+            if isinstance(made, Compiled):
+                cache.write(folder, spec, made)
+            yield spec, "compiled" if isinstance(made, Compiled) else f"failed: {made}"
+    except (Untrusted, OSError) as error:
+        raise InvalidArgument("folder", f"{folder.path}: {getattr(error, 'strerror', None) or error}") from error
 
 
-def _load(path: Path) -> Any:
-    from ..device.tracing.objects import load
+def compile_here(specs: Iterable[Spec]) -> Iterator[tuple[Spec, str]]:
+    """As compile_into, but that the kernels are for this process."""
+    for spec in specs:
+        yield spec, _outcome(spec)
 
-    kernel, module = load(path)
-    _loaded.append(module)
-    return kernel
+
+def objects_of(specs: Sequence[Spec], processes: int | None = None) -> Iterator[tuple[Spec, Compiled | BaseException]]:
+    """Compiles, several at once in processes of their own, and gives each object, or what went wrong, as it is done."""
+    workers = min(processes or os.cpu_count() or 1, len(specs))
+    if workers < 2:
+        yield from ((spec, _attempt(spec)) for spec in specs)
+        return
+    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
+        jobs: dict[Future[Compiled], Spec] = {pool.submit(_object_of, spec): spec for spec in specs}
+        for job in as_completed(jobs):
+            yield jobs[job], job.exception() or job.result()
+
+
+def rejections(spec: Spec) -> list[str]:
+    """Every reason why `spec` cannot be built."""
+    return OPERATIONS[type(spec)].supports(spec)
 
 
 def as_operand(tensor: Tensor) -> Any:
@@ -98,56 +139,76 @@ def as_operand(tensor: Tensor) -> Any:
     return operand if tuple(operand.strides) == tensor.stride() else tensor
 
 
-def compile_merge(spec: MergeSpec) -> Callable[..., None]:
-    """Returns fn(outs, lses, out, lse), compiled at most once. Needs no GPU; raises as compile_decode does."""
-    return _kernels.get(spec) or _compile_once(spec, merge_supports(spec), f"{spec.target} merge", _build_merge)
+def _outcome(spec: Spec) -> str:
+    try:
+        compile_spec(spec)
+    except CompileFailed as error:
+        return f"failed: {error}"
+    return "compiled"
 
 
-def compile_append(spec: AppendSpec) -> Callable[..., None]:
-    """Returns fn(*append_checks.Operands, status), as compile_merge does."""
-    return _kernels.get(spec) or _compile_once(spec, append_supports(spec), f"{spec.arch} append", _build_append)
+def _object_of(spec: Spec) -> Compiled:
+    return export(OPERATIONS[type(spec)].build(spec))
 
 
-def _build_decode(spec: Any) -> Any:
-    from ..device.tracing.decode import build
-
-    return build(spec)
-
-
-def _build_merge(spec: Any) -> Any:
-    from ..device.tracing.merge import build_merge
-
-    return build_merge(spec)
+def _attempt(spec: Spec) -> Compiled | Exception:
+    try:
+        return _object_of(spec)
+    except Exception as error:
+        return error
 
 
-def _build_append(spec: Any) -> Any:
-    from ..device.tracing.append import build_append
+def _is_in(folder: Folder, spec: Spec) -> bool:
+    try:
+        return folder.read(cache.key_of(spec)) is not None
+    except BadObject:
+        return False
 
-    return build_append(spec)
+
+def _recalled(spec: Spec) -> bool:
+    """Whether the kernel was on disk, and is now in memory."""
+    with _lock:
+        kernel = cache.recall(spec)
+        if kernel is not None:
+            _kernels[spec] = kernel
+    return kernel is not None
 
 
-def _compile_once(spec: Spec, reasons: list[str], what: str, build: Callable[[Any], Any]) -> Callable[..., None]:
+def _compile_once(spec: Spec) -> Callable[..., None]:
+    reasons = rejections(spec)
     if reasons:
         raise Unsupported(reasons)
     with _lock:
         if spec not in _kernels:
-            _kernels[spec] = _compile(spec, what, build)
+            _kernels[spec] = cache.recall(spec) or _compile_alone(spec)
         return _kernels[spec]
 
 
-def _compile(spec: Spec, what: str, build: Callable[[Any], Any]) -> Any:
+def _compile_alone(spec: Spec) -> Any:
+    """Compiles, unless another process that was at it has left its kernel on disk."""
+    with cache.alone(spec):
+        found = cache.recall(spec)
+        if found is not None:
+            return found
+        kernel = _compile(spec, OPERATIONS[type(spec)])
+        raw = kernel.__tvm_ffi_object__()  # costs 0.6 us less a call; None where no GPU can load it
+        cache.keep(spec, kernel)
+    return raw or kernel
+
+
+def _compile(spec: Spec, operation: Operation) -> Any:
     started = time.perf_counter()
-    notice = threading.Timer(NOTICE_AFTER, _announce, [spec, what])
+    notice = threading.Timer(NOTICE_AFTER, _announce, [spec, f"{spec.target} {operation.name}"])
     notice.daemon = True
     notice.start()
     try:
-        kernel = build(spec)
+        kernel = operation.build(spec)
     except Exception as error:
         raise CompileFailed(f"spec={spec}: {error}") from error
     finally:
         notice.cancel()
     logger.info("compiled %s in %.1f s", spec, time.perf_counter() - started)
-    return kernel.__tvm_ffi_object__() or kernel  # the raw function costs 0.6 us less a call; None where no GPU can load it
+    return kernel
 
 
 def _announce(spec: Spec, what: str) -> None:

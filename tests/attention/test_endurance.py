@@ -171,8 +171,9 @@ def test_a_producer_on_a_side_stream(arch: str) -> None:
     assert int(wrong) == 0
 
 
-def test_32_threads_at_first_use_compile_once() -> None:
+def test_32_threads_at_first_use_compile_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Real compiles and first launches; head_dim 112 is no other test's, so that this is its first use."""
+    monkeypatch.setenv("CUTE_KERNELS_CACHE", "off")  # else a second run of the test would compile nothing
     shape = Shape(head_dim=112, dtype=torch.float16, lengths=(0, 40, 700), max_seq_len=4096)
     inputs, before, start = make_inputs(shape, "cuda"), set(compiled_specs()), threading.Barrier(32)
     results: list[Result] = []

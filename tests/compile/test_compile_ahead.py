@@ -6,25 +6,28 @@ from dataclasses import replace
 
 import pytest
 import torch
-from decode.harness import Shape, assert_close, make_inputs, run, select
 
 import cute_kernels as ck
 import cute_kernels.compile.kernels as compiler
+from cute_kernels.compile.operations import Operation
 from cute_kernels.config.decode import KernelSpec
 from cute_kernels.planning.base import forget_plans
 from cute_kernels.planning.variants import PRETEND
 from perf.providers.ours import spec_of
+from tests.support.harness import assert_close, run, select
+from tests.support.inputs import Shape, make_inputs
 
 DESCRIBED = ck.PagedDecodeDescriptor(4, 8, 2, 128, 16, torch.bfloat16, max_seq_len=512)
 H200 = PRETEND["h200"]
 
 
-def no_build(spec: KernelSpec) -> None:
+def no_build(operation: Operation, spec: KernelSpec) -> None:
     raise AssertionError(f"compiled here: {spec}")
 
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUTE_KERNELS_CACHE", "off")
     monkeypatch.setattr(compiler, "_kernels", {})
 
 
@@ -32,7 +35,7 @@ def test_kernels_of_other_processes_are_found(monkeypatch: pytest.MonkeyPatch) -
     one = spec_of(DESCRIBED.problem, H200)
     assert one is not None
     two, unfit = replace(one, lse_base="2"), replace(one, tile_n=17)
-    monkeypatch.setattr(compiler, "_build_decode", no_build)
+    monkeypatch.setattr(Operation, "build", no_build)
     assert compiler.compile_ahead([one, two, one, unfit], processes=2) == 2
     assert compiler.compiled_specs() == [one, two]
     assert compiler.compile_decode(one) is not compiler.compile_decode(two)
@@ -69,7 +72,7 @@ def test_a_kernel_of_another_process_decodes(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(compiler, "_kernels", {})
     assert isinstance(spec, KernelSpec)
     assert compiler.compile_ahead([spec, replace(spec, lse_base="2")], processes=2) == 2
-    monkeypatch.setattr(compiler, "_build_decode", no_build)
+    monkeypatch.setattr(Operation, "build", no_build)
     inputs = make_inputs(shape, "cuda")
     assert_close(inputs, *run(select(shape, "sm90"), inputs))
     forget_plans()

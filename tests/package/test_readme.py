@@ -67,7 +67,7 @@ def test_its_commands_run(command: str, monkeypatch: pytest.MonkeyPatch, capfd) 
     python, dash_m, package, *arguments = shlex.split(command)
     assert (python, dash_m, package) == ("python", "-m", "cute_kernels")
     compiled: list[object] = []
-    monkeypatch.setattr(compiler, "compile_decode", compiled.append)
+    monkeypatch.setattr(compiler, "compile_spec", compiled.append)
     monkeypatch.setattr("sys.argv", ["cute_kernels", *arguments])
     with pytest.raises(SystemExit) as caught:
         cli.main()

@@ -41,8 +41,9 @@ def select_forced(shape: Shape, config: DecodeConfig, **preference: object) -> c
 def select_patched(
     monkeypatch: pytest.MonkeyPatch, owner: object, name: str, value: object, shape: Shape, backend: str, **preference: object
 ):
-    """A plan whose kernel is compiled anew with another `owner.name`."""
+    """A plan whose kernel is compiled anew with another `owner.name`, and never read from disk or kept there."""
     with monkeypatch.context() as patch:
+        patch.setenv("CUTE_KERNELS_CACHE", "off")
         patch.setattr("cute_kernels.compile.kernels._kernels", {})
         patch.setattr("cute_kernels.planning.base._plans", OrderedDict())
         patch.setattr(owner, name, value)

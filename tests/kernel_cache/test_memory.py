@@ -52,7 +52,7 @@ def test_a_slow_compile_is_announced(
     monkeypatch.setattr(compiler, "NOTICE_AFTER", after)
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
     compiler.compile_decode(SPEC)
-    assert ("compiling sm90 decode, head_dim 128, bf16" in capsys.readouterr().err) == said
+    assert ("compiling sm_90a decode, head_dim 128, bf16" in capsys.readouterr().err) == said
     assert builds == [SPEC]
 
 

@@ -1,0 +1,34 @@
+"""What can be compiled: an operation is its spec type, the limits of that, and the function that builds a kernel of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+from ..config.append import AppendSpec, append_supports
+from ..config.decode import KernelSpec, supports
+from ..config.merge import MergeSpec, merge_supports
+
+Spec = KernelSpec | MergeSpec | AppendSpec
+
+
+@dataclass(frozen=True)
+class Operation:
+    """supports: every reason why a spec cannot be built. builder: its function in device/tracing/<name>.py, not yet imported."""
+
+    name: str
+    supports: Callable[[Any], list[str]]
+    builder: str
+
+    def build(self, spec: Spec) -> Any:
+        """The compiled kernel of `spec`; imports the compiler."""
+        return getattr(import_module(f"..device.tracing.{self.name}", __package__), self.builder)(spec)
+
+
+OPERATIONS: dict[type, Operation] = {
+    KernelSpec: Operation("decode", supports, "build"),
+    MergeSpec: Operation("merge", merge_supports, "build_merge"),
+    AppendSpec: Operation("append", append_supports, "build_append"),
+}

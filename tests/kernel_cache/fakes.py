@@ -1,0 +1,77 @@
+"""Kernels that cost nothing to compile, in files that are real."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from cute_kernels.compile import cache
+from cute_kernels.compile import kernels as compiler
+from cute_kernels.compile.objects import Compiled
+from cute_kernels.compile.operations import Operation
+from cute_kernels.config.append import AppendSpec, RotarySpec
+from cute_kernels.config.decode import KernelSpec
+from cute_kernels.config.merge import MergeSpec
+
+STORAGE = ("bf16", "bf16", "bf16", "none", "none")
+DECODE = KernelSpec("sm90", "sm_90a", "paged", "dense", *STORAGE, 128, 4, 16, 16, 32, 8, 4, "balanced", "e")
+MERGE = MergeSpec("sm_90a", "bf16", 128, 2, 2, False, 4, "e")
+APPEND = AppendSpec("sm90", "sm_90a", *STORAGE, 128, 16, "none", "i64", 8, 16, 1, False, RotarySpec(True, 128, True, "i64"))
+SPECS = (DECODE, MERGE, APPEND)
+
+
+class Kernel:
+    """What a compile makes of `spec`."""
+
+    def __init__(self, spec: Any) -> None:
+        self.spec = spec
+
+    def __tvm_ffi_object__(self) -> None:
+        """No GPU: there is no raw function."""
+
+
+class Compiles:
+    """Stands for the compiler, the linker and the loader of this process. loads: what was loaded of an object."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.built: list[Any] = []
+        self.loads: list[Compiled] = []
+        patch.setattr(compiler, "_kernels", {})
+        patch.setattr(cache, "_warned", set())
+        patch.setattr(Operation, "build", self._build)
+        patch.setattr(cache, "export", lambda kernel: code_of(kernel.spec))
+        patch.setattr(cache, "load", self._load)
+
+    def _build(self, spec: Any) -> Kernel:  # as an attribute of the class it is bound to this object, not to the operation
+        self.built.append(spec)
+        return Kernel(spec)
+
+    def _load(self, compiled: Compiled) -> Compiled:
+        self.loads.append(compiled)
+        return compiled
+
+    def forget(self) -> None:
+        """As if in a new process."""
+        compiler._kernels.clear()
+
+
+def code_of(spec: Any) -> Compiled:
+    """4 KB that no other spec has."""
+    return Compiled("shared", str(spec).encode().ljust(4096, b"."))
+
+
+def others(spec: Any) -> list[Any]:
+    """`spec` with each of its fields changed alone."""
+    return [replace(spec, **{name: new}) for name, value in vars(spec).items() for new in other_values(value)]
+
+
+def other_values(value: Any) -> list[Any]:
+    if isinstance(value, bool):
+        return [not value]
+    if isinstance(value, int):
+        return [value + 1]
+    if isinstance(value, str):
+        return [value + "x"]
+    return [None, *others(value)]

@@ -1,0 +1,133 @@
+"""`python -m cute_kernels compile --out` and `cache`."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from pathlib import Path
+
+import pytest
+
+from cute_kernels import cli
+from cute_kernels.api.kernels_of import specs_of
+from cute_kernels.compile import kernels as compiler
+from cute_kernels.compile.cache import ENVIRONMENT
+from cute_kernels.compile.disk import Folder
+from cute_kernels.compile.key import key_of
+from cute_kernels.compile.operations import Spec
+from cute_kernels.config.append import AppendSpec
+from cute_kernels.config.decode import KernelSpec
+from cute_kernels.kv.types import KVDtype
+from cute_kernels.planning.variants import PRETEND, PlanPreference
+from tests.kernel_cache.fakes import code_of
+
+MODEL = ["--heads", "32", "--kv-heads", "8", "--head-dim", "128", "--page-size", "16", "--gpu", "h200"]
+MANY = [*MODEL, "--batch", "1", "--batch", "256", "--kv-dtype", "bf16", "--kv-dtype", "e4m3", "--append"]
+
+
+@pytest.fixture
+def run(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    def run(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr("sys.argv", ["cute_kernels", *arguments])
+        monkeypatch.setattr(cli, "console", cli.Console(highlight=False, soft_wrap=True, width=400))
+        with pytest.raises(SystemExit) as caught:
+            cli.main()
+        out, err = capfd.readouterr()
+        return int(caught.value.code or 0), out, err
+
+    return run
+
+
+@pytest.fixture
+def built(monkeypatch: pytest.MonkeyPatch) -> list[Spec]:
+    """What is compiled, in this process and for nothing."""
+    seen: list[Spec] = []
+
+    def object_of(spec: Spec):
+        seen.append(spec)
+        return code_of(spec)
+
+    monkeypatch.setattr(compiler, "_object_of", object_of)
+    return seen
+
+
+def planned() -> set[Spec]:
+    """What plans would choose for MANY."""
+    shape = cli.Shape(32, 8, 128, 16, cli.Scales.none, "dense", 16)
+    each = itertools.product((1, 256), (4096,), (cli.Dtype.bf16,), (KVDtype.BF16, KVDtype.E4M3))
+    return set(specs_of([shape.problem(*problem) for problem in each], PRETEND["h200"], PlanPreference(), append=True))
+
+
+def test_compile_fills_a_folder_that_plans_then_find(run, built: list[Spec], tmp_path: Path) -> None:
+    folder = Folder(tmp_path / "model")
+    code, out, _ = run("compile", *MANY, "--out", str(folder.path), "--processes", "1")
+    expected = planned()
+    assert code == 0 and set(built) == expected and len(built) == len(expected)
+    assert {type(spec) for spec in expected} == {KernelSpec, AppendSpec} and len(expected) >= 6
+    assert {key_of(spec) for spec in expected} == {entry.key for entry in folder.entries() if entry.header}
+    assert out.count("compiled: ") == len(expected) and f"{len(expected)} kernels are in {folder.path}" in out
+    code, out, _ = run("compile", *MANY, "--out", str(folder.path), "--processes", "1")
+    assert code == 0 and len(built) == len(expected) and out.count("was there: ") == len(expected)
+
+
+def test_a_kernel_that_fails_is_named_and_the_others_are_kept(run, monkeypatch, tmp_path: Path) -> None:
+    def object_of(spec: Spec):
+        if isinstance(spec, AppendSpec):
+            raise RuntimeError("ptxas says no")
+        return code_of(spec)
+
+    monkeypatch.setattr(compiler, "_object_of", object_of)
+    code, out, _ = run("compile", *MANY, "--out", str(tmp_path / "model"), "--processes", "1")
+    kept = [spec for spec in planned() if isinstance(spec, KernelSpec)]
+    assert code == 1 and "failed: ptxas says no: AppendSpec" in out
+    assert len(Folder(tmp_path / "model").entries()) == len(kept)
+
+
+def test_several_processes_compile(run, tmp_path: Path) -> None:
+    code, out, _ = run("compile", *MODEL, "--append", "--out", str(tmp_path / "model"), "--processes", "3")
+    assert code == 0 and "3 kernels are in" in out
+    assert [entry.header["form"] for entry in Folder(tmp_path / "model").entries() if entry.header] == ["shared"] * 3
+
+
+@pytest.mark.parametrize("mode", [0o777, None])
+def test_a_folder_that_cannot_be_used_is_one_line(run, built: list[Spec], tmp_path: Path, mode: int | None) -> None:
+    named = tmp_path / "model"
+    if mode is None:
+        named.write_text("a file")
+    else:
+        named.mkdir()
+        named.chmod(mode)
+    for command in (["compile", *MODEL, "--out", str(named)], ["cache", "--folder", str(named)]):
+        code, _, err = run(*command)
+        assert code == 2 and err.count("\n") == 1
+        assert err.startswith(f"error: InvalidArgument: folder: {named}: ")
+    assert built == []
+
+
+def test_cache_lists_and_clears(run, built: list[Spec], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = Folder(tmp_path / "kernels")
+    monkeypatch.setenv(ENVIRONMENT, str(folder.path))
+    assert run("cache")[1] == f"0 kernels, 0.0 of 512 MiB, in {folder.path}\n"
+    run("compile", *MODEL, "--append", "--processes", "1")
+    keys = [key_of(spec) for spec in built]
+    for age, key in enumerate(keys):
+        used = folder.path.stat().st_mtime - 7200 * age
+        os.utime(folder.path / f"{key}.kernel", (used, used))
+    code, out, _ = run("cache")
+    lines = out.splitlines()
+    assert code == 0 and [line.split()[0] for line in lines[:-1]] == [key[:12] for key in keys]
+    for line, spec, age in zip(lines, built, (" s ago", " 2 hours ago", " 4 hours ago"), strict=False):
+        assert line.endswith(str(spec)) and age in line and "   5 KB " in line
+    (folder.path / f"{keys[0]}.kernel").write_bytes(b"x" * 100)
+    code, out, _ = run("cache")
+    assert code == 1 and f"{keys[0][:12]}     0 KB" in out and "damaged" in out
+    code, out, _ = run("cache", "--clear")
+    assert code == 0 and out.startswith("deleted 3 kernels, ") and folder.entries() == []
+
+
+def test_without_a_cache_nothing_is_kept(run, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: list[Spec] = []
+    monkeypatch.setattr(compiler, "compile_spec", compiled.append)
+    code, out, _ = run("compile", *MODEL)
+    assert code == 0 and len(compiled) == 1 and "nothing is kept" in out
+    assert "there is no cache" in run("cache")[1]
