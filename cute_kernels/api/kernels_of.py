@@ -6,9 +6,9 @@ from collections.abc import Iterable
 from typing import cast
 
 from ..append.descriptor import KVAppendDescriptor
-from ..append.plan import VARIANTS as APPEND_VARIANTS
 from ..append.plan import explain as explain_append
-from ..append.plan import kernel_spec as append_spec
+from ..append.variants import VARIANTS as APPEND_VARIANTS
+from ..append.variants import kernel_spec as append_spec
 from ..attention.descriptors import DecodeProblem
 from ..attention.variants import explain
 from ..compile.operations import Spec

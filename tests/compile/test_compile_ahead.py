@@ -55,7 +55,7 @@ def test_one_kernel_is_compiled_here() -> None:
 def test_what_fails_ahead_is_left_to_compile_decode(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     one = spec_of(DESCRIBED.problem, H200)
     assert one is not None
-    unknown = [replace(one, target="sm_90a", lse_base=base, element_type="f64") for base in ("e", "2")[:count]]  # no such type
+    unknown = [replace(one, target="sm_90a", lse_base=base, partition="none") for base in ("e", "2")[:count]]  # no such partition
     assert compiler.compile_ahead(unknown, processes=2) == 0
     assert compiler.compiled_specs() == []
     with pytest.raises(ck.CompileFailed):
