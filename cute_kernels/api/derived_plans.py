@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import Any
 
@@ -16,16 +15,14 @@ from ..errors import InvalidArgument, InvalidProblem
 from ..kv.page_table import PageTable
 from ..kv.rotary import Pairing, Rotary
 from ..kv.scale import KVScale
-from ..kv.types import KVDtype, KVLayout
+from ..kv.types import KVDtype
 from ..merge.descriptor import AXES as STATE_AXES
 from ..merge.descriptor import MergeStatesDescriptor
 from ..merge.plan import MergeStatesPlan
-from .plan_cache import KV_DTYPES, alignment, plan_of, scale_kind_of
+from .plan_cache import KV_DTYPES, alignment, layout_of, plan_of, scale_kind_of
 
 CACHE_AXES = {"HND": (2, 1), "NHD": (1, 2)}  # of page_size and num_kv_heads, by layout
 ANGLE_SHARE = 2  # bytes of a cosine, f32, to those of the 16-bit value beside it
-
-_layout = functools.cache(KVLayout)
 
 
 def run_append(
@@ -60,7 +57,7 @@ def run_append(
     scales = [given if out is None else out for given, out in ((k_scale, k_scale_out), (v_scale, v_scale_out))]
     k_kind, v_kind = (scale_kind(*one, layout) for one in zip(("k_scale", "v_scale"), scales, (k_cache, v_cache), strict=True))
     slots, table_format, slot_dtype = _slots(table0, table1, table2)
-    kept = (_layout(layout, alignment(k_cache, v_cache)), table_format, None, _stored("v_cache", v_cache), k_kind, v_kind)
+    kept = (layout_of(layout, alignment(k_cache, v_cache)), table_format, None, _stored("v_cache", v_cache), k_kind, v_kind)
     aligned = _alignment(cos_sin_cache, *(t for t in (k, v, q, q_out) if t is not None))
     fields = (*shape, k.dtype, _stored("k_cache", k_cache), *kept, slot_dtype, aligned, rotary)
     plan = plan_of(KVAppendPlan, KVAppendDescriptor, fields, k.device)

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import cast
 
 from ..append.descriptor import KVAppendDescriptor
-from ..append.plan import explain as explain_append
-from ..append.variants import VARIANTS as APPEND_VARIANTS
-from ..append.variants import kernel_spec as append_spec
+from ..append.variants import explain as explain_append
 from ..attention.descriptors import DecodeProblem
 from ..attention.variants import explain
 from ..compile.operations import Spec
-from ..config.append import AppendSpec
-from ..config.decode import Arch, TableFormat
+from ..config.decode import TableFormat
 from ..errors import Unsupported
-from ..planning.variants import DeviceFacts, PlanPreference
+from ..planning.variants import Candidate, DeviceFacts, PlanPreference
 
 APPENDS: tuple[TableFormat, ...] = ("none", "dense")  # a slot for each token, or the end of each row of a table
 
@@ -27,17 +23,24 @@ def specs_of(problems: Iterable[DecodeProblem], facts: DeviceFacts, preference: 
     """
     found: dict[Spec, None] = {}
     for problem in problems:
-        chosen = explain(problem, facts, preference).chosen
-        if chosen.spec is None:
-            raise Unsupported([f"{chosen.variant}: is plain PyTorch, nothing to compile; choose a GPU with --gpu"])
-        found[chosen.spec] = None
+        choices = [explain(problem, facts, preference).chosen]
         if append and problem.page_size:
-            found.update({_append_spec(problem, table_format, facts, preference): None for table_format in APPENDS})
+            appends = (_append_of(problem, table_format) for table_format in APPENDS)
+            choices += [explain_append(described, facts, preference).chosen for described in appends]
+        found.update({_spec_of(chosen): None for chosen in choices})
     return list(found)
 
 
-def _append_spec(problem: DecodeProblem, table_format: TableFormat, facts: DeviceFacts, preference: PlanPreference) -> AppendSpec:
-    described = KVAppendDescriptor(
+def _spec_of(chosen: Candidate) -> Spec:
+    spec: Spec | None = chosen.spec
+    if spec is None:
+        raise Unsupported([f"{chosen.variant}: is plain PyTorch, nothing to compile; choose a GPU with --gpu"])
+    return spec
+
+
+def _append_of(problem: DecodeProblem, table_format: TableFormat) -> KVAppendDescriptor:
+    """An append of a token a row to the problem's cache."""
+    return KVAppendDescriptor(
         num_tokens=problem.batch_size,
         num_kv_heads=problem.num_kv_heads,
         head_dim=problem.head_dim,
@@ -49,8 +52,3 @@ def _append_spec(problem: DecodeProblem, table_format: TableFormat, facts: Devic
         v_scale=problem.v_scale,
         table_format=table_format,
     )
-    chosen = explain_append(described, facts, preference).chosen
-    target = next(variant.target(facts) for variant in APPEND_VARIANTS if variant.name == chosen.variant)
-    if target is None:
-        raise Unsupported([f"{chosen.variant}: is plain PyTorch, nothing to compile"])
-    return append_spec(described, cast(Arch, chosen.arch), target)

@@ -25,7 +25,7 @@ LEAST_HINT = 64  # tokens: up to here rows are one tile to four, and share their
 STORED_AS = {kv_dtype.value: kv_dtype for kv_dtype in KVDtype}
 KV_DTYPES = {kv_dtype.torch_dtype: kv_dtype for kv_dtype in KVDtype}
 
-_layout = functools.cache(KVLayout)
+layout_of = functools.cache(KVLayout)
 
 
 def run_paged(
@@ -59,7 +59,7 @@ def run_paged(
         max_seq_len = length_hint(table0.shape[1] * page_size)
     table = PageTable("dense" if table2 is None else "csr", (table0, table1, table2))
     stored, *rest = _storage(k_cache, v_cache, k_scale, v_scale, kv_dtype, k_cache.shape[head_axis])
-    cache = (stored, _layout(layout, alignment(k_cache, v_cache)))
+    cache = (stored, layout_of(layout, alignment(k_cache, v_cache)))
     shape = (batch, heads, k_cache.shape[head_axis], dim, page_size, q.dtype)
     fields = (*shape, *cache, table.format, None, None, max_seq_len, softmax_scale, lse_base, *rest)
     plan = plan_of(PagedDecodePlan, PagedDecodeDescriptor, fields, q.device)

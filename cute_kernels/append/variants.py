@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import cast
 
 from ..config.append import AppendSpec, RotarySpec, append_supports, lanes_of, share_rows
@@ -10,12 +9,10 @@ from ..config.decode import Arch, StoredType, Target
 from ..kv.rotary import Rotary
 from ..kv.scale import scale_form
 from ..planning.base import ANY_VARIANT
-from ..planning.variants import VARIANTS as DECODE_VARIANTS
-from ..planning.variants import Candidate, DeviceFacts, Explanation, PlanPreference, Variant, choice, device_reasons
+from ..planning.variants import Candidate, DeviceFacts, Explanation, PlanPreference, Variant, choice, device_reasons, variants_of
 from .descriptor import INDEX_TYPES, KVAppendDescriptor
 
-NAMES = {"sm90": "sm90_append", "sm80": "sm80_append", "cpu": "cpu_reference"}
-VARIANTS = tuple(replace(variant, name=NAMES[variant.arch]) for variant in DECODE_VARIANTS)  # decode's devices and targets
+VARIANTS = variants_of("append")
 
 
 def explain(descriptor: KVAppendDescriptor, facts: DeviceFacts, preference: PlanPreference = ANY_VARIANT) -> Explanation:

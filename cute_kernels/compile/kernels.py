@@ -53,7 +53,7 @@ def compile_merge(spec: MergeSpec) -> Callable[..., None]:
 
 
 def compile_append(spec: AppendSpec) -> Callable[..., None]:
-    """Returns fn(*append_checks.Operands, status)."""
+    """Returns fn(*append.checks.Operands, status)."""
     return compile_spec(spec)
 
 

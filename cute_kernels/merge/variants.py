@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from ..config.decode import Target
 from ..config.merge import MAX_CTAS_PER_ROW, MergeSpec, merge_spec, merge_supports
 from ..planning.base import ANY_VARIANT
-from ..planning.variants import VARIANTS as DECODE_VARIANTS
-from ..planning.variants import Candidate, DeviceFacts, Explanation, PlanPreference, Variant, choice, device_reasons
+from ..planning.variants import Candidate, DeviceFacts, Explanation, PlanPreference, Variant, choice, device_reasons, variants_of
 from .descriptor import MergeStatesDescriptor
 
-NAMES = {"sm90": "sm90_merge", "sm80": "sm80_merge", "cpu": "cpu_reference"}
-VARIANTS = tuple(replace(variant, name=NAMES[variant.arch]) for variant in DECODE_VARIANTS)  # decode's devices and targets
+VARIANTS = variants_of("merge")
 
 
 def explain(descriptor: MergeStatesDescriptor, facts: DeviceFacts, preference: PlanPreference = ANY_VARIANT) -> Explanation:

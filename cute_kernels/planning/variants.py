@@ -105,6 +105,11 @@ VARIANTS = (
 )
 
 
+def variants_of(operation: str) -> tuple[Variant, ...]:
+    """Those of another operation than decode: the same devices and targets, named after it where they are kernels."""
+    return tuple(replace(variant, name=f"{variant.arch}_{operation}") if variant.targets else variant for variant in VARIANTS)
+
+
 @dataclass(frozen=True)
 class Candidate:
     """One variant's answer: the verdict, its reasons, and what it would run. The CPU variant has no spec.

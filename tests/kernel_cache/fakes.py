@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from cute_kernels.compile import cache
+from cute_kernels.compile import cache, disk
 from cute_kernels.compile import kernels as compiler
+from cute_kernels.compile.cache import ENVIRONMENT
+from cute_kernels.compile.key import PACKAGE
 from cute_kernels.compile.objects import Compiled
 from cute_kernels.compile.operations import Operation
 from cute_kernels.config.append import AppendSpec, RotarySpec
@@ -20,6 +24,7 @@ DECODE = KernelSpec("sm90", "sm_90a", "paged", "dense", *STORAGE, 128, 4, 16, 16
 MERGE = MergeSpec("sm_90a", "bf16", 128, 2, 2, False, 4, "e")
 APPEND = AppendSpec("sm90", "sm_90a", *STORAGE, 128, 16, "none", "i64", 8, 16, 1, False, RotarySpec(True, 128, True, "i64"))
 SPECS = (DECODE, MERGE, APPEND)
+NOBODY = 65534
 
 
 class Kernel:
@@ -55,6 +60,21 @@ class Compiles:
     def forget(self) -> None:
         """As if in a new process."""
         compiler._kernels.clear()
+
+
+def environment(folder: Path) -> dict[str, str]:
+    """Of another process whose kernels are in `folder`."""
+    return {**os.environ, ENVIRONMENT: str(folder), "PYTHONPATH": str(PACKAGE.parent)}
+
+
+def give_away(path: Path, patch: pytest.MonkeyPatch) -> int:
+    """Makes a folder another user's, and returns its owner: root gives it away, anybody else pretends to be another user."""
+    if os.geteuid() == 0:
+        os.chown(path, NOBODY, NOBODY)
+        return NOBODY
+    owner = os.geteuid()
+    patch.setattr(disk.os, "geteuid", lambda: NOBODY)
+    return owner
 
 
 def code_of(spec: Any) -> Compiled:

@@ -19,7 +19,7 @@ from cute_kernels.compile import kernels as compiler
 from cute_kernels.compile.cache import ENVIRONMENT, cache_folder
 from cute_kernels.compile.key import key_of
 from cute_kernels.errors import MissingDependency
-from tests.kernel_cache.fakes import APPEND, DECODE, MERGE, SPECS, Compiles, Kernel, code_of, others
+from tests.kernel_cache.fakes import APPEND, DECODE, MERGE, SPECS, Compiles, Kernel, code_of, give_away, others
 from tests.kernel_cache.mutants import MUTATIONS
 from tests.support import harness, inputs
 
@@ -145,29 +145,26 @@ def test_what_cannot_be_loaded_is_compiled(compiles: Compiles, monkeypatch: pyte
         assert isinstance(compiler.compile_merge(MERGE), Kernel)
 
 
-def make_writable(path: Path) -> str:
+def make_writable(path: Path, patch: pytest.MonkeyPatch) -> str:
     path.mkdir()
     path.chmod(0o777)
     return "nobody but its owner may write to it"
 
 
-def make_link(path: Path) -> str:
+def make_link(path: Path, patch: pytest.MonkeyPatch) -> str:
     path.with_name("elsewhere").mkdir()
     path.symlink_to(path.with_name("elsewhere"))
     return "symbolic link"
 
 
-def make_file(path: Path) -> str:
+def make_file(path: Path, patch: pytest.MonkeyPatch) -> str:
     path.write_text("x")
     return os.strerror(errno.ENOTDIR)
 
 
-def make_foreign(path: Path) -> str:
+def make_foreign(path: Path, patch: pytest.MonkeyPatch) -> str:
     path.mkdir()
-    if os.geteuid():
-        pytest.skip("only root may give a folder away; tests/kernel_cache/test_disk.py pretends")
-    os.chown(path, 65534, 65534)
-    return "belongs to user 65534"
+    return f"belongs to user {give_away(path, patch)};"
 
 
 UNUSABLE = pytest.mark.parametrize("make", [make_writable, make_link, make_file, make_foreign], ids=lambda make: make.__name__)
@@ -175,9 +172,9 @@ UNUSABLE = pytest.mark.parametrize("make", [make_writable, make_link, make_file,
 
 @UNUSABLE
 def test_the_users_folder_that_cannot_be_used_costs_compiles_and_one_warning(
-    compiles: Compiles, default: Path, make: Callable[[Path], str], caplog: pytest.LogCaptureFixture
+    compiles: Compiles, default: Path, make: Callable[..., str], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rule = make(default)
+    rule = make(default, monkeypatch)
     with caplog.at_level(logging.WARNING, "cute_kernels"), warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         for spec in (*SPECS, *SPECS):
@@ -189,10 +186,10 @@ def test_the_users_folder_that_cannot_be_used_costs_compiles_and_one_warning(
 
 @UNUSABLE
 def test_a_named_folder_that_cannot_be_used_is_a_typed_error(
-    compiles: Compiles, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, make: Callable[[Path], str]
+    compiles: Compiles, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, make: Callable[..., str]
 ) -> None:
     named = tmp_path / "named"
-    rule = make(named)
+    rule = make(named, monkeypatch)
     monkeypatch.setenv(ENVIRONMENT, str(named))
     with pytest.raises(ck.InvalidArgument) as caught:
         compiler.compile_merge(MERGE)

@@ -17,11 +17,11 @@ from cute_kernels.compile import disk
 from cute_kernels.compile.disk import Folder, Untrusted
 from cute_kernels.compile.objects import EXTENSIONS, BadObject, Compiled, seal, unseal
 from cute_kernels.errors import InvalidArgument
+from tests.kernel_cache.fakes import NOBODY, give_away
 
 KEY, OTHER = "ab" * 32, "cd" * 32
 CODE = Compiled("shared", bytes(range(256)) * 16)
 ABOUT = {"spec": "a kernel", "cuda": 13}
-NOBODY = 65534
 ROOT = os.geteuid() == 0
 
 
@@ -101,12 +101,7 @@ def test_a_symbolic_link_is_not_used(folder: Folder, tmp_path: Path) -> None:
 
 
 def test_a_folder_of_another_user_is_not_used(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
-    if ROOT:
-        os.chown(folder.path, NOBODY, NOBODY)
-        owner = NOBODY
-    else:
-        owner = os.geteuid()
-        monkeypatch.setattr(disk.os, "geteuid", lambda: NOBODY)
+    owner = give_away(folder.path, monkeypatch)
     for use in uses(folder):
         with pytest.raises(Untrusted, match=f"belongs to user {owner}; must belong to user"):
             use()

@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from cute_kernels.compile.cache import ENVIRONMENT
 from cute_kernels.compile.key import PACKAGE
+from tests.kernel_cache.fakes import environment
 
 FIRST_RESULT = 0.5  # seconds behind torch.cuda.init()
 
 
 def first_use(folder: Path) -> dict[str, float]:
     """What first_use.py measured in a process of its own, which must end in silence."""
-    environment = {**os.environ, ENVIRONMENT: str(folder), "PYTHONPATH": str(PACKAGE.parent)}
     script = PACKAGE.parent / "tests" / "kernel_cache" / "first_use.py"
-    done = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run([sys.executable, str(script)], env=environment(folder), capture_output=True, text=True, timeout=300)
     assert done.returncode == 0 and done.stderr == "", done.stderr
     return json.loads(done.stdout)
 

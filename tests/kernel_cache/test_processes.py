@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,13 +9,12 @@ from pathlib import Path
 import pytest
 
 from cute_kernels.compile import objects
-from cute_kernels.compile.cache import ENVIRONMENT
 from cute_kernels.compile.disk import Folder
 from cute_kernels.compile.kernels import compile_into
 from cute_kernels.compile.key import PACKAGE, key_of
-from tests.kernel_cache.fakes import MERGE, SPECS, code_of
+from tests.kernel_cache.fakes import MERGE, SPECS, code_of, environment
 
-TESTS = PACKAGE.parent / "tests"
+COLD = PACKAGE.parent / "tests" / "kernel_cache" / "cold.py"
 # a first use that could not compile: prints what the kernel says to a call without arguments
 FIRST_USE = """
 import sys
@@ -35,14 +33,10 @@ print("cutlass" in sys.modules)
 """
 
 
-def environment(folder: Path) -> dict[str, str]:
-    return {**os.environ, ENVIRONMENT: str(folder), "PYTHONPATH": os.pathsep.join([str(PACKAGE.parent), str(TESTS)])}
-
-
 def test_64_cold_processes_leave_one_object_a_key(tmp_path: Path) -> None:
     """And compile each once, where the file system has locks."""
     folder, log = Folder(tmp_path / "kernels"), tmp_path / "log"
-    command = [sys.executable, str(TESTS / "kernel_cache" / "cold.py"), str(log)]
+    command = [sys.executable, str(COLD), str(log)]
     started = [
         subprocess.Popen(command, env=environment(folder.path), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         for _ in range(64)
