@@ -10,6 +10,7 @@ import torch
 
 from ..checks.fields import check_alignment, check_extent, check_group, check_softmax
 from ..config.decode import LseBase, Source, TableFormat, m_tiles, padded_head_dim
+from ..config.modifiers import UNMODIFIED, Modifiers, QueryForm
 from ..errors import InvalidProblem
 from ..kv.scale import KVScale
 from ..kv.types import (
@@ -27,11 +28,12 @@ from ..kv.types import (
 
 @dataclass(frozen=True)
 class DecodeProblem:
-    """What variants, heuristics and tuned plans see of a descriptor: one query row a request over a cache.
+    """What variants, heuristics and tuned plans see of a descriptor: attention of a request's query rows over a cache.
 
     page_size: 0 when the cache is contiguous. kv_dtype, v_dtype: what K and V are stored as. vector_bytes: the largest
     power of two, at most 16, that divides a row of each cache, its strides and its pointers. max_seq_len: a hint for the
-    choice of a configuration; None when unknown.
+    choice of a configuration; None when unknown. query: how many query rows a request has; max_q_len: the most. modifiers: of
+    its scores.
     """
 
     source: Source
@@ -49,6 +51,9 @@ class DecodeProblem:
     lse_base: LseBase
     k_scale: KVScale = KVScale.NONE
     v_scale: KVScale = KVScale.NONE
+    query: QueryForm = "one"
+    max_q_len: int = 1
+    modifiers: Modifiers = UNMODIFIED
 
     @property
     def group_size(self) -> int:

@@ -13,7 +13,7 @@ from typing import Literal
 Arch = Literal["sm90", "sm80"]
 Target = Literal["sm_90a", "sm_80"]
 Source = Literal["paged", "contiguous"]
-TableFormat = Literal["dense", "csr", "none"]
+TableFormat = Literal["dense", "csr", "none", "lengths", "packed"]  # the last three: contiguous, and how long its rows are
 ElementType = Literal["f16", "bf16"]
 StoredType = Literal["f16", "bf16", "e4m3", "e5m2", "int8"]
 ScaleForm = Literal["none", "head", "token_f16", "token_f32"]
