@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 
 from ..checks.fields import check_alignment, check_extent, check_group, check_softmax
-from ..config.decode import LseBase, Source, TableFormat, m_tiles, padded_head_dim
+from ..config.decode import LseBase, Source, TableFormat, padded_head_dim
 from ..config.modifiers import UNMODIFIED, Modifiers, QueryForm
 from ..errors import InvalidProblem
 from ..kv.scale import KVScale
@@ -76,9 +76,10 @@ class DecodeProblem:
         scales = sum(scale.dtype.itemsize for scale in (self.k_scale, self.v_scale) if scale.granularity == "token")
         return self.head_dim * (self.kv_dtype.element_bytes + self.v_dtype.element_bytes) + scales
 
-    def units(self, unit_heads: int) -> int:
-        """Units of work of a row: `unit_heads` KV heads and at most TILE_M of their query heads each."""
-        return self.num_kv_heads // unit_heads * m_tiles(self.group_size * unit_heads)
+    @property
+    def packed_rows(self) -> int:
+        """The most packed rows of a request and a KV head: pairs of a query row and a query head."""
+        return self.group_size * self.max_q_len
 
     @property
     def element_type(self) -> str:

@@ -4,13 +4,25 @@ from __future__ import annotations
 
 from typing import cast
 
-from ..config.decode import Arch, DecodeConfig, ElementType, KernelSpec, Partition, StoredType, Target
+from ..config.decode import (
+    HALF_TILE_M,
+    TILE_M,
+    Arch,
+    DecodeConfig,
+    ElementType,
+    KernelSpec,
+    Partition,
+    StoredType,
+    Target,
+    grid_ctas,
+)
 from ..kv.scale import scale_form
 from .descriptors import DecodeProblem
 
 
 def kernel_spec(problem: DecodeProblem, arch: Arch, target: Target, config: DecodeConfig, *, partition: Partition) -> KernelSpec:
     """The compile key of `problem` with `config`: what changes generated code, and no more."""
+    rows = block_rows(problem, arch, config.num_warps)
     return KernelSpec(
         arch=arch,
         target=target,
@@ -31,4 +43,30 @@ def kernel_spec(problem: DecodeProblem, arch: Arch, target: Target, config: Deco
         partition=partition,
         lse_base=problem.lse_base,
         unit_heads=config.unit_heads,
+        query=problem.query,
+        block_rows=rows,
+        many_blocks=rows > 0 and problem.packed_rows > rows,
+        modifiers=problem.modifiers,
     )
+
+
+def block_rows(problem: DecodeProblem, arch: Arch, num_warps: int) -> int:
+    """Packed rows of a unit where a request may have several query rows, else 0: a power of two, as many as it may need.
+
+    An m-tile each of the warps at most, one where warps read tiles of their own.
+    """
+    if problem.query == "one":
+        return 0
+    most = TILE_M * (num_warps if arch == "sm90" else 1)
+    return min(most, max(HALF_TILE_M, 1 << (problem.packed_rows - 1).bit_length()))
+
+
+def units_of(problem: DecodeProblem, spec: KernelSpec) -> int:
+    """Units of work of a row: its KV heads, spec.unit_heads at a time, and blocks of their packed rows."""
+    blocks = -(-problem.packed_rows // spec.block_rows) if spec.several else spec.m_tiles
+    return problem.num_kv_heads // spec.unit_heads * blocks
+
+
+def grid_ctas_of(problem: DecodeProblem, spec: KernelSpec, sm_count: int, ctas_per_sm: int) -> int:
+    """CTAs of the persistent grid: as many slices of the batch as fit, at least one, for each unit."""
+    return grid_ctas(units_of(problem, spec), sm_count, ctas_per_sm)

@@ -6,7 +6,7 @@ from dataclasses import asdict, replace
 
 import torch
 
-from ..config.decode import Arch, DecodeConfig, KernelSpec, Partition, Target, grid_ctas, supports
+from ..config.decode import Arch, DecodeConfig, KernelSpec, Partition, Target, supports
 from ..kv.types import QUERY_DTYPES
 from ..planning.variants import (
     VARIANTS,
@@ -22,7 +22,7 @@ from ..planning.variants import (
 from .choice import heuristics, tuned
 from .choice.cost_model import cost_of
 from .descriptors import DecodeProblem
-from .kernel_spec import kernel_spec
+from .kernel_spec import grid_ctas_of, kernel_spec, units_of
 from .workspace import workspace_bytes
 
 INVARIANT_BATCH = 8  # rows that an invariant plan's config is chosen for, whatever the batch
@@ -42,12 +42,14 @@ def _evaluate(variant: Variant, problem: DecodeProblem, facts: DeviceFacts, pref
         return Candidate(variant.name, variant.arch, "rejected" if reasons else "fits", tuple(reasons))
     target = variant.target(facts) or variant.targets[-1][1]  # elsewhere: what it would lack besides the device
     config, source = _config(variant.arch, target, problem, facts, preference)
-    num_ctas = grid_ctas(problem.units(config.unit_heads), facts.sm_count, config.ctas_per_sm)
-    partition, why = _partition(problem, num_ctas, config.unit_heads, preference)
-    if partition == "whole":
-        config, source = _config(variant.arch, target, problem, facts, preference, partition)
-        num_ctas = grid_ctas(problem.units(config.unit_heads), facts.sm_count, config.ctas_per_sm)
-    spec = kernel_spec(problem, variant.arch, target, config, partition=partition)
+    spec = kernel_spec(problem, variant.arch, target, config, partition="invariant" if preference.batch_invariant else "balanced")
+    num_ctas = grid_ctas_of(problem, spec, facts.sm_count, config.ctas_per_sm)
+    why = _whole_because(problem, spec, num_ctas, preference)
+    if why:
+        config, source = _config(variant.arch, target, problem, facts, preference, "whole")
+        spec = kernel_spec(problem, variant.arch, target, config, partition="whole")
+        num_ctas = grid_ctas_of(problem, spec, facts.sm_count, config.ctas_per_sm)
+    why += _to_come(problem, spec)
     reasons += misfits(problem, spec)
     verdict: Verdict = "rejected" if reasons else "fits"
     cost = cost_of(problem, spec, config.ctas_per_sm, facts.sm_count)
@@ -56,13 +58,22 @@ def _evaluate(variant: Variant, problem: DecodeProblem, facts: DeviceFacts, pref
     return Candidate(variant.name, variant.arch, verdict, tuple(reasons), line, spec, num_ctas, config, source + why, cost)
 
 
-def _partition(problem: DecodeProblem, num_ctas: int, unit_heads: int, preference: PlanPreference) -> tuple[Partition, str]:
-    """How rows are divided between CTAs, and why they must stay whole where they must."""
-    partition: Partition = "invariant" if preference.batch_invariant else "balanced"
-    limit, needed = preference.max_workspace_bytes, workspace_bytes(problem, num_ctas, partition, unit_heads)
+def _whole_because(problem: DecodeProblem, spec: KernelSpec, num_ctas: int, preference: PlanPreference) -> str:
+    """Why rows stay whole; empty where they are divided between CTAs."""
+    limit, needed = preference.max_workspace_bytes, workspace_bytes(problem, num_ctas, spec.partition, spec.packed_rows)
     if limit is not None and needed > limit:
-        return "whole", f", whole rows: cutting them needs {needed:,} workspace bytes"
-    return partition, ""
+        return f", whole rows: cutting them needs {needed:,} workspace bytes"
+    if spec.several and num_ctas == units_of(problem, spec):
+        return f", whole rows: {num_ctas} units fill the GPU"
+    return ""
+
+
+def _to_come(problem: DecodeProblem, spec: KernelSpec) -> str:
+    """What there is to say where a request has more packed rows than a unit holds."""
+    if not spec.many_blocks:
+        return ""
+    passes = -(-problem.packed_rows // spec.block_rows)
+    return f", up to {passes} passes over the cache, {spec.block_rows} packed rows each: a kernel for long queries is to come"
 
 
 def _dtype_reasons(variant: Variant, problem: DecodeProblem) -> list[str]:
@@ -96,10 +107,10 @@ def _config(
 
 
 def grid_of(problem: DecodeProblem, chosen: Candidate) -> tuple[DecodeProblem, int, Partition, int]:
-    """What a launch's workspace depends on: (problem, CTAs, partition, KV heads of a CTA). The CPU variant keeps rows whole."""
+    """What a launch's workspace depends on: (problem, CTAs, partition, packed rows of a unit). The CPU variant cuts no row."""
     if chosen.spec is None:
-        return problem, chosen.num_ctas, "whole", 1
-    return problem, chosen.num_ctas, chosen.spec.partition, chosen.spec.unit_heads
+        return problem, chosen.num_ctas, "whole", 0
+    return problem, chosen.num_ctas, chosen.spec.partition, chosen.spec.packed_rows
 
 
 def misfits(problem: DecodeProblem, spec: KernelSpec) -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..config.decode import SLOTS, Partition, packed_rows
+from ..config.decode import SLOTS, Partition
 from ..planning.workspace import REGION_ALIGNMENT, WorkspaceRegion
 from .descriptors import DecodeProblem
 
@@ -11,27 +11,27 @@ WORD_BYTES = 16  # two neighbouring columns, the lse and a mark
 
 
 def workspace_regions(
-    problem: DecodeProblem, num_ctas: int, partition: Partition, unit_heads: int = 1
+    problem: DecodeProblem, num_ctas: int, partition: Partition, packed_rows: int
 ) -> tuple[WorkspaceRegion, ...]:
     """The regions of a grid of `num_ctas` CTAs; none where rows stay whole or the batch is empty. Lengths do not matter.
 
-    partial_states: words [SLOTS num_ctas, min(group_size x unit_heads, 16), padded head_dim / 2] of out, lse and a mark, as
-    device/combine/partials.py lays them out. announcements: i32 [num_ctas], of CTAs that have started, where the combine of a row
-    is divided between them.
+    packed_rows: of a unit (KernelSpec). partial_states: words [SLOTS num_ctas, packed_rows, padded head_dim / 2] of out, lse and
+    a mark, as device/combine/partials.py lays them out. announcements: i32 [num_ctas], of CTAs that have started, where the
+    combine of a row is divided between them.
     """
     slots = SLOTS[partition] * num_ctas
     if slots == 0 or problem.batch_size == 0:
         return ()
-    words = slots * packed_rows(problem.group_size * unit_heads) * problem.padded_head_dim // 2
+    words = slots * packed_rows * problem.padded_head_dim // 2
     states = WorkspaceRegion("partial_states", 0, words * WORD_BYTES)
     if partition == "invariant":
         return (states,)
     return states, WorkspaceRegion("announcements", states.nbytes, num_ctas * ANNOUNCEMENT_BYTES)
 
 
-def workspace_bytes(problem: DecodeProblem, num_ctas: int, partition: Partition, unit_heads: int = 1) -> int:
+def workspace_bytes(problem: DecodeProblem, num_ctas: int, partition: Partition, packed_rows: int) -> int:
     """Exact bytes of the workspace: the end of the last region, rounded up to 128."""
-    regions = workspace_regions(problem, num_ctas, partition, unit_heads)
+    regions = workspace_regions(problem, num_ctas, partition, packed_rows)
     return _aligned(regions[-1].offset + regions[-1].nbytes) if regions else 0
 
 

@@ -10,6 +10,8 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from .modifiers import UNMODIFIED, Modifiers, QueryForm
+
 Arch = Literal["sm90", "sm80"]
 Target = Literal["sm_90a", "sm_80"]
 Source = Literal["paged", "contiguous"]
@@ -23,6 +25,7 @@ Partition = Literal["whole", "balanced", "invariant"]
 MMA_K = 16  # depth of one m16n8k16 step
 PRODUCER_WARPS: dict[Arch, int] = {"sm90": 2, "sm80": 0}  # one for K and V; one for tokens' scales, or to look ahead
 TILE_M = 16  # packed query rows of one tensor-core tile
+HALF_TILE_M = 8  # those that leave a lane one row to work on, of its two
 MAX_TILE_ELEMENTS = 8192  # tile_n x padded head_dim of a 16-row tile: above, registers spill (read from SASS)
 MIN_BOX_ROWS = 8  # rows of one 128-byte swizzle atom: the smallest page part that one TMA box may bring
 SMEM_BYTES = {"sm_90a": 232_448, "sm_80": 101_376}  # what one CTA may use (227 KiB; 99 KiB serves 8.0, 8.6 and 8.9)
@@ -95,6 +98,9 @@ class KernelSpec:
     partition: how rows are divided between CTAs. "whole": not at all; "balanced": wherever the shares of the CTAs end;
     "invariant": at places that depend on the row's length only. Parts of a row meet in the workspace.
     unit_heads: KV heads of a unit, the share of a row that one CTA works on at a time.
+    query: how many query rows a request has; where it may be several, block_rows: packed rows (query rows x query heads of a KV
+    head) that a unit holds, 8 or m-tiles of 16, each attended to by a warp of its own; many_blocks: whether a request may have
+    more. modifiers: of the scores.
     """
 
     arch: Arch
@@ -116,6 +122,35 @@ class KernelSpec:
     partition: Partition
     lse_base: LseBase
     unit_heads: int = 1
+    query: QueryForm = "one"
+    block_rows: int = 0
+    many_blocks: bool = False
+    modifiers: Modifiers = UNMODIFIED
+
+    @property
+    def plain(self) -> bool:
+        """Whether a request has one query row whose scores are only scaled: such a kernel takes no further operands."""
+        return self.query == "one" and self.modifiers == UNMODIFIED
+
+    @property
+    def several(self) -> bool:
+        """Whether a request may have several query rows."""
+        return self.query != "one"
+
+    @property
+    def row_tiles(self) -> int:
+        """M-tiles of a unit: the warps that read a KV tile, each for an m-tile of its own."""
+        return max(1, self.block_rows // TILE_M)
+
+    @property
+    def turns(self) -> int:
+        """Groups of row_tiles warps, which take KV tiles in turn."""
+        return self.num_warps // self.row_tiles
+
+    @property
+    def reread(self) -> bool:
+        """Whether several units read the same KV tiles."""
+        return self.many_blocks or (not self.several and self.group_size > TILE_M)
 
     @property
     def unit_rows(self) -> int:
@@ -165,7 +200,7 @@ class KernelSpec:
     @property
     def lane_rows(self) -> int:
         """Rows of a tensor-core tile in use that one lane holds, of its two: up to 8 query heads leave the second unused."""
-        return 1 if self.packed_rows <= TILE_M // 2 else 2
+        return 1 if self.packed_rows <= HALF_TILE_M else 2
 
     @property
     def rescales_query(self) -> bool:
@@ -213,13 +248,13 @@ class KernelSpec:
 
     @property
     def packed_rows(self) -> int:
-        """Rows of a tensor-core tile that hold a query head."""
-        return packed_rows(self.unit_rows)
+        """Packed rows that a unit holds at most."""
+        return self.block_rows if self.several else packed_rows(self.unit_rows)
 
     @property
     def m_tiles(self) -> int:
-        """Tensor-core tiles that hold the query heads of a unit's KV heads."""
-        return m_tiles(self.unit_rows)
+        """Units that share the KV heads of one where a request has one query row: a tensor-core tile of query heads each."""
+        return 1 if self.several else m_tiles(self.unit_rows)
 
     @property
     def tile_bytes(self) -> int:
@@ -242,7 +277,7 @@ class KernelSpec:
 
         At least what the combine needs (device/combine/combine.py): four of each thread's pairs of columns.
         """
-        return self.num_warps * max(self.packed_rows * (self.merge_columns + 2), 4 * 32 * self.column_pairs)
+        return max(self.turns * self.packed_rows * (self.merge_columns + 2), self.num_warps * 4 * 32 * self.column_pairs)
 
     @property
     def row_pairs(self) -> int:
@@ -270,7 +305,8 @@ class KernelSpec:
         """Shared memory of one CTA in bytes: rings of tiles and their scales, two queries, the merge, barriers, and 1 KiB."""
         stage = self.tile_bytes + self.token_scales * self.tile_n * SCALE_BYTES
         barriers = 2 * 8 + 4 + 8 * self.token_scales  # full, empty, the tile's holes, where in its words the scales are
-        query = 2 * TILE_M * self.padded_head_dim * self.q_bytes
+        query = 2 * self.row_tiles * TILE_M * self.padded_head_dim * self.q_bytes
+        query += 2 * (self.row_tiles - 1) * TILE_M * 4  # the inverses of further m-tiles
         return self.num_stages * (stage + barriers) + query + 4 * self.merge_floats + MOST_PIECES + 1024  # alignment, words
 
 
@@ -304,8 +340,12 @@ def supports(spec: KernelSpec) -> list[str]:
         reasons.append(f"tile_n={spec.tile_n} is not a positive multiple of 16")
     if spec.num_warps not in (1, 2, 4, 8):
         reasons.append(f"num_warps={spec.num_warps} is not 1, 2, 4 or 8")
-    if spec.num_stages % spec.num_warps:
-        reasons.append(f"num_stages={spec.num_stages} is not a multiple of num_warps={spec.num_warps}: a stage has one reader")
+    if spec.several:
+        reasons += _query_reasons(spec)
+    readers = max(1, spec.turns)
+    if spec.num_stages % readers:
+        of = f"num_warps={spec.num_warps}" if spec.row_tiles == 1 else f"the {readers} turns of its warps"
+        reasons.append(f"num_stages={spec.num_stages} is not a multiple of {of}: a stage has one reader")
     widest = 16 if spec.v_bytes > 1 else 32  # tokens at head_dim 256, where the output alone takes 128 registers
     if (spec.padded_head_dim > 192 and spec.tile_n > widest) or spec.tile_n * spec.padded_head_dim > MAX_TILE_ELEMENTS:
         reasons.append(f"tile_n={spec.tile_n} x head_dim={spec.padded_head_dim} needs more registers than a thread has")
@@ -349,6 +389,19 @@ def _tma_reasons(spec: KernelSpec) -> list[str]:
         reasons.append(f"TMA needs page_size to be a multiple of {MIN_BOX_ROWS}, got {spec.page_size}")
     if spec.box_rows > 256:
         reasons.append(f"a TMA box has at most 256 rows, got {spec.box_rows}")
+    return reasons
+
+
+def _query_reasons(spec: KernelSpec) -> list[str]:
+    reasons = []
+    if spec.block_rows != HALF_TILE_M and (spec.block_rows < TILE_M or spec.block_rows % TILE_M):
+        reasons.append(f"block_rows={spec.block_rows} is not {HALF_TILE_M} or a multiple of {TILE_M}")
+    if spec.row_tiles > spec.num_warps or spec.num_warps % spec.row_tiles:
+        reasons.append(f"the {spec.row_tiles} m-tiles of block_rows={spec.block_rows} do not divide num_warps={spec.num_warps}")
+    if spec.arch == "sm80" and spec.row_tiles > 1:
+        reasons.append(f"block_rows={spec.block_rows} exceeds {TILE_M}: a warp of the cp.async mainloop reads tiles of its own")
+    if spec.unit_heads > 1:
+        reasons.append(f"unit_heads={spec.unit_heads} takes one query row a request")
     return reasons
 
 

@@ -36,6 +36,11 @@ class Modifiers:
         return self.causal != "none" or self.windows or self.tree_mask
 
     @property
+    def functions(self) -> bool:
+        """Whether scores are more than scaled."""
+        return self.softcap or self.alibi
+
+    @property
     def positional(self) -> bool:
         """Whether a score depends on where its query row stands."""
         return self.masks or self.alibi

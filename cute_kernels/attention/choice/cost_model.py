@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ...config.decode import LINE_WORDS, PARTS_IN_FLIGHT, Arch, DecodeConfig, KernelSpec, Partition, Target, grid_ctas
+from ...config.decode import LINE_WORDS, PARTS_IN_FLIGHT, Arch, DecodeConfig, KernelSpec, Partition, Target
 from ..descriptors import DecodeProblem
-from ..kernel_spec import kernel_spec
+from ..kernel_spec import grid_ctas_of, kernel_spec, units_of
 
 ASSUMED_SEQ_LEN = 4096  # tokens a row where the descriptor gives no max_seq_len: believing a stream long costs most if wrong
 LONE_COLUMNS = 128  # of the head that lone_weight is for
@@ -192,8 +192,7 @@ def predict_us(
 def cost_of(problem: DecodeProblem, spec: KernelSpec, ctas_per_sm: int, sm_count: int) -> Cost:
     """What `problem` is expected to take with the kernel of `spec` and `ctas_per_sm` CTAs on each of `sm_count` SMs."""
     costs = costs_of(problem)[spec.arch]
-    units = problem.units(spec.unit_heads)
-    grid = grid_ctas(units, sm_count, ctas_per_sm)
+    units, grid = units_of(problem, spec), grid_ctas_of(problem, spec, sm_count, ctas_per_sm)
     slices, pieces, parts = expected_schedule(problem, spec, grid)
     stream = stream_us(kv_bytes(problem), spec, costs, ctas_per_sm, grid, sm_count)
     turns = pieces / slices
@@ -240,7 +239,7 @@ def expected_schedule(problem: DecodeProblem, spec: KernelSpec, grid: int) -> tu
     """
     batch, tiles = problem.batch_size, -(-row_tokens(problem) // spec.tile_n)
     cost = batch * (tiles + spec.piece_cost)
-    slices = max(1, min(cost // spec.min_share, grid // problem.units(spec.unit_heads)))
+    slices = max(1, min(cost // spec.min_share, grid // units_of(problem, spec)))
     if spec.partition == "whole":
         return max(1, min(slices, batch)), batch, 1
     working = max(1, -(-slices * batch * tiles // max(cost, 1)))  # the others end before their row's first tile

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ...config.decode import SMEM_BYTES, TILE_M, TWO_CTAS_HEAD_DIM, Arch, DecodeConfig, Partition, Target, packed_rows, supports
 from ..descriptors import DecodeProblem
-from ..kernel_spec import kernel_spec
+from ..kernel_spec import block_rows, kernel_spec
 from .cost_model import cost_of
 
 # (bytes of K and V of a tile, most consumer warps, CTAs an SM). Tiles of 32 KB never won, nor 8 KB with 4 warps or two CTAs.
@@ -19,6 +19,8 @@ SHAPES_OF_8_BITS: dict[Arch, tuple[tuple[int, int, int], ...]] = {
 }
 # the same where tokens have scales and a CTA takes two KV heads: a sector of scales has those of both
 PAIRED = (8_192, 8, 1)
+# where each tile is read by a warp for each m-tile: of tiles of 16 KB of 8 bits, 8 warps would spill (read from SASS)
+SEVERAL_M_TILES, SEVERAL_M_TILES_OF_8_BITS = (16_384, 8, 1), (8_192, 8, 1)
 PAIRED_HEAD_DIM = 128  # larger ones were not measured
 LARGEST_TILE_N = {"sm90": 64, "sm80": 32}
 RING_BYTES = 131_072  # in flight on an SM, over all its CTAs: 64 KB cost 2 to 4%, 192 KB 0 to 1%
@@ -40,7 +42,9 @@ def candidates(problem: DecodeProblem, arch: Arch, target: Target) -> list[Decod
     found: dict[DecodeConfig, None] = {}
     limit = 4 if spills_with_8_warps(problem) else 8
     shapes = [(*shape, 1) for shape in (SHAPES_OF_8_BITS if problem.has_8_bits else SHAPES)[arch]]
-    if pairs_heads(problem, arch):
+    if arch == "sm90" and problem.query != "one" and problem.packed_rows > TILE_M:
+        shapes = [(*(SEVERAL_M_TILES_OF_8_BITS if problem.has_8_bits else SEVERAL_M_TILES), 1)]
+    elif pairs_heads(problem, arch):
         shapes.append((*PAIRED, 2))
     for tile_bytes, most_warps, ctas_per_sm, unit_heads in shapes:
         if ctas_per_sm == 1 or (target == "sm_90a" and problem.head_dim <= TWO_CTAS_HEAD_DIM):
@@ -52,6 +56,8 @@ def candidates(problem: DecodeProblem, arch: Arch, target: Target) -> list[Decod
 def pairs_heads(problem: DecodeProblem, arch: Arch) -> bool:
     """Whether a CTA may take two KV heads: 8-bit caches with a scale a token, whose query heads fill half of a tile at most."""
     scales = {problem.k_scale.granularity, problem.v_scale.granularity}
+    if problem.query != "one":
+        return False
     fits = problem.num_kv_heads % 2 == 0 and 2 * problem.group_size <= TILE_M // 2 and problem.head_dim <= PAIRED_HEAD_DIM
     return arch == "sm90" and problem.has_8_bits and "token" in scales and scales <= {"token", "none"} and fits
 
@@ -63,7 +69,7 @@ def spills_with_8_warps(problem: DecodeProblem) -> bool:
     head_dim, rows = FOUR_WARPS_ROWS
     mixed = problem.kv_dtype.element_bytes != problem.v_dtype.element_bytes
     both = problem.k_scale.granularity == problem.v_scale.granularity == "token"
-    return problem.padded_head_dim > head_dim and (packed_rows(problem.group_size) > rows or (mixed and both))
+    return problem.padded_head_dim > head_dim and (packed_rows(problem.packed_rows) > rows or (mixed and both))
 
 
 def token_bytes(problem: DecodeProblem) -> int:
@@ -83,8 +89,9 @@ def ring(
     """The deepest ring within RING_BYTES, with the most warps that shared memory then allows."""
     deepest = RING_BYTES // ctas_per_sm // (tile_n * token_bytes(problem))
     for num_warps in (w for w in (8, 4, 2, 1) if w <= most_warps):
-        shallowest = SHALLOWEST[arch] * num_warps
-        for num_stages in range(max(deepest // num_warps * num_warps, shallowest), shallowest - 1, -num_warps):
+        turns = max(1, num_warps // max(1, block_rows(problem, arch, num_warps) // TILE_M))  # stages are a multiple of them
+        shallowest = SHALLOWEST[arch] * turns
+        for num_stages in range(max(deepest // turns * turns, shallowest), shallowest - 1, -turns):
             config = DecodeConfig(tile_n, num_stages, num_warps, ctas_per_sm, unit_heads)
             needed = kernel_spec(problem, arch, target, config, partition="balanced").smem_bytes
             if needed <= SMEM_BYTES[target] // ctas_per_sm:

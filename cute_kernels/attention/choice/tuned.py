@@ -128,10 +128,15 @@ def forced(config: DecodeConfig | None) -> Iterator[None]:
 
 
 def lookup(problem: DecodeProblem, arch: str, gpu: str, folder: Path | None = None) -> DecodeConfig | None:
-    """The tuned configuration of `problem` on the GPU whose slug is `gpu` ("h200"), or None. Raises InvalidPlanTable."""
+    """The tuned configuration of `problem` on the GPU whose slug is `gpu` ("h200"), or None. Raises InvalidPlanTable.
+
+    Entries are measured with one query row a request: there is none for several.
+    """
     instead = _forced.get()
     if instead is not None:
         return instead.config
+    if problem.query != "one":
+        return None
     entries = load((folder or plans_folder()) / f"{gpu}.json")
     return next((entry.config for entry in entries if entry.matches(problem, arch)), None)
 

@@ -16,8 +16,10 @@ from ..kv.scale import SMALLEST_UNIT, Scaling, column_scales, scale_columns, set
 from ..mainloop.shared import Shared
 from ..mainloop.tile import transposed
 from ..tracing.fakes import ELEMENT_TYPES
-from .mask import mask_holes, mask_scores, zero_rows
+from .mask import RowMask, cuts, mask_holes, mask_rows, mask_scores, zero_outside, zero_rows
 from .pack_gqa import fragments, query_step
+from .query_rows import TilePlace
+from .score import ScoreModifier, modify_scores
 from .softmax import online_softmax
 
 
@@ -38,7 +40,8 @@ class WarpState:
 class Attention:
     """What a warp needs to attend to a tile of a piece: the two MMAs, the readers of both rings, the query, its state.
 
-    inverses: of the query's row factors, or None (query_range.py).
+    inverses: of the query's row factors, or None (query_range.py). mask: of this lane's rows, None where all see all keys.
+    modifier: of scores that are more than scaled, or None.
     """
 
     mmas: tuple
@@ -47,6 +50,8 @@ class Attention:
     inverses: list[Float32] | None
     state: WarpState
     scaling: Scaling
+    mask: RowMask | None = None
+    modifier: ScoreModifier | None = None
 
 
 def make_mma(element_type: str) -> cute.TiledMma:
@@ -152,14 +157,21 @@ def probabilities(acc_s: cute.Tensor, element_type: type) -> cute.Tensor:
 
 
 def row_scales(attention: Attention) -> list:
-    """What the scores of each row in use are multiplied by, to base 2."""
+    """What is still to be multiplied to the scores of each row in use, to base 2, when softmax takes them."""
+    rows = cute.size(attention.state.row_max)
+    return score_factors(attention) if attention.modifier is None else [Float32(1.0)] * rows
+
+
+def score_factors(attention: Attention) -> list:
+    """What Q K^T of each row in use is multiplied by, to base 2."""
     scale, inverses = attention.scaling.log2, attention.inverses
     return [scale if inverses is None else scale * inverses[r] for r in range(cute.size(attention.state.row_max))]
 
 
 @cute.jit
-def attend_tile(spec: cutlass.Constexpr, attention: Attention, shared: Shared, stage: Int32, valid: Int32, holes: Int32):
-    """Adds tile `stage` to the warp's state. valid: tokens of the tile inside the row (may exceed tile_n); holes: mask.py."""
+def attend_tile(spec: cutlass.Constexpr, attention: Attention, shared: Shared, stage: Int32, place: TilePlace, holes: Int32):
+    """Adds tile `stage` to the warp's state. holes: mask.py."""
+    valid = place.valid
     lane, state = cute.arch.lane_idx(), attention.state
     (mma_k, mma_v), (reader_k, reader_v) = attention.mmas, attention.readers
     thr_mma = mma_k.get_slice(lane)
@@ -173,11 +185,17 @@ def attend_tile(spec: cutlass.Constexpr, attention: Attention, shared: Shared, s
             cute.gemm(mma_k, acc_s, query, loaded[i][None, None, 0], acc_s)
     rows = cutlass.const_expr(cute.size(state.row_max))
     if cutlass.const_expr(spec.k_token_scale):
-        scale_columns(acc_s, rows, column_scales(shared.scales[0], stage))
+        scale_columns(acc_s, rows, column_scales(spec, shared.scales[0], spec.k_scale, stage))
     coords = thr_mma.partition_C(cute.make_identity_tensor((TILE_M, spec.tile_n)))
-    if valid < spec.tile_n:
+    if cutlass.const_expr(not spec.plain):
+        if cutlass.const_expr(attention.modifier is not None):
+            modify_scores(acc_s, coords, score_factors(attention), attention.modifier, place.token)
+        if cuts(attention.mask, place.token, spec.tile_n):
+            mask_rows(acc_s, coords, attention.mask, place.token, spec.tile_n)
+        zero_outside(spec, shared.rings[1][None, None, stage], place, lane)
+    elif valid < spec.tile_n:
         mask_scores(acc_s, coords, valid)
-        zero_rows(spec, shared.rings[1][None, None, stage], valid, lane)
+        zero_rows(spec, shared.rings[1][None, None, stage], valid, Int32(spec.tile_n), lane)
     if holes != 0:
         mask_holes(acc_s, coords, holes, spec.hole_tokens)
     weights_up = None
@@ -188,7 +206,7 @@ def attend_tile(spec: cutlass.Constexpr, attention: Attention, shared: Shared, s
         weights_up = (Float32(spec.weight_bits), Float32(1.0))
     online_softmax(acc_s, state.acc_o, state.row_max, state.row_sum, row_scales(attention), weights_up)
     if cutlass.const_expr(spec.v_token_scale):
-        scale_columns(acc_s, rows, column_scales(shared.scales[1], stage))
+        scale_columns(acc_s, rows, column_scales(spec, shared.scales[1], spec.v_scale, stage))
     p = probabilities(acc_s, ELEMENT_TYPES[spec.v_math])
     for step in cutlass.range_constexpr(reader_v.steps):
         cute.gemm(mma_v, state.acc_o, p[None, None, step], reader_v.load(step, stage)[0][None, None, 0], state.acc_o)

@@ -16,9 +16,11 @@ from ..kv.scale import Scaling, unit_of
 from ..ptx.registers import quotient, remainder
 from ..schedule.work_scheduler import Piece
 from .attend import WarpState, value_column
+from .pack_gqa import lane_rows_of
+from .query_rows import QueryBlock, block_view, place_in, place_in_view
 from .softmax import finite_or_zero, quad_sum, rows_of
 
-LN_2 = math.log(2.0)
+LN_2, LOG2_E = math.log(2.0), math.log2(math.e)
 
 
 def lse_factor(spec: KernelSpec) -> float:
@@ -32,9 +34,9 @@ def is_of(spec: KernelSpec, row: Int32, order: Int32) -> Boolean | bool:
 
 
 def places_of(spec: KernelSpec, row: Int32) -> list:
-    """The places in the merge of the warps that attend to the KV head of a packed row."""
+    """The places in the merge of the warps that attend to a packed row."""
     if spec.unit_heads == 1:
-        return list(range(spec.num_warps))
+        return list(range(spec.turns))
     return [quotient(row, spec.group_size) + place for place in range(0, spec.num_warps, spec.unit_heads)]
 
 
@@ -46,12 +48,12 @@ def share_state(spec: cutlass.Constexpr, merge: tuple, thr_mma, state: WarpState
     """
     acc, row_max, row_sum = merge
     unit = Float32(1.0) if cutlass.const_expr(state.unit is None) else unit_of(state.unit)
-    lane = cute.arch.lane_idx()
+    lane, lane_rows = cute.arch.lane_idx(), lane_rows_of(spec)
     outputs = rows_of(state.acc_o)
     coords = rows_of(thr_mma.partition_C(cute.make_identity_tensor((TILE_M, spec.padded_head_dim))))
     for r in cutlass.range_constexpr(cute.size(state.row_max)):
         total = quad_sum(state.row_sum[r])
-        row = lane // 4 + 8 * r
+        row = lane_rows[r]
         if row < heads and is_of(spec, row, order):
             for c in cutlass.range_constexpr(cute.size(outputs, mode=[1])):
                 acc[row, value_column(spec, coords[r, c][1]), order] = outputs[r, c] * unit
@@ -85,6 +87,17 @@ def merge_row(spec: cutlass.Constexpr, row_max, row_sum, row: Int32, scaling: Sc
 
 
 @cute.jit
+def join_sink(sink: Float32, row_lse: Float32) -> tuple[Float32, Float32]:
+    """(a factor on the output, the lse in base 2) of a row whose denominator a logit joins, in natural log."""
+    sink = sink * LOG2_E
+    peak = finite_or_zero(cute.arch.fmax(sink, row_lse))
+    kept, added = cute.math.exp2(row_lse - peak, fastmath=True), cute.math.exp2(sink - peak, fastmath=True)
+    total = kept + added
+    factor = Float32(0.0) if kept == 0.0 else kept * cute.arch.rcp_approx(total)
+    return factor, cute.math.log2(total, fastmath=True) + peak
+
+
+@cute.jit
 def merged(spec: cutlass.Constexpr, acc, weights, inverse: Float32, row: Int32, column: Int32) -> Float32:
     """One element of the merged output."""
     value, places = Float32(0.0), places_of(spec, row)
@@ -94,22 +107,24 @@ def merged(spec: cutlass.Constexpr, acc, weights, inverse: Float32, row: Int32, 
 
 
 @cute.jit
-def store_final(spec: cutlass.Constexpr, merge: tuple, piece: Piece, out, lse, scaling: Scaling):
-    """A whole row: the merged state is the result, in out [batch, num_heads, head_dim] and lse [batch, num_heads]."""
+def store_final(spec: cutlass.Constexpr, merge: tuple, block: QueryBlock, out, lse, scaling: Scaling, sinks):
+    """A whole row: the merged state is the result. sinks: f32 [num_heads], or None."""
     acc, row_max, row_sum = merge
-    target = cute.domain_offset((piece.head, 0), out[piece.row, None, None])
+    target = block_view(spec, out, block)
     width = 2 * spec.column_pairs if cutlass.const_expr(spec.head_dim % 4 == 0) else math.gcd(spec.head_dim, 2)
     per_row = cutlass.const_expr(spec.head_dim // width)
     values = cute.make_rmem_tensor(width, out.element_type)
-    targets = cute.zipped_divide(target, (1, width))
-    for i in cutlass.range(cute.arch.thread_idx()[0], piece.heads * per_row, spec.num_warps * 32, unroll=1):
+    for i in cutlass.range(cute.arch.thread_idx()[0], block.rows * per_row, spec.num_warps * 32, unroll=1):
         row, column = quotient(i, per_row), remainder(i, per_row)
         weights, inverse, row_lse = merge_row(spec, row_max, row_sum, row, scaling)
+        if cutlass.const_expr(spec.modifiers.sinks):
+            factor, row_lse = join_sink(sinks[place_in(spec, block, row)[-1]], row_lse)
+            inverse = inverse * factor
         for c in cutlass.range_constexpr(width):
             values[c] = merged(spec, acc, weights, inverse, row, column * width + c).to(out.element_type)
-        cute.autovec_copy(values, targets[(0, None), (row, column)])
+        cute.autovec_copy(values, cute.zipped_divide(target[(*place_in_view(spec, block, row), None)], (width,))[None, column])
         if column == 0:
-            lse[piece.row, piece.head + row] = row_lse * lse_factor(spec)
+            lse[place_in(spec, block, row)] = row_lse * lse_factor(spec)
 
 
 @cute.jit
@@ -117,7 +132,7 @@ def store_partial(spec: cutlass.Constexpr, merge: tuple, piece: Piece, words, sl
     """A part of a row: the merged state goes to its slot of the workspace."""
     acc, row_max, row_sum = merge
     per_row, threads = cutlass.const_expr(spec.row_pairs), cutlass.const_expr(spec.num_warps * 32)
-    work, pairs = piece.heads * per_row, cutlass.const_expr(spec.column_pairs)
+    work, pairs = piece.block.rows * per_row, cutlass.const_expr(spec.column_pairs)
     for index in cutlass.range(cute.arch.thread_idx()[0] * pairs, work, threads * pairs, unroll=1):
         row, values = quotient(index, per_row), cute.make_rmem_tensor((2, pairs), Float32)
         weights, inverse, row_lse = merge_row(spec, row_max, row_sum, row, scaling)

@@ -1,11 +1,19 @@
-"""What lies past a row's end: scores become -inf, and V rows become zero, whatever the bytes hold (NaN included).
+"""What no query row sees: scores become -inf, and V rows become zero, whatever the bytes hold (NaN included).
 
-A page outside the pool is a hole: no byte is read for it (K and V are zeros), and its scores become -inf.
+Those are the tokens past a row's end, and before a window. A page outside the pool is a hole: no byte is read for it (K and V are
+zeros), and its scores become -inf. What one query row of a unit sees and another does not becomes -inf for that one alone.
 """
+
+from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Boolean, Float32, Int32
+
+from ...config.decode import KernelSpec
+from ..ptx.barriers import sync_turn
+from .pack_gqa import lane_rows_of, row_tile_of
+from .query_rows import KvRange, Queries, QueryBlock, Row, TilePlace, end_seen, first_seen, position_of, query_row_of
 
 VECTOR = 8  # units of one 16-byte store
 
@@ -27,13 +35,117 @@ def mask_holes(acc_s: cute.Tensor, coords: cute.Tensor, holes: Int32, tokens: cu
 
 
 @cute.jit
-def zero_rows(spec: cutlass.Constexpr, tile: cute.Tensor, valid: Int32, lane: Int32):
-    """One warp zeroes rows valid.. of a tile of V [tile_n tokens, units]: 0 * NaN must not reach the output."""
+def zero_rows(spec: cutlass.Constexpr, tile: cute.Tensor, valid: Int32, stop: Int32, lane: Int32):
+    """One warp zeroes rows [valid, stop) of a tile of V [tile_n tokens, units]: 0 * NaN must not reach the output."""
     vectors = cute.zipped_divide(tile, (1, VECTOR))
     per_row = cutlass.const_expr(spec.rings[1].units // VECTOR)
     zero = cute.make_rmem_tensor(VECTOR, tile.element_type)
     zero.fill(0)
-    for i in cutlass.range(valid * per_row + lane, spec.tile_n * per_row, cute.arch.WARP_SIZE):
+    for i in cutlass.range(valid * per_row + lane, stop * per_row, cute.arch.WARP_SIZE):
         target = vectors[(0, None), (i // per_row, i % per_row)]
         cute.autovec_copy(zero, target)
     cute.arch.sync_warp()
+
+
+def has_outside(spec: KernelSpec, place: TilePlace) -> Boolean:
+    """Whether a tile has tokens outside the range that is seen."""
+    outside = place.valid < spec.tile_n
+    return outside if place.skip is None else outside | (place.skip > 0)
+
+
+@cute.jit
+def zero_outside(spec: cutlass.Constexpr, tile: cute.Tensor, place: TilePlace, lane: Int32):
+    """Zeroes what no query row sees of a tile of V. Where several warps read it one does, and the others wait."""
+    if has_outside(spec, place):
+        if row_tile_of(spec) == 0:
+            if place.valid < spec.tile_n:
+                zero_rows(spec, tile, cutlass.max(place.valid, 0), Int32(spec.tile_n), lane)
+            if cutlass.const_expr(place.skip is not None):
+                if place.skip > 0:
+                    zero_rows(spec, tile, Int32(0), cutlass.min(place.skip, spec.tile_n), lane)
+        if cutlass.const_expr(spec.row_tiles > 1):
+            sync_turn(spec.row_tiles)
+
+
+@dataclass(frozen=True)
+class RowMask:
+    """What each of this lane's packed rows sees: keys [first, end), those of a tree by its words.
+
+    positions: of its query row among the keys. inner_begin, inner_end: every row of the unit sees the keys between them.
+    tree: (words of each row, the first new token), or None.
+    """
+
+    positions: list[Int32]
+    first: list[Int32] | None
+    end: list[Int32]
+    inner_begin: Int32 | None
+    inner_end: Int32
+    tree: tuple | None
+
+
+def make_row_mask(
+    spec: KernelSpec, queries: Queries, row: Row, keys: KvRange, block: QueryBlock, tree_mask: cute.Tensor | None
+) -> RowMask:
+    """The mask of this lane's rows for one piece."""
+    query_rows = [query_row_of(spec, block, packed) for packed in lane_rows_of(spec)]
+    positions = [position_of(spec, row, query_row) for query_row in query_rows]
+    first = [first_seen(spec, queries, position) for position in positions] if spec.modifiers.window_left else None
+    end = [cutlass.min(end_seen(spec, queries, row, position), keys.end) for position in positions]
+    tree = None
+    if spec.modifiers.tree_mask:
+        last = row.queries - 1
+        tree = (
+            [tree_words(spec, tree_mask, block, cutlass.min(query_row, last)) for query_row in query_rows],
+            row.length - row.queries,
+        )
+    return RowMask(positions, first, end, keys.inner_begin, keys.inner_end, tree)
+
+
+def tree_words(spec: KernelSpec, tree_mask: cute.Tensor, block: QueryBlock, query_row: Int32) -> cute.Tensor:
+    """The words of a query row."""
+    query_row = cutlass.max(query_row, 0)
+    return tree_mask[block.row, query_row, None] if spec.query == "uniform" else tree_mask[block.query + query_row, None]
+
+
+def cuts(mask: RowMask, token: Int32, tokens: int) -> Boolean:
+    """Whether some row does not see all of the `tokens` from `token` on."""
+    outside = token + tokens > mask.inner_end
+    return outside if mask.inner_begin is None else outside | (token < mask.inner_begin)
+
+
+@cute.jit
+def mask_rows(acc_s: cute.Tensor, coords: cute.Tensor, mask: RowMask, token: Int32, tokens: cutlass.Constexpr):
+    """Scores of what a row does not see become -inf, in a tile of `tokens` from `token` on."""
+    for r in cutlass.range_constexpr(len(mask.end)):
+        seen = (Int32(-1), Int32(-1))
+        if cutlass.const_expr(mask.tree is not None):
+            seen = tuple(seen_new_tokens(mask.tree[0][r], token + base - mask.tree[1]) for base in range(0, tokens, 32))
+        for i in cutlass.range_constexpr(cute.size(acc_s)):
+            if cutlass.const_expr(i // 2 % 2 == r):
+                column = coords[i][1]
+                hidden = token + column >= mask.end[r]
+                if cutlass.const_expr(mask.first is not None):
+                    hidden = hidden | (token + column < mask.first[r])
+                if cutlass.const_expr(mask.tree is not None):
+                    bits = seen[0] if cutlass.const_expr(i // 4 < 4) else seen[1]
+                    hidden = hidden | ((bits >> (column & 31)) & 1 == 0)
+                if hidden:
+                    acc_s[i] = -Float32.inf
+
+
+@cute.jit
+def seen_new_tokens(words: cute.Tensor, begin: Int32) -> Int32:
+    """Bit b: whether a row of a tree sees new token begin + b. All bits of what is no new token, before the first, are set."""
+    low, high = (tree_word(words, (begin >> 5) + i) for i in range(2))
+    return cute.arch.inline_ptx(
+        "shf.r.wrap.b32 {$w0}, {$r0}, {$r1}, {$r2};", write_only_types=[Int32], read_only_args=[low, high, begin]
+    )
+
+
+@cute.jit
+def tree_word(words: cute.Tensor, index: Int32) -> Int32:
+    """Word `index` of a row: all set before the first, none behind the last."""
+    word = Int32(-1) if index < 0 else Int32(0)
+    if index >= 0 and index < Int32(words.shape[0]):
+        word = words[index]
+    return word

@@ -1,9 +1,10 @@
-"""Packs the query heads that share one KV head, or those of the two of a unit, into the rows of one tensor-core tile.
+"""Packs the query heads that share one KV head, of all query rows of a unit, into the rows of tensor-core tiles.
 
-Row r of m-tile m is query head kv_head * group_size + m * TILE_M + r. Columns past head_dim are zero on load. Rows past the group
-are zero, or hold whatever shared memory held: no row of a product depends on another, and these are never stored. The tile is
-kept as m16n8k16 A fragments, eight elements a lane and k16 step, in shared memory, and held in registers while a piece lasts
-where they fit. Two buffers: the next row's query comes while this one's is in use.
+Or the heads of a unit's two KV heads. Packed row r lies in row r % TILE_M of m-tile r // TILE_M of the unit; where it is in q:
+query_rows.place_in. Columns past head_dim are zero on load. Rows past the last are zero, or hold whatever shared memory held: no
+row of a product depends on another, and these are never stored. A tile is kept as m16n8k16 A fragments, eight elements a lane and
+k16 step, in shared memory, and held in registers while a piece lasts where they fit. Two buffers: the next row's query comes
+while this one's is in use.
 """
 
 from itertools import product
@@ -12,20 +13,21 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64
 
-from ...config.decode import LINE_BYTES, MMA_K, KernelSpec
+from ...config.decode import LINE_BYTES, MMA_K, TILE_M, KernelSpec
 from ..ptx.barriers import CONSUMERS
 from ..ptx.cp_async import copy_async
 from ..ptx.registers import LANES, quotient, remainder
 from ..tracing.fakes import ELEMENT_TYPES
 from .query_range import rescale
+from .query_rows import QueryBlock, block_view, place_in, place_in_view
 
 PAIR_BYTES = 4  # of two columns of the query
 FRAGMENT = 8  # elements of one lane's A fragment of a k16 step: (column pair, row, half of the columns)
 
 
 def query_layout(spec: KernelSpec) -> cute.Layout:
-    """(element, lane, k16 step, buffer) -> element in shared memory: a lane reads its fragment in one 16-byte load."""
-    return cute.make_layout((FRAGMENT, LANES, spec.padded_head_dim // MMA_K, 2))
+    """(element, lane, k16 step of each m-tile, buffer) -> element in shared memory: a lane reads its fragment in one load."""
+    return cute.make_layout((FRAGMENT, LANES, spec.row_tiles * (spec.padded_head_dim // MMA_K), 2))
 
 
 def fragments(tensor: cute.Tensor) -> cute.Tensor:
@@ -37,6 +39,8 @@ def fragments(tensor: cute.Tensor) -> cute.Tensor:
 def place_of(spec: KernelSpec, row: Int32, column: Int32) -> tuple:
     """(pair, lane, k16 step) of a pair of columns, the first of them even: as the codec leaves the columns of K (kv/codec.py)."""
     step, rest = quotient(column, MMA_K), remainder(column, MMA_K)
+    if spec.row_tiles > 1:
+        step, row = quotient(row, TILE_M) * (spec.padded_head_dim // MMA_K) + step, remainder(row, TILE_M)
     half, quad = ((rest >> 1) & 1, rest >> 2) if spec.k_bytes == 1 else (rest >> 3, (rest >> 1) & 3)
     return quotient(row, 8) + 2 * half, remainder(row, 8) * 4 + quad, step
 
@@ -52,53 +56,57 @@ def sync_consumers(spec: KernelSpec):
 
 
 @cute.jit
-def prefetch_query(spec: cutlass.Constexpr, q: cute.Tensor, row: Int32, head: Int32, heads: Int32):
-    """A warp asks L2 for `heads` query heads of a row, from `head` on, a cache line a lane."""
+def prefetch_query(spec: cutlass.Constexpr, q: cute.Tensor, block: QueryBlock):
+    """A warp asks L2 for the query of a block of packed rows, a cache line a lane."""
     lines = cutlass.const_expr(-(-spec.head_dim * spec.q_bytes // LINE_BYTES))
     for base in cutlass.range_constexpr(0, spec.packed_rows * lines, LANES):
         line = base + cute.arch.lane_idx()
-        if line < heads * lines:
-            at = q.iterator + cute.crd2idx((row, head + line // lines, line % lines * (LINE_BYTES // spec.q_bytes)), q.layout)
+        if line < block.rows * lines:
+            place = (*place_in(spec, block, line // lines), line % lines * (LINE_BYTES // spec.q_bytes))
+            at = q.iterator + cute.crd2idx(place, q.layout)
             cute.arch.inline_ptx("prefetch.global.L2 [{$r0}];", read_only_args=[at.toint()])
 
 
 @cute.jit
-def fetch_query(spec: cutlass.Constexpr, q: cute.Tensor, row: Int32, head: Int32, heads: Int32, shared: cute.Tensor):
-    """The consumer warps start to bring `heads` query heads, from `head` on, into shared memory: settle_query ends that.
+def fetch_query(spec: cutlass.Constexpr, q: cute.Tensor, block: QueryBlock, shared: cute.Tensor):
+    """The consumer warps start to bring the query of a block of packed rows into shared memory: settle_query ends that.
 
-    q [batch, num_heads, head_dim]; shared: a buffer [element, lane, k16 step]. A warp brings the heads that it rescales. If it
-    rescales none it brings k16 steps of all: by heads, a launch whose CTAs all read one row's ended up to 1 us later
-    (1 x 16k + 15 x 64 at 8/1; why is not known).
+    shared: a buffer [element, lane, k16 step]. A warp brings the rows that it rescales. If it rescales none it brings k16 steps of
+    all: by heads, a launch whose CTAs all read one row's ended up to 1 us later (1 x 16k + 15 x 64 at 8/1; why is not known).
     """
-    source, lane = cute.domain_offset((head, 0), q[row, None, None]), cute.arch.lane_idx()
-    stop = heads if cutlass.const_expr(spec.rescales_query) else spec.padded_head_dim // MMA_K
+    source, lane = block_view(spec, q, block), cute.arch.lane_idx()
+    steps = cutlass.const_expr(spec.padded_head_dim // MMA_K)
+    stop = block.rows if cutlass.const_expr(spec.rescales_query) else spec.row_tiles * steps
     for turn in cutlass.range(cute.arch.warp_idx(), stop, spec.num_warps, unroll=1):
         if cutlass.const_expr(spec.rescales_query):
             for column in lane_columns(spec):
                 if column < spec.padded_head_dim:
-                    fetch_pair(spec, source, turn, column, heads, shared, place_of(spec, turn, column))
+                    fetch_pair(spec, source, block, turn, column, shared, place_of(spec, turn, column))
         else:
+            first, step = Int32(0), turn
+            if cutlass.const_expr(spec.row_tiles > 1):
+                first, step = quotient(turn, steps) * TILE_M, remainder(turn, steps)
             for half, rows in product(range(2), range(2)):
-                column = turn * MMA_K + lane % 4 * 2 + 8 * half
-                fetch_pair(spec, source, lane // 4 + 8 * rows, column, heads, shared, (rows + 2 * half, lane, turn))
+                column = step * MMA_K + lane % 4 * 2 + 8 * half
+                fetch_pair(spec, source, block, first + lane // 4 + 8 * rows, column, shared, (rows + 2 * half, lane, turn))
     cute.arch.cp_async_commit_group()
 
 
 @cute.jit
 def fetch_pair(
-    spec: cutlass.Constexpr, source: cute.Tensor, row: Int32, column: Int32, heads: Int32, shared: cute.Tensor, place: tuple
+    spec: cutlass.Constexpr, source: cute.Tensor, block: QueryBlock, row: Int32, column: Int32, shared: cute.Tensor, place: tuple
 ):
-    """Starts to bring a pair of columns of query heads [heads, head_dim] to its place, or zeros where there are none.
+    """Starts to bring a pair of columns of a block's packed row to its place, or zeros where there is none. source: its view.
 
     By cp.async; single columns, where head_dim is odd, are there when it returns.
     """
     at, lane, step = place
     pair = cutlass.const_expr(2 if spec.head_dim % 2 == 0 else 1)
     for c in cutlass.range_constexpr(0, 2, pair):
-        inside = row < heads and column + c < spec.head_dim
+        inside = row < block.rows and column + c < spec.head_dim
         offset = Int64(0)
         if inside:
-            offset = Int64(cute.crd2idx((row, column + c), source.layout))
+            offset = Int64(cute.crd2idx((*place_in_view(spec, block, row), column + c), source.layout))
         if cutlass.const_expr(pair == 2):
             target = shared.iterator + cute.crd2idx((2 * at, lane, step), shared.layout)
             copy_async((source.iterator + offset).toint(), target.toint(), PAIR_BYTES, inside)
@@ -144,9 +152,16 @@ def hold_query(spec: KernelSpec) -> cute.Tensor | None:
     return cute.make_rmem_tensor(shape, ELEMENT_TYPES[spec.k_math]) if in_registers(spec) else None
 
 
+def row_tile_of(spec: KernelSpec) -> Int32 | int:
+    """The m-tile that this warp attends to."""
+    return remainder(cute.arch.make_warp_uniform(cute.arch.warp_idx()), spec.row_tiles) if spec.row_tiles > 1 else 0
+
+
 def read_query(spec: KernelSpec, shared: cute.Tensor, held: cute.Tensor | None) -> cute.Tensor:
     """A settled query as query_step takes it: from a buffer [element, lane, k16 step] into the registers, or that buffer."""
     source = shared if spec.k_math == spec.element_type else cute.recast_tensor(shared, ELEMENT_TYPES[spec.k_math])
+    if spec.row_tiles > 1:
+        source = cute.domain_offset((0, 0, row_tile_of(spec) * (spec.padded_head_dim // MMA_K)), source)
     if held is None:
         return source
     for step in range(spec.padded_head_dim // MMA_K):
@@ -158,7 +173,13 @@ def read_inverses(spec: KernelSpec, shared: cute.Tensor) -> list[Float32] | None
     """The inverses that settle_query left for this lane's rows; None where the query is not rescaled."""
     if not spec.rescales_query:
         return None
-    return [shared[cute.arch.lane_idx() // 4 + 8 * r] for r in range(spec.lane_rows)]
+    return [shared[packed] for packed in lane_rows_of(spec)]
+
+
+def lane_rows_of(spec: KernelSpec) -> list[Int32]:
+    """The packed rows of a unit that this lane has of an accumulator, those in use."""
+    first = row_tile_of(spec) * TILE_M
+    return [first + cute.arch.lane_idx() // 4 + 8 * r for r in range(spec.lane_rows)]
 
 
 def query_step(spec: KernelSpec, query: cute.Tensor, step: int) -> cute.Tensor:

@@ -13,8 +13,9 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int8, Int32
 
 from ...config.decode import LINE_WORDS, MOST_PIECES, PARTS_IN_FLIGHT, KernelSpec
-from ..attend.epilogue import lse_factor
+from ..attend.epilogue import join_sink, lse_factor
 from ..attend.pack_gqa import sync_consumers
+from ..attend.query_rows import QueryBlock, place_in
 from ..attend.softmax import finite_or_zero
 from ..ptx.registers import LANES, quotient, remainder
 from ..schedule.work_scheduler import Piece
@@ -35,13 +36,12 @@ class Parts:
 
 @dataclass(frozen=True)
 class Columns:
-    """Pairs of columns [low, high) of a row, whose heads, from `head` on, are laid end to end.
+    """Pairs of columns [low, high) of a block of packed rows, which are laid end to end.
 
     bits: 2^bits threads lie beside each other on them (width_bits).
     """
 
-    row: Int32
-    head: Int32
+    block: QueryBlock
     low: Int32
     high: Int32
     bits: Int32
@@ -54,14 +54,14 @@ def parts_together(spec: KernelSpec) -> int:
 
 def all_columns(spec: KernelSpec, piece: Piece, parts: Parts) -> Columns:
     """Those of a whole row."""
-    work = state_words(spec, piece.heads)
-    return Columns(piece.row, piece.head, Int32(0), work, width_bits(spec, work, parts.count))
+    work = state_words(spec, piece.block.rows)
+    return Columns(piece.block, Int32(0), work, width_bits(spec, work, parts.count))
 
 
-def columns_of(spec: KernelSpec, row: Int32, head: Int32, heads: Int32, index: Int32, step: Int32, bits: Int32) -> Columns:
+def columns_of(spec: KernelSpec, block: QueryBlock, index: Int32, step: Int32, bits: Int32) -> Columns:
     """Those of one CTA of a crew, `step` of each: the last ones may have none."""
-    work = state_words(spec, heads)
-    return Columns(row, head, cutlass.min(index * step, work), cutlass.min(index * step + step, work), bits)
+    work = state_words(spec, block.rows)
+    return Columns(block, cutlass.min(index * step, work), cutlass.min(index * step + step, work), bits)
 
 
 def step_of(spec: KernelSpec, heads: Int32, crew: Int32) -> Int32:
@@ -83,10 +83,10 @@ def width_bits(spec: KernelSpec, columns: Int32, count: Int32) -> Int32:
 
 
 @cute.jit
-def combine_columns(spec: cutlass.Constexpr, words: cute.Tensor, parts: Parts, columns: Columns, scratch: tuple, out, lse):
-    """Combines columns of a row into out [batch, num_heads, head_dim] and lse [batch, num_heads]. By all consumer warps.
+def combine_columns(spec: cutlass.Constexpr, words: cute.Tensor, parts: Parts, columns: Columns, scratch: tuple, out, lse, sinks):
+    """Combines columns of a row into out and lse. By all consumer warps.
 
-    scratch: (f32 of the merge buffer, bytes of the pieces that decline).
+    scratch: (f32 of the merge buffer, bytes of the pieces that decline). sinks: f32 [num_heads], or None.
     """
     thread, bits = cute.arch.thread_idx()[0], cute.arch.make_warp_uniform(columns.bits)
     width = 1 << bits
@@ -97,7 +97,7 @@ def combine_columns(spec: cutlass.Constexpr, words: cute.Tensor, parts: Parts, c
             merge_threads(spec, states, width, scratch[0])
         if begin < columns.high and thread < width:
             for j in cutlass.range_constexpr(spec.column_pairs):
-                store_pair(spec, states[None, j], columns, begin + j, out, lse)
+                store_pair(spec, states[None, j], columns, begin + j, out, lse, sinks)
 
 
 @cute.jit
@@ -169,15 +169,21 @@ def normalised(state: cute.Tensor) -> tuple[Float32, Float32, Float32]:
 
 
 @cute.jit
-def store_pair(spec: cutlass.Constexpr, state: cute.Tensor, columns: Columns, index: Int32, out: cute.Tensor, lse: cute.Tensor):
-    """Writes a combined pair of columns, and the lse beside a head's first pair."""
-    head, column = columns.head + quotient(index, spec.row_pairs), remainder(index, spec.row_pairs) * 2
+def store_pair(
+    spec: cutlass.Constexpr, state: cute.Tensor, columns: Columns, index: Int32, out: cute.Tensor, lse: cute.Tensor, sinks
+):
+    """Writes a combined pair of columns, and the lse beside a packed row's first pair."""
+    place = place_in(spec, columns.block, quotient(index, spec.row_pairs))
+    column = remainder(index, spec.row_pairs) * 2
     first, second, row_lse = normalised(state)
+    if cutlass.const_expr(spec.modifiers.sinks):
+        factor, row_lse = join_sink(sinks[place[-1]], row_lse)
+        first, second = first * factor, second * factor
     for c in cutlass.range_constexpr(2):
         if column + c < spec.head_dim:
-            out[columns.row, head, column + c] = (second if cutlass.const_expr(c) else first).to(out.element_type)
+            out[(*place, column + c)] = (second if cutlass.const_expr(c) else first).to(out.element_type)
     if column == 0:
-        lse[columns.row, head] = row_lse * lse_factor(spec)
+        lse[place] = row_lse * lse_factor(spec)
 
 
 @cute.jit

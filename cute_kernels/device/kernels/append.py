@@ -18,7 +18,7 @@ from ...kv.quantize import LARGEST_HALF, LEAST_AMAX, LEAST_NORMAL_HALF
 from ..kv.encode import beyond_half, divide, divide_largest, encode, end_of_half, quantize
 from ..kv.rotary import find_angles, rotate_row
 from ..kv.scale import head_scale
-from ..kv.source import POSITION_FAULT, SCALE_FAULT, report
+from ..kv.status import POSITION_FAULT, SCALE_FAULT, report
 from ..ptx.packed import as_words, larger_pair, select_bytes, widen, widen_pair
 from ..ptx.registers import quotient, remainder
 from .append_slots import INT32_MAX, find_slot, given_slot

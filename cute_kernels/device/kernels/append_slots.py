@@ -5,7 +5,9 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64
 
 from ...config.append import AppendSpec
-from ..kv.source import PAGE_FAULT, SLOT_FAULT, find_page, inspect_row, open_row, report
+from ..attend.query_rows import KvRange
+from ..kv.source import find_page, find_tokens, inspect_row
+from ..kv.status import PAGE_FAULT, SLOT_FAULT, report
 
 INT32_MAX = 2**31 - 1
 
@@ -31,18 +33,18 @@ def find_slot(
         elif speaks:
             report(status, token, SLOT_FAULT, Int32(cutlass.min(slot, INT32_MAX)))
     else:
-        start, length = open_row(spec, tables, None, token)
+        start, length = find_tokens(spec, tables, None, token)
         if cutlass.const_expr(spec.table_format == "dense"):
             within = tables[1][token] == length
         else:
             within = tables[2][token] <= spec.page_size
         if length > 0 and within:
             last = length - 1
-            page = find_page(spec, tables, start, length, last, num_pages)
+            page = find_page(spec, tables, start, KvRange(length), last, 1, num_pages)
             if page >= 0 and page < num_pages:
                 place = page * spec.page_size + last % spec.page_size
             elif speaks:
                 report(status, token, PAGE_FAULT, page)
         if speaks:
-            inspect_row(spec, tables, token, status)
+            inspect_row(spec, tables, None, token, status)
     return place

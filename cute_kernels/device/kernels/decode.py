@@ -13,11 +13,22 @@ from cutlass import Boolean, Float32, Int32, Int64
 from ...config.decode import MAX_BLOCKS, KernelSpec
 from ..attend.attend import Attention, make_mmas, make_readers, make_state, reset_state
 from ..attend.epilogue import share_state, store_final, store_partial
-from ..attend.pack_gqa import fetch_query, hold_query, read_inverses, read_query, settle_query, sync_consumers
+from ..attend.mask import make_row_mask
+from ..attend.pack_gqa import (
+    fetch_query,
+    hold_query,
+    lane_rows_of,
+    read_inverses,
+    read_query,
+    settle_query,
+    sync_consumers,
+)
+from ..attend.query_rows import Row, heads_of, query_block, tiles_of
+from ..attend.score import make_modifier
 from ..combine.combine import Columns, Parts, all_columns, combine_columns, merge_buffer
 from ..combine.partials import DECLINED, WRITTEN, open_workspace
-from ..kv.scale import Scaling, open_scaling
-from ..kv.source import open_row, open_row_or_nothing
+from ..kv.scale import Scaling, merge_scaling, open_scaling
+from ..kv.source import Rows, open_row, open_row_or_nothing
 from ..mainloop.cp_async import CpAsyncMainloop
 from ..mainloop.shared import Shared, allocate
 from ..mainloop.tma import TmaMainloop
@@ -35,7 +46,7 @@ from ..schedule.crew import (
     settle,
     take_crew,
 )
-from ..schedule.work_scheduler import Piece, Share, after, block_of, first_slice, heads_of, make_piece, tiles_of, unfinished
+from ..schedule.work_scheduler import Piece, Share, after, block_of, first_slice, keys_of, make_piece, unfinished
 
 LOG2_E = math.log2(math.e)
 
@@ -76,7 +87,11 @@ class DecodeKernel:
         """
         tables = tuple(t for t in (table0, table1, table2) if t is not None)
         caches, scales = self.mainloop.operands(k, v), (k_scale, v_scale)
-        self.decode(q, k, caches, scales, tables, out, lse, workspace, softmax_scale * LOG2_E, status).launch(
+        self.launch(q, k, caches, scales, tables, out, lse, workspace, softmax_scale, num_ctas, status, (), stream)
+
+    def launch(self, q, k, caches, scales, tables, out, lse, workspace, softmax_scale, num_ctas, status, further, stream):
+        """Starts the grid. further: AttentionKernel's operands, () in a plain kernel."""
+        self.decode(q, k, caches, scales, tables, out, lse, workspace, softmax_scale * LOG2_E, status, further).launch(
             grid=(num_ctas, 1, 1),
             block=(self.threads, 1, 1),
             smem=self.spec.smem_bytes,
@@ -87,10 +102,13 @@ class DecodeKernel:
         )
 
     @cute.kernel
-    def decode(self, q, k, caches, scales: tuple, tables: tuple, out, lse, workspace, scale_log2: Float32, status: Int64):
+    def decode(
+        self, q, k, caches, scales: tuple, tables: tuple, out, lse, workspace, scale_log2: Float32, status: Int64, further: tuple
+    ):
         """One CTA's share: a producer warp runs ahead, consumer warps attend, merge and store piece by piece."""
-        spec = self.spec
-        problem, shared = Problem(q, k, caches, scales, tables, out, lse, workspace, status), allocate(spec)
+        spec, shared = self.spec, allocate(self.spec)
+        queries, scores = self.name_further(q, further)
+        problem = Problem(q, caches, scales, Rows(tables, k, queries), out, lse, workspace, status, scores)
         if cutlass.const_expr(self.overlap):
             cute.arch.griddepcontrol_launch_dependents()
         if cutlass.const_expr(self.mainloop.producer_warps > 0):
@@ -118,54 +136,78 @@ class DecodeKernel:
         opening = self.mainloop.open_share(problem, shared)
         share = opening.share
         spec, lane = self.spec, cute.arch.lane_idx()
-        batch = Int32(problem.q.shape[0])
+        queries = problem.rows.queries
         mmas = make_mmas(spec)
         thr_mma, readers = mmas[1].get_slice(lane), make_readers(spec, mmas, lane, shared)
         held, state = hold_query(spec), make_state(spec, thr_mma)
-        kv_head, head, heads = heads_of(spec, share.unit)
-        scaling = open_scaling(spec, problem.scales, kv_head, scale_log2)
-        row, first, issued, settled = share.row, share.tile, Int32(0), Int32(-1)  # settled: the row whose query is
-        if unfinished(share, row, first):
-            fetch_query(spec, problem.q, row, head, heads, shared.query[None, None, None, row % 2])
-        start, length = opening.start, opening.length
+        heads = heads_of(spec, queries, share.unit)
+        scaling = open_scaling(spec, problem.scales, heads[0], scale_log2)
+        index, row, first, issued, settled = share.row, opening.row, share.tile, Int32(0), Int32(-1)  # settled: whose query is
+        if unfinished(share, index, first):
+            block = query_block(spec, queries, share.unit, heads, index, row)
+            fetch_query(spec, problem.q, block, shared.query[None, None, None, index % 2])
         if cutlass.const_expr(self.divides):
             clear_declined(spec, shared)
             if cutlass.const_expr(spec.arch == "sm80"):
-                begin_crew(spec, shared, share, length)
+                begin_crew(spec, problem, shared, share, row)
         elif cutlass.const_expr(spec.split):
-            self.find_opener(shared, share, length)
-        while unfinished(share, row, first):
-            piece = make_piece(spec, share, row, start, length, first, issued)
-            next_row, next_first = after(spec, piece)
-            buffer, factors = shared.query[None, None, None, row % 2], shared.inverses[None, row % 2]
-            settle_query(spec, buffer, factors, heads, scaling.sign, row != settled)
-            settled = row
+            self.find_opener(problem, shared, share, row)
+        while unfinished(share, index, first):
+            piece = make_piece(spec, problem.rows, share, index, row, first, issued)
+            next_index, next_first = after(spec, piece)
+            buffer, factors = shared.query[None, None, None, index % 2], shared.inverses[None, index % 2]
+            settle_query(spec, buffer, factors, piece.block.rows, scaling.sign, index != settled)
+            settled = index
             sync_consumers(spec)
             query, inverses = read_query(spec, buffer, held), read_inverses(spec, factors)
-            if next_row > row and unfinished(share, next_row, next_first):
-                fetch_query(spec, problem.q, next_row, head, heads, shared.query[None, None, None, next_row % 2])
+            if cutlass.const_expr(spec.several):  # which query rows to fetch follows from the row
+                row = self.open_next(problem, share, next_index, next_first)
+            if next_index > index and unfinished(share, next_index, next_first):
+                block = query_block(spec, queries, share.unit, heads, next_index, row)
+                fetch_query(spec, problem.q, block, shared.query[None, None, None, next_index % 2])
             reset_state(state)
-            attention = Attention(mmas, readers, query, inverses, state, scaling)
-            self.mainloop.consume(piece, attention, problem, shared)
-            limit = cutlass.select_(unfinished(share, next_row, next_first), batch, 0)
-            start, length = open_row_or_nothing(spec, problem.tables, problem.k, next_row, limit)
+            self.mainloop.consume(
+                piece, self.attention_of(problem, piece, mmas, readers, query, inverses, state, scaling), problem, shared
+            )
+            if cutlass.const_expr(not spec.several):
+                row = self.open_next(problem, share, next_index, next_first)
             if cutlass.const_expr(self.divides):
                 settle(spec, problem, shared, share)
-            share_state(spec, shared.merge, thr_mma, state, inverses, heads, self.mainloop.order(piece))
+            if cutlass.const_expr(spec.modifiers.functions):
+                inverses = None
+            share_state(spec, shared.merge, thr_mma, state, inverses, piece.block.rows, self.mainloop.order(piece))
             sync_consumers(spec)
-            self.store(problem, shared, share, piece, scaling)
+            self.store(problem, shared, share, piece, merge_scaling(spec, scaling))
             issued += piece.stop - piece.first
-            row, first = next_row, next_first
+            index, first = next_index, next_first
         if cutlass.const_expr(spec.split):
             self.finish(problem, shared, share)
         if cutlass.const_expr(self.divides):
             announce(spec, problem, Int32(0))
 
+    def open_next(self, problem: Problem, share: Share, index: Int32, first: Int32) -> Row:
+        """The row at which the share goes on, or nothing past its end."""
+        limit = cutlass.select_(unfinished(share, index, first), problem.batch(self.spec), 0)
+        return open_row_or_nothing(self.spec, problem.rows, index, limit)
+
+    def name_further(self, q, further: tuple) -> tuple:
+        """(Queries, ScoreOperands) of a launch, None in a plain kernel."""
+        return None, None
+
+    def attention_of(self, problem: Problem, piece: Piece, *computed) -> Attention:
+        """What a warp attends to a piece's tiles with. computed: the fields of Attention up to the mask."""
+        if self.spec.plain:
+            return Attention(*computed)
+        spec, lane_rows = self.spec, lane_rows_of(self.spec)
+        mask = make_row_mask(spec, problem.rows.queries, piece.row, piece.keys, piece.block, problem.scores.tree_mask)
+        return Attention(*computed, mask, make_modifier(spec, problem.scores, piece.block, lane_rows, mask))
+
     @cute.jit
-    def find_opener(self, shared: Shared, share: Share, length: Int32):
-        """Leaves in shared memory the slice that opened the share's first row, of `length` tokens."""
+    def find_opener(self, problem: Problem, shared: Shared, share: Share, row: Row):
+        """Leaves in shared memory the slice that opened the share's first row."""
         if cute.arch.thread_idx()[0] == 0 and share.tile > 0:
-            shared.opener[0] = first_slice(self.spec, share, tiles_of(self.spec, length))
+            tiles = tiles_of(self.spec, keys_of(self.spec, problem.rows, share.unit, row))
+            shared.opener[0] = first_slice(self.spec, share, tiles)
 
     @cute.jit
     def store(self, problem: Problem, shared: Shared, share: Share, piece: Piece, scaling: Scaling):
@@ -181,7 +223,7 @@ class DecodeKernel:
                 if cutlass.const_expr(spec.partition == "invariant"):
                     self.combine_alone(problem, shared, share, piece, slot)
         else:
-            store_final(spec, shared.merge, piece, problem.out, problem.lse, scaling)
+            store_final(spec, shared.merge, piece.block, problem.out, problem.lse, scaling, self.sinks(problem))
 
     @cute.jit
     def combine_alone(self, problem: Problem, shared: Shared, share: Share, piece: Piece, slot: Int32):
@@ -195,11 +237,15 @@ class DecodeKernel:
         """Combines columns of a row."""
         words = open_workspace(self.spec, problem.workspace)
         scratch = merge_buffer(self.spec, shared.merge[0].iterator), shared.declined
-        combine_columns(self.spec, words, parts, columns, scratch, problem.out, problem.lse)
+        combine_columns(self.spec, words, parts, columns, scratch, problem.out, problem.lse, self.sinks(problem))
+
+    def sinks(self, problem: Problem):
+        """The sinks, or None."""
+        return problem.scores.sinks if self.spec.modifiers.sinks else None
 
     def continued(self, share: Share, piece: Piece) -> Boolean:
         """Whether the piece is of a row that an earlier CTA opened."""
-        return (piece.row == share.row) & (share.tile > 0)
+        return (piece.index == share.row) & (share.tile > 0)
 
     def slot_of(self, shared: Shared, share: Share, piece: Piece) -> Int32:
         """Where the state of a piece goes (partials.open_workspace)."""
@@ -234,15 +280,15 @@ class DecodeKernel:
         if declines(shared, share):
             place = crew.crew
         while place < crew.crew:
-            self.combine(problem, shared, parts, crew_columns(self.spec, crew, share, place))
+            self.combine(problem, shared, parts, crew_columns(self.spec, problem, crew, share, place))
             place = next_place(self.spec, shared, share, crew.crew, place)
 
     @cute.jit
     def finish_blocks(self, problem: Problem, shared: Shared, share: Share):
         """All of the row, under the invariant partition, if this share ended it."""
         spec = self.spec
-        start, length = open_row(spec, problem.tables, problem.k, share.row)
-        piece = make_piece(spec, share, share.row, start, length, share.tile, Int32(0))
+        row = open_row(spec, problem.rows, share.row)
+        piece = make_piece(spec, problem.rows, share, share.row, row, share.tile, Int32(0))
         if piece.end == piece.tiles:
             slot, block = self.slot_of(shared, share, piece), block_of(piece.tiles)
             last = slot - quotient(piece.first, block) + quotient(piece.tiles - 1, block)

@@ -8,13 +8,13 @@ P is f16, and V's scales have any size: softmax weights, and so their sums and O
 largest scale that the warp has met.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64
 
-from ...config.decode import SCALE_BYTES, KernelSpec
+from ...config.decode import SCALE_BYTES, KernelSpec, ScaleForm
 from ..ptx.cp_async import copy_async
 from ..ptx.registers import LANES, MAGNITUDE, as_bits, as_float, remainder, warp_max
 
@@ -67,6 +67,11 @@ def open_scaling(spec: cutlass.Constexpr, scales: tuple, kv_head: Int32, scale_l
     return Scaling(scale_log2, value, sign)
 
 
+def merge_scaling(spec: KernelSpec, scaling: Scaling) -> Scaling:
+    """That of states whose maxima are logits to base 2 already, where scores are more than scaled (attend/score.py)."""
+    return replace(scaling, log2=Float32(1.0)) if spec.modifiers.functions else scaling
+
+
 def head_scale(scales: cute.Tensor, kv_head: Int32) -> Float32:
     """A KV head's scale, or the one for all."""
     return scales[cutlass.min(kv_head, Int32(scales.shape[0]) - 1)]
@@ -76,7 +81,8 @@ def head_scale(scales: cute.Tensor, kv_head: Int32) -> Float32:
 def find_scale(spec: cutlass.Constexpr, scales, page: Int32, position: Int32, kv_head: Int32, inside: Boolean):
     """Where each lane's token has its scale: (address, whether to read it, `upper` of the lanes' tokens).
 
-    scales: [pages, page_size, num_kv_heads], contiguous [batch, num_kv_heads, tokens]. position: of the token in its row.
+    scales: [pages, page_size, num_kv_heads], contiguous [batch, num_kv_heads, tokens]. position: of the token in its row, or
+    packed in all.
     """
     coord = (page, kv_head, position)
     if cutlass.const_expr(spec.page_size):
@@ -114,20 +120,23 @@ def with_scales(rings: tuple, found: list) -> list:
 
 @cute.jit
 def settle_scales(spec: cutlass.Constexpr, rings: tuple, stage: Int32) -> Int32:
-    """Makes the scales of a tile that has come f32, each lane its own tokens; returns the bits of V's largest magnitude."""
-    peak = Int32(0)
-    if cutlass.const_expr(spec.k_token_scale):
-        settle(rings[0], stage, spec.k_scale == "token_f16")
+    """Makes the scales of a tile that has come f32, each lane its own tokens; returns the bits of V's largest magnitude.
+
+    Where several warps read a tile the words stay as they came: column_scales widens them.
+    """
+    peak, alone = Int32(0), cutlass.const_expr(spec.row_tiles == 1)
+    if cutlass.const_expr(spec.k_token_scale and alone):
+        settle(rings[0], stage, spec.k_scale == "token_f16", alone)
     if cutlass.const_expr(spec.v_token_scale):
-        peak = settle(rings[1], stage, spec.v_scale == "token_f16")
+        peak = settle(rings[1], stage, spec.v_scale == "token_f16", alone)
     if cutlass.const_expr(spec.token_scales > 0):
         cute.arch.sync_warp()
     return peak
 
 
 @cute.jit
-def settle(ring: ScaleRing, stage: Int32, half: cutlass.Constexpr) -> Int32:
-    """Makes this lane's scales f32, from f16 where `half`; returns the bits of their largest magnitude."""
+def settle(ring: ScaleRing, stage: Int32, half: cutlass.Constexpr, kept: cutlass.Constexpr) -> Int32:
+    """Makes this lane's scales f32, from f16 where `half`, in place where `kept`; returns the bits of their largest magnitude."""
     lane, tokens = cute.arch.lane_idx(), cutlass.const_expr(cute.size(ring.words, mode=[0]))
     peak = Int32(0)
     for group in cutlass.range_constexpr((tokens + LANES - 1) // LANES):
@@ -136,7 +145,8 @@ def settle(ring: ScaleRing, stage: Int32, half: cutlass.Constexpr) -> Int32:
             bits = ring.words[token, stage]
             if cutlass.const_expr(half):
                 bits = as_bits(half_to_float(bits >> (16 * ((ring.upper[group, stage] >> lane) & 1))))
-                ring.words[token, stage] = bits
+                if cutlass.const_expr(kept):
+                    ring.words[token, stage] = bits
             peak = cutlass.max(peak, bits & MAGNITUDE)
     return peak
 
@@ -153,7 +163,7 @@ def half_to_float(bits: Int32) -> Float32:
     return cute.arch.inline_ptx(text, write_only_types=[Float32], read_only_args=[bits])
 
 
-def column_scales(ring: ScaleRing, stage: Int32) -> cute.Tensor:
+def column_scales(spec: KernelSpec, ring: ScaleRing, form: ScaleForm, stage: Int32) -> cute.Tensor:
     """The scales of this lane's columns of an accumulator [column pair, n8], f32 in registers."""
     tokens = cute.size(ring.words, mode=[0])
     layout = cute.make_layout((4, tokens // 8, cute.size(ring.words, mode=[1])), stride=(1, 4, tokens // 2))
@@ -161,7 +171,19 @@ def column_scales(ring: ScaleRing, stage: Int32) -> cute.Tensor:
     scales = cute.make_rmem_tensor(tokens // 8, Int64)
     for n in range(tokens // 8):
         scales[n] = pairs[cute.arch.lane_idx() % 4, n, stage]
-    return cute.make_tensor(cute.recast_ptr(scales.iterator, dtype=Float32), cute.make_layout((2, tokens // 8)))
+    found = cute.make_tensor(cute.recast_ptr(scales.iterator, dtype=Float32), cute.make_layout((2, tokens // 8)))
+    if spec.row_tiles > 1 and form == "token_f16":
+        widen_columns(ring, found, stage)
+    return found
+
+
+def widen_columns(ring: ScaleRing, found: cute.Tensor, stage: Int32):
+    """Makes words that hold an f16 in either half f32 in place. found: [column pair, n8], of this lane."""
+    words, lane = cute.recast_tensor(found, Int32), cute.arch.lane_idx()
+    for n in range(cute.size(found, mode=[1])):
+        upper = ring.upper[n // 4, stage] >> (n % 4 * 8 + lane % 4 * 2)
+        for c in range(2):
+            words[c, n] = as_bits(half_to_float(words[c, n] >> (16 * ((upper >> c) & 1))))
 
 
 @cute.jit

@@ -1,43 +1,48 @@
 """Where the KV tokens of a row are: the length of the row, and the page that holds a token.
 
-A source is dense (a table row), CSR (a slice of the indices) or contiguous (one page per row). The page of a token past the
-row's end is `num_pages`, one past the last: TMA fills such a box with zeros, and no table entry is read for it. Page ids and
-lengths come from the caller's device memory and are not trusted: what is out of range is never read, and is reported.
+A source is dense (a table row), CSR (a slice of the indices), contiguous (one page per row: all of it, or a length of its own), or
+packed (all rows end to end in one page). The page of a token that no query row sees is `num_pages`, one past the last: TMA fills
+such a box with zeros, and no table entry is read for it. Page ids and lengths come from the caller's device memory and are not
+trusted: what is out of range is never read, and is reported.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64
+from cutlass import Boolean, Int32, Int64
 
 from ...config.decode import KernelSpec
-from ..combine.partials import store_words
+from ..attend.query_rows import KvRange, Queries, Row, inspect_queries, open_queries
+from .status import INDPTR_FAULT, LENGTH_FAULT, PAGE_FAULT, report
+from .unsettled import Unsettled
 
 LONGEST = 2**31 - 1
-PAGE_FAULT, LENGTH_FAULT, INDPTR_FAULT, SLOT_FAULT, POSITION_FAULT, SCALE_FAULT = 1, 2, 3, 4, 5, 6  # kinds in the status words
 
 
 @dataclass(frozen=True)
-class Unsettled:
-    """A tensor of a page table that the kernel before this one may yet write to.
+class Rows:
+    """What says which keys and query rows each request has.
 
-    Reads pass by L1, which would keep the old value. Two of them may disagree, so that what one has bounded is past the end
-    for the next: an index of a 1-D tensor is clamped.
+    tables: the page table's tensors. k [pages, num_kv_heads, page_size, head_dim], or [batch, num_kv_heads, seq_len, head_dim]
+    when contiguous, gives extents only. queries: None in a plain kernel.
     """
 
-    tensor: cute.Tensor
+    tables: tuple
+    k: cute.Tensor
+    queries: Queries | None = None
 
     @property
-    def shape(self) -> tuple:
-        """That of the tensor."""
-        return self.tensor.shape
+    def num_pages(self) -> Int32:
+        """Pages of the cache."""
+        return Int32(self.k.shape[0])
 
-    def __getitem__(self, coord: Int32 | tuple) -> Int32:
-        """The entry as it is now."""
-        if not isinstance(coord, tuple):
-            coord = cutlass.max(0, cutlass.min(coord, Int32(self.shape[0]) - 1))
-        return cute.arch.load(self.tensor.iterator + cute.crd2idx(coord, self.tensor.layout), Int32, cop="cg")
+    def unsettled(self) -> "Rows":
+        """The same, to be read before the kernels before this one are done."""
+        queries = self.queries
+        if queries is not None and queries.indptr is not None:
+            queries = replace(queries, indptr=Unsettled(queries.indptr))
+        return Rows(tuple(Unsettled(table) for table in self.tables), self.k, queries)
 
 
 def bounded(pages: Int32, page_size: int) -> Int32:
@@ -47,10 +52,7 @@ def bounded(pages: Int32, page_size: int) -> Int32:
 
 @cute.jit
 def row_length(spec: cutlass.Constexpr, tables: tuple, k: cute.Tensor, row: Int32) -> Int32:
-    """Tokens of a row: a negative length counts as empty, one past the table's capacity as the capacity.
-
-    k [pages, num_kv_heads, page_size, head_dim], or [batch, num_kv_heads, seq_len, head_dim] when contiguous.
-    """
+    """Tokens of a row: a negative length counts as empty, one past what the row has room for as that, a bad indptr as empty."""
     if cutlass.const_expr(spec.table_format == "dense"):
         table, seq_lens = tables
         return cutlass.max(0, cutlass.min(seq_lens[row], bounded(Int32(table.shape[1]), spec.page_size)))
@@ -63,52 +65,88 @@ def row_length(spec: cutlass.Constexpr, tables: tuple, k: cute.Tensor, row: Int3
         if start < 0 or stop > Int32(indices.shape[0]) or stop <= start:  # not by `pages`, which may have wrapped
             length = Int32(0)
         return length
+    if cutlass.const_expr(spec.table_format == "lengths"):
+        return cutlass.max(0, cutlass.min(tables[0][row], Int32(k.shape[2])))
+    if cutlass.const_expr(spec.table_format == "packed"):
+        start, stop = tables[0][row], tables[0][row + 1]
+        length = stop - start
+        if start < 0 or stop > Int32(k.shape[2]) or stop < start:
+            length = Int32(0)
+        return length
     return Int32(k.shape[2])
 
 
 @cute.jit
-def open_row(spec: cutlass.Constexpr, tables: tuple, k: cute.Tensor, row: Int32) -> tuple[Int32, Int32]:
-    """(start, length) of a row; start is the row itself, or its first entry of the CSR indices."""
+def find_tokens(spec: cutlass.Constexpr, tables: tuple, k: cute.Tensor, row: Int32) -> tuple[Int32, Int32]:
+    """(start, length) of a row; start is the row itself, its first entry of the CSR indices, or its first packed token."""
     length, start = row_length(spec, tables, k, row), row
     if cutlass.const_expr(spec.table_format == "csr"):
         start = tables[1][row]
+    if cutlass.const_expr(spec.table_format == "packed"):
+        start = tables[0][row]
     return start, length
 
 
+def open_row(spec: KernelSpec, rows: Rows, row: Int32) -> Row:
+    """A row, with its query rows."""
+    return Row(*find_tokens(spec, rows.tables, rows.k, row), *open_queries(spec, rows.queries, row))
+
+
 @cute.jit
-def open_row_or_nothing(spec: cutlass.Constexpr, tables: tuple, k: cute.Tensor, row: Int32, batch: Int32) -> tuple[Int32, Int32]:
+def open_row_or_nothing(spec: cutlass.Constexpr, rows: Rows, row: Int32, batch: Int32) -> Row:
     """open_row, or an empty row past the batch."""
-    start, length = Int32(0), Int32(0)
+    found = empty_row(spec)
     if row < batch:
-        start, length = open_row(spec, tables, k, row)
-    return cute.arch.make_warp_uniform(start), cute.arch.make_warp_uniform(length)
+        found = open_row(spec, rows, row)
+    return uniform_row(found)
+
+
+def empty_row(spec: KernelSpec) -> Row:
+    """A row without keys and query rows."""
+    return Row(Int32(0), Int32(0), *(None if name not in row_fields(spec) else Int32(0) for name in ("query", "queries")))
+
+
+def row_fields(spec: KernelSpec) -> tuple[str, ...]:
+    """The fields of a Row that are there."""
+    return {"one": ("start", "length"), "uniform": ("start", "length", "queries")}.get(
+        spec.query, ("start", "length", "query", "queries")
+    )
+
+
+def uniform_row(row: Row) -> Row:
+    """The same, known to be equal in all lanes."""
+    return Row(*(None if word is None else cute.arch.make_warp_uniform(word) for word in vars(row).values()))
+
+
+def page_of(spec: KernelSpec, tables: tuple, start: Int32, token: Int32) -> Int32:
+    """The page that a row's table names for a token, unchecked. Rows of a packed source lie in one page."""
+    if spec.table_format == "dense":
+        return tables[0][start, token // spec.page_size]
+    if spec.table_format == "csr":
+        return tables[0][start + token // spec.page_size]
+    return Int32(0) if spec.table_format == "packed" else start
+
+
+def is_seen(keys: KvRange, token: Int32, tokens: int) -> Boolean:
+    """Whether the first of `tokens` neighbours, or for what comes before the range one of them, is in it."""
+    seen = token < keys.end
+    return seen if keys.begin is None else seen & (token + tokens > keys.begin)
 
 
 @cute.jit
-def find_page(spec: cutlass.Constexpr, tables: tuple, start: Int32, length: Int32, token: Int32, num_pages: Int32) -> Int32:
-    """The page that holds `token` of the row opened as (start, length), or num_pages past its end."""
+def find_page(
+    spec: cutlass.Constexpr, tables: tuple, start: Int32, keys: KvRange, token: Int32, tokens: cutlass.Constexpr, num_pages: Int32
+) -> Int32:
+    """The page that holds `token` and the next ones of a row, or num_pages where no query row sees one of `tokens`."""
     page = num_pages
-    if token < length:
-        if cutlass.const_expr(spec.table_format == "dense"):
-            page = tables[0][start, token // spec.page_size]
-        elif cutlass.const_expr(spec.table_format == "csr"):
-            page = tables[0][start + token // spec.page_size]
-        else:
-            page = start
+    if is_seen(keys, token, tokens):
+        page = page_of(spec, tables, start, token)
     return page
 
 
-def box_pages(spec: KernelSpec, tables: tuple, start: Int32, length: Int32, tile: Int32, num_pages: Int32) -> Int32:
-    """Lane l holds the page of box l from `tile` on, of the row opened as (start, length): 32 boxes."""
-    return find_page(spec, tables, start, length, token_of_lane(spec, tile), num_pages)
-
-
-def open_boxes(
-    spec: KernelSpec, tables: tuple, k: cute.Tensor, row: Int32, tile: Int32, batch: Int32
-) -> tuple[Int32, Int32, Int32]:
-    """(start, length) of open_row_or_nothing, and box_pages from `tile` on."""
-    start, length = open_row_or_nothing(spec, tables, k, row, batch)
-    return start, length, box_pages(spec, tables, start, length, tile, Int32(k.shape[0]))
+def box_pages(spec: KernelSpec, rows: Rows, start: Int32, keys: KvRange, tile: Int32) -> Int32:
+    """Lane l holds the page of box l from `tile` on, of the row opened at `start`: 32 boxes."""
+    return find_page(spec, rows.tables, start, keys, token_of_lane(spec, tile), spec.box_rows, rows.num_pages)
 
 
 def token_of_lane(spec: KernelSpec, tile: Int32) -> Int32:
@@ -116,10 +154,17 @@ def token_of_lane(spec: KernelSpec, tile: Int32) -> Int32:
     return tile * spec.tile_n + cute.arch.lane_idx() * spec.box_rows
 
 
+def slot_start(spec: KernelSpec, row: Row) -> Int32 | int:
+    """Where in its page a contiguous row begins."""
+    return row.start if spec.table_format == "packed" else 0
+
+
 @cute.jit
-def find_holes(token: Int32, length: Int32, page: Int32, num_pages: Int32, row: Int32, status: Int64) -> Int32:
-    """Bit l: the page that lane l looked up for a token of the row is not in the pool. Reports such a page."""
-    hole = token < length and (page < 0 or page >= num_pages)
+def find_holes(
+    token: Int32, keys: KvRange, tokens: cutlass.Constexpr, page: Int32, num_pages: Int32, row: Int32, status: Int64
+) -> Int32:
+    """Bit l: the page that lane l looked up for `tokens` of the row is not in the pool. Reports such a page."""
+    hole = is_seen(keys, token, tokens) and (page < 0 or page >= num_pages)
     holes = cute.arch.vote_ballot_sync(hole)
     if hole:
         report(status, row, PAGE_FAULT, page)
@@ -127,8 +172,8 @@ def find_holes(token: Int32, length: Int32, page: Int32, num_pages: Int32, row: 
 
 
 @cute.jit
-def inspect_row(spec: cutlass.Constexpr, tables: tuple, row: Int32, status: Int64):
-    """Reports a length or an indptr that row_length had to correct."""
+def inspect_row(spec: cutlass.Constexpr, tables: tuple, k: cute.Tensor | None, row: Int32, status: Int64):
+    """Reports a length or an indptr that row_length had to correct. k: of a contiguous cache."""
     if cutlass.const_expr(spec.table_format == "dense"):
         length = tables[1][row]
         if length < 0 or length > bounded(Int32(tables[0].shape[1]), spec.page_size):
@@ -141,9 +186,19 @@ def inspect_row(spec: cutlass.Constexpr, tables: tuple, row: Int32, status: Int6
             report(status, row, INDPTR_FAULT, start)
         elif stop > start and (length < 0 or last > spec.page_size):
             report(status, row, LENGTH_FAULT, Int32(cutlass.min(length, Int64(LONGEST))))
+    if cutlass.const_expr(spec.table_format == "lengths"):
+        length = tables[0][row]
+        if length < 0 or length > Int32(k.shape[2]):
+            report(status, row, LENGTH_FAULT, length)
+    if cutlass.const_expr(spec.table_format == "packed"):
+        start, stop = tables[0][row], tables[0][row + 1]
+        if start < 0 or stop < start or stop > Int32(k.shape[2]):
+            report(status, row, INDPTR_FAULT, start)
 
 
 @cute.jit
-def report(status: Int64, row: Int32, kind: cutlass.Constexpr, value: Int32):
-    """Writes a plan's status words, 4 int32 at the address `status`: kind, row, value, 0."""
-    store_words(status, Int32(kind), row, value, Int32(0))
+def inspect_request(spec: cutlass.Constexpr, rows: Rows, row: Int32, status: Int64):
+    """Reports what open_row had to correct."""
+    inspect_row(spec, rows.tables, rows.k, row, status)
+    if cutlass.const_expr(not spec.plain):
+        inspect_queries(spec, rows.queries, row, status)

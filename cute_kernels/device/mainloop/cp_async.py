@@ -10,8 +10,9 @@ from cutlass import Boolean, Int8, Int16, Int32
 
 from ...config.decode import UNIT_BYTES, KernelSpec, RingShape
 from ..attend.attend import Attention, attend_tile
+from ..attend.query_rows import first_tile, place_of_tile
 from ..kv.scale import fetch_scales, find_scales
-from ..kv.source import find_holes, find_page, inspect_row, open_row_or_nothing
+from ..kv.source import find_holes, find_page, inspect_request, is_seen, open_row_or_nothing, slot_start
 from ..problem import Problem
 from ..ptx.cp_async import copy_async
 from ..schedule.opening import Opening
@@ -38,17 +39,17 @@ class CpAsyncMainloop:
 
     def open_share(self, problem: Problem, shared: Shared) -> Opening:
         """What the consumers begin with, found by each warp for itself."""
-        spec, tables, k, batch = self.spec, problem.tables, problem.k, Int32(problem.q.shape[0])
-        share = take_share(spec, tables, k, batch)
-        return Opening(share, *open_row_or_nothing(spec, tables, k, share.row, batch))
+        spec, rows, batch = self.spec, problem.rows, problem.batch(self.spec)
+        share = take_share(spec, rows, batch)
+        return Opening(share, open_row_or_nothing(spec, rows, share.row, batch))
 
     @cute.jit
     def consume(self, piece: Piece, attention: Attention, problem: Problem, shared: Shared):
         """Warp w takes tiles w, w + num_warps, ... of the piece, `depth` - 1 of them in flight."""
-        spec, depth, tables = self.spec, self.depth, problem.tables
+        spec, depth, tables = self.spec, self.depth, problem.rows.tables
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         begin = piece.first + warp
-        num_pages = Int32(problem.k.shape[0])
+        num_pages = problem.rows.num_pages
         pages = self.lookup(tables, piece, begin, num_pages)
         for ahead in cutlass.range_constexpr(depth - 1):
             upcoming = self.lookup(tables, piece, begin + (ahead + 1) * spec.num_warps, num_pages)
@@ -63,31 +64,36 @@ class CpAsyncMainloop:
             upcoming = self.lookup(tables, piece, later + spec.num_warps, num_pages)
             self.fetch(problem, shared, piece, later, warp * depth + (i + depth - 1) % depth, pages)
             pages = upcoming
-            stage, valid = warp * depth + i % depth, piece.length - token_tile * spec.tile_n
+            stage, place = warp * depth + i % depth, place_of_tile(spec, piece.keys, token_tile)
             holes = read_holes(spec, shared, stage)
-            attend_tile(spec, attention, shared, stage, valid, holes)
+            attend_tile(spec, attention, shared, stage, place, holes)
             cute.arch.sync_warp()
         cute.arch.cp_async_wait_group(0)
         if piece.first == 0 and cute.arch.thread_idx()[0] == 0:
-            inspect_row(spec, tables, piece.row, problem.status)
+            inspect_request(spec, problem.rows, piece.index, problem.status)
 
     @cute.jit
     def lookup(self, tables: tuple, piece: Piece, token_tile: Int32, num_pages: Int32) -> Int32:
         """Lane l holds the page of the tile's token l."""
-        token = token_tile * self.spec.tile_n + cute.arch.lane_idx()
-        return find_page(self.spec, tables, piece.start, piece.length, token, num_pages)
+        token = self.first_token(piece, token_tile) + cute.arch.lane_idx()
+        return find_page(self.spec, tables, piece.row.start, piece.keys, token, 1, num_pages)
+
+    def first_token(self, piece: Piece, token_tile: Int32) -> Int32:
+        """The first token of a tile of the range that the piece's unit sees."""
+        return (first_tile(self.spec, piece.keys) + token_tile) * self.spec.tile_n
 
     @cute.jit
     def fetch(self, problem: Problem, shared: Shared, piece: Piece, token_tile: Int32, stage: Int32, pages: Int32):
         """Starts the loads of one tile and commits them as a group; the group is empty past the piece's end."""
-        spec, num_pages = self.spec, Int32(problem.k.shape[0])
+        spec, num_pages = self.spec, problem.rows.num_pages
         if token_tile < piece.stop:
-            position = token_tile * spec.tile_n + cute.arch.lane_idx()
+            position = self.first_token(piece, token_tile) + cute.arch.lane_idx()
             if cutlass.const_expr(spec.source == "paged"):
-                holes = find_holes(position, piece.length, pages, num_pages, piece.row, problem.status)
+                holes = find_holes(position, piece.keys, 1, pages, num_pages, piece.index, problem.status)
                 if cute.arch.lane_idx() == 0:
                     shared.holes[stage] = holes
-            inside = position < piece.length and pages >= 0 and pages < num_pages
+            inside = is_seen(piece.keys, position, 1) and pages >= 0 and pages < num_pages
+            position = slot_start(spec, piece.row) + position
             if cutlass.const_expr(spec.token_scales > 0):
                 fetch_scales(shared.scales, [find_scales(spec, problem.scales, pages, position, piece.kv_head, inside)], stage)
             both = tuple(zip(problem.caches, shared.rings, spec.rings, strict=True))
@@ -106,10 +112,10 @@ class CpAsyncMainloop:
             token, column = index // per_token, index % per_token * vector
             page = cute.arch.shuffle_sync(pages, token)
             if token < spec.tile_n:
-                position = token_tile * spec.tile_n + token
-                inside = position < piece.length and column < spec.head_dim
+                position = self.first_token(piece, token_tile) + token
+                inside = is_seen(piece.keys, position, 1) and column < spec.head_dim
                 inside = inside and page >= 0 and page < num_pages
-                slot = position % spec.page_size if cutlass.const_expr(spec.page_size) else position
+                slot = position % spec.page_size if cutlass.const_expr(spec.page_size) else slot_start(spec, piece.row) + position
                 for cache, ring, shape in caches:
                     offset = swizzled(shape, stage, token, column * element_bytes)
                     self.fetch_vector(cache, ring, (page, piece.kv_head, slot, column), offset, inside)

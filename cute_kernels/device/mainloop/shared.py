@@ -9,12 +9,12 @@ from cutlass import Float32, Int8, Int32, Int64
 from ...config.decode import MOST_PIECES, TILE_M, KernelSpec
 from ..attend.pack_gqa import query_layout
 from ..kv.scale import ScaleRing, make_scale_rings
+from ..kv.source import row_fields
 from ..tracing.fakes import ELEMENT_TYPES
 from . import tile
 
-CREW_WORDS = 7  # of a Crew (schedule/crew.py)
 NEWS = 2  # mbarriers for what the producer finds out for the share's end: crew_barrier, announced_barrier
-OPENING_WORDS = 9  # a share, but for what a CTA knows of it by itself, and its first row
+SHARE_WORDS = 7  # of a share, but for what a CTA knows of it by itself
 
 
 @dataclass(frozen=True)
@@ -45,9 +45,14 @@ class Shared:
     declined: cute.Tensor
 
 
+def crew_words(spec: KernelSpec) -> int:
+    """Those of a Crew (schedule/crew.py)."""
+    return 9 if spec.several else 7
+
+
 def merge_tensors(spec: KernelSpec, base: cute.Pointer) -> tuple:
     """Shared memory of the merge, f32: O [row, column, order], then row_max and row_sum [row, order]."""
-    rows, warps, columns = spec.packed_rows, spec.num_warps, spec.merge_columns
+    rows, warps, columns = spec.packed_rows, spec.turns, spec.merge_columns
     states = cute.make_layout((rows, warps), stride=(warps, 1))
     acc = cute.make_layout((rows, columns, warps), stride=(columns, 1, rows * columns))
     row_max = base + rows * columns * warps
@@ -64,12 +69,12 @@ def allocate(spec: KernelSpec) -> Shared:
     query = smem.allocate_tensor(ELEMENT_TYPES[spec.element_type], query_layout(spec), byte_alignment=128)
     merge = merge_tensors(spec, smem.allocate_array(Float32, spec.merge_floats, byte_alignment=16))
     barriers = smem.allocate_array(Int64, 2 * spec.num_stages + NEWS)
-    shapes = spec.num_stages, CREW_WORDS + 1, OPENING_WORDS, 32
+    shapes = spec.num_stages, crew_words(spec) + 1, SHARE_WORDS + len(row_fields(spec)), 32
     holes, crew, opening, pages = (smem.allocate_tensor(Int32, cute.make_layout(n), byte_alignment=16) for n in shapes)
     declined = smem.allocate_tensor(Int8, cute.make_layout(MOST_PIECES), byte_alignment=16)
     scales = make_scale_rings(spec, smem)
-    inverses = smem.allocate_tensor(Float32, cute.make_layout((TILE_M, 2)), byte_alignment=16)
-    combines = cute.make_tensor(crew.iterator + CREW_WORDS, cute.make_layout(1))
+    inverses = smem.allocate_tensor(Float32, cute.make_layout((TILE_M * spec.row_tiles, 2)), byte_alignment=16)
+    combines = cute.make_tensor(crew.iterator + crew_words(spec), cute.make_layout(1))
     end = crew, crew, combines  # opener, crew, combines
     return Shared(tuple(rings), scales, query, inverses, merge, barriers, holes, *end, opening, pages, declined)
 

@@ -6,6 +6,7 @@ there are none, that warp looks ahead; with two CTAs an SM a warp more would lea
 Tile i lies in stage i % num_stages and belongs to warp i % num_warps. num_stages is a multiple of num_warps, so a stage always
 has the same reader: with several, a fast one passes a parity that an older phase satisfied and reads garbage. Where a unit has
 two KV heads, a stretch of tokens is a tile of the first, then one of the second: as num_warps is even, a warp has tiles of one.
+Where it has several m-tiles, as many neighbouring warps read a tile, one for each: such groups take tiles in turn, not warps.
 """
 
 import cutlass
@@ -13,16 +14,27 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64
 from cutlass.cute.nvgpu import cpasync
 
-from ...config.decode import PRODUCER_WARPS, TILE_M, UNIT_BYTES, KernelSpec, RingShape
+from ...config.decode import PRODUCER_WARPS, UNIT_BYTES, KernelSpec, RingShape
 from ..attend.attend import Attention, attend_tile
+from ..attend.mask import has_outside
 from ..attend.pack_gqa import prefetch_query
+from ..attend.query_rows import Row, first_tile, place_of_tile
 from ..kv.scale import fetch_scales, find_scales
-from ..kv.source import Unsettled, box_pages, find_holes, inspect_row, open_boxes, open_row_or_nothing, token_of_lane
+from ..kv.source import (
+    box_pages,
+    empty_row,
+    find_holes,
+    inspect_request,
+    is_seen,
+    open_row_or_nothing,
+    slot_start,
+    token_of_lane,
+)
 from ..problem import Problem
 from ..ptx.registers import quotient, remainder
 from ..schedule.crew import prepare_end
-from ..schedule.opening import Opening, find_opening, meet, meet_consumers, publish, read_opening
-from ..schedule.work_scheduler import Piece, after, make_piece, take_share, unfinished
+from ..schedule.opening import Opening, find_opening, first_pages, meet, meet_consumers, publish, read_opening
+from ..schedule.work_scheduler import Piece, after, keys_of, make_piece, take_share, unfinished
 from . import tile
 from .shared import Shared, announced_barrier, crew_barrier, empty_barrier, full_barrier, read_holes
 
@@ -52,7 +64,8 @@ class TmaMainloop:
         self.ahead_warp = spec.num_warps + (-1 if spec.token_scales else 1)
         self.boxes = spec.tile_n // spec.box_rows
         self.arrivals = 1 + (32 + 1 if spec.token_scales else 0)  # at a full barrier: K and V, a lane's scales, their flags
-        self.releases = 32 if spec.token_scales else 1  # at an empty one: each lane has read scales, one alone the holes
+        readers = spec.row_tiles  # at an empty one: each lane has read scales, one alone the holes
+        self.releases = readers * (32 if spec.token_scales else 1)
 
     def operands(self, k: cute.Tensor, v: cute.Tensor) -> tuple:
         """(K atom, K coordinates, V atom, V coordinates) of caches [pages, heads, slots, head_dim] in any strides."""
@@ -69,6 +82,10 @@ class TmaMainloop:
         load = cpasync.CopyBulkTensorTileG2SOp()
         return tuple(cpasync.make_tiled_tma_atom(load, view, slab, (shape.box_rows, columns)))[:2]
 
+    def from_start(self, piece: Piece, coords: cute.Tensor) -> cute.Tensor:
+        """The coordinates of a cache [slots, columns, heads, pages] from where the piece's row begins in its page."""
+        return cute.domain_offset((piece.row.start, 0, 0, 0), coords) if self.spec.table_format == "packed" else coords
+
     def _partition(self, atom, coords: cute.Tensor, ring: cute.Tensor, shape: RingShape) -> tuple:
         """Boxes in shared memory [box, slab, stage] and global memory [box, slot block, head, page]."""
         slabs = cute.make_tensor(ring.iterator, tile.slab_ring_layout(shape))
@@ -78,7 +95,8 @@ class TmaMainloop:
     def order(self, piece: Piece) -> Int32:
         """This warp's place in the merge: the residue of its tiles in the piece, so it depends on the piece alone."""
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        return (warp - piece.issued * self.spec.unit_heads) & (self.spec.num_warps - 1)  # num_warps is a power of two
+        turn = warp if self.spec.row_tiles == 1 else quotient(warp, self.spec.row_tiles)
+        return (turn - piece.issued * self.spec.unit_heads) & (self.spec.turns - 1)  # turns are a power of two
 
     @cute.jit
     def prepare(self, operands: tuple, shared: Shared):
@@ -109,24 +127,27 @@ class TmaMainloop:
         By lengths and tables as they are: whatever that kernel may yet write to them, nothing that is read here goes further
         than into a prefetch.
         """
-        spec, k, batch = self.spec, problem.k, Int32(problem.q.shape[0])
-        tables = tuple(Unsettled(table) for table in problem.tables)
+        spec, rows, batch = self.spec, problem.rows.unsettled(), problem.batch(self.spec)
         atom_k, coords_k, atom_v, coords_v = problem.caches
-        gmem_k = self._partition(atom_k, coords_k, shared.rings[0], spec.rings[0])[1]
-        gmem_v = self._partition(atom_v, coords_v, shared.rings[1], spec.rings[1])[1]
-        share = take_share(spec, tables, k, batch)
-        start, length = open_row_or_nothing(spec, tables, k, share.row, batch)
-        piece = make_piece(spec, share, share.row, start, length, share.tile, Int32(0))
-        pages = box_pages(spec, tables, start, length, piece.first, Int32(k.shape[0]))
+        share = take_share(spec, rows, batch)
+        row = open_row_or_nothing(spec, rows, share.row, batch)
+        piece = make_piece(spec, rows, share, share.row, row, share.tile, Int32(0))
+        pages = first_pages(spec, rows, share, row)
         if unfinished(share, share.row, share.tile):
-            prefetch_query(spec, problem.q, piece.row, piece.head, piece.heads)
+            prefetch_query(spec, problem.q, piece.block)
+        gmem_k = self._partition(atom_k, self.from_start(piece, coords_k), shared.rings[0], spec.rings[0])[1]
+        gmem_v = self._partition(atom_v, self.from_start(piece, coords_v), shared.rings[1], spec.rings[1])[1]
         most = cutlass.const_expr(min(32, max(1, spec.num_stages // AHEAD // spec.unit_heads) * self.boxes))
         for box in cutlass.range(cutlass.min((piece.stop - piece.first) * self.boxes, most), unroll=1):
             page = cute.arch.shuffle_sync(pages, box)
             for head in cutlass.range_constexpr(spec.unit_heads):
-                place = self.box_at(piece, piece.first * self.boxes + box, page, head)
+                place = self.box_at(piece, self.tile_at(piece, Int32(0)) * self.boxes + box, page, head)
                 cute.prefetch(atom_k, gmem_k[None, place])
                 cute.prefetch(atom_v, gmem_v[None, place])
+
+    def tile_at(self, piece: Piece, i: Int32) -> Int32:
+        """Which KV tile of its row the piece's tile i is."""
+        return first_tile(self.spec, piece.keys) + (piece.first + i)
 
     def box_at(self, piece: Piece, index: Int32, page: Int32, head: int) -> tuple:
         """The coordinates of box `index` of a row, which lies on `page`, for one of the unit's KV heads."""
@@ -147,51 +168,57 @@ class TmaMainloop:
         else:
             opening, pages = find_opening(spec, problem)
             publish(spec, shared, opening, pages)
-        share, start, length = opening.share, opening.start, opening.length
-        row, tile = share.row, share.tile
-        while unfinished(share, row, tile):
-            piece = make_piece(spec, share, row, start, length, tile, issued)
+        share, row = opening.share, opening.row
+        index, tile = share.row, share.tile
+        while unfinished(share, index, tile):
+            piece = make_piece(spec, problem.rows, share, index, row, tile, issued)
             more = unfinished(share, *after(spec, piece))
-            start, length, pages = self.issue(problem, shared, piece, pages, more, scales)
+            row, pages = self.issue(problem, shared, share.unit, piece, pages, more, scales)
             if piece.first == 0 and not scales:
                 with cute.arch.elect_one():
-                    inspect_row(spec, problem.tables, row, problem.status)
+                    inspect_request(spec, problem.rows, index, problem.status)
             issued += piece.stop - piece.first
-            row, tile = after(spec, piece)
+            index, tile = after(spec, piece)
         if cutlass.const_expr(spec.divides_combine and not scales):
-            prepare_end(spec, problem, shared, share, opening.length)
+            prepare_end(spec, problem, shared, share, opening.row)
 
     @cute.jit
-    def issue(self, problem: Problem, shared: Shared, piece: Piece, pages: Int32, more: Boolean, scales: cutlass.Constexpr):
+    def issue(
+        self, problem: Problem, shared: Shared, unit: Int32, piece: Piece, pages: Int32, more: Boolean, scales: cutlass.Constexpr
+    ):
         """What this producer brings of a piece, each tile once its stage is free. Lane l of `pages` has the page of its box l.
 
-        Returns (start, length, pages) of the next piece, if the share has `more`: looked up once the first tile is under way.
+        Returns (row, pages) of the next piece, if the share has `more`: looked up once the first tile is under way.
         """
-        spec, tables, num_pages = self.spec, problem.tables, Int32(problem.k.shape[0])
+        spec, rows, num_pages = self.spec, problem.rows, problem.rows.num_pages
         tiles_ahead, tiles = cutlass.const_expr(32 // self.boxes), piece.stop - piece.first
-        upcoming, holes, following = pages, Int32(0), (Int32(0), Int32(0), num_pages)
+        upcoming, holes, following = pages, Int32(0), (empty_row(spec), num_pages)
         for i in cutlass.range(tiles, unroll=1):
-            ahead, tile = remainder(i, tiles_ahead), piece.first + i
+            ahead, tile = remainder(i, tiles_ahead), self.tile_at(piece, i)
             if ahead == 0:
                 pages = upcoming
                 if cutlass.const_expr(spec.source == "paged" and not scales):
-                    holes = find_holes(token_of_lane(spec, tile), piece.length, pages, num_pages, piece.row, problem.status)
+                    token = token_of_lane(spec, tile)
+                    holes = find_holes(token, piece.keys, spec.box_rows, pages, num_pages, piece.index, problem.status)
             for head in cutlass.range_constexpr(spec.unit_heads):
                 if cutlass.const_expr(scales):
                     self.issue_scales(problem, shared, piece, i, head, pages, ahead * self.boxes)
                 else:
                     self.issue_boxes(problem, shared, piece, i, head, pages, ahead * self.boxes, holes)
             if ahead == tiles_ahead // 2:  # the first tiles would wait for it: which pages to take is a select
-                upcoming = box_pages(spec, tables, piece.start, piece.length, tile - ahead + tiles_ahead, num_pages)
+                upcoming = box_pages(spec, rows, piece.row.start, piece.keys, tile - ahead + tiles_ahead)
             if i == 0 and more:
-                following = self.open_next(problem, piece)
+                following = self.open_next(problem, unit, piece)
         if tiles == 0 and more:
-            following = self.open_next(problem, piece)
+            following = self.open_next(problem, unit, piece)
         return following
 
-    def open_next(self, problem: Problem, piece: Piece) -> tuple[Int32, Int32, Int32]:
-        """(start, length, box_pages) of the piece after one of the share, or of nothing past the batch."""
-        return open_boxes(self.spec, problem.tables, problem.k, *after(self.spec, piece), Int32(problem.q.shape[0]))
+    def open_next(self, problem: Problem, unit: Int32, piece: Piece) -> tuple[Row, Int32]:
+        """(row, box_pages) of the piece after one of the share, or of nothing past the batch."""
+        index, tile = after(self.spec, piece)
+        row = open_row_or_nothing(self.spec, problem.rows, index, problem.batch(self.spec))
+        keys = keys_of(self.spec, problem.rows, unit, row)
+        return row, box_pages(self.spec, problem.rows, row.start, keys, first_tile(self.spec, keys) + tile)
 
     def ordinal(self, piece: Piece, i: Int32, head: int) -> Int32:
         """Where in the share's stream the piece's tile i of a KV head is."""
@@ -226,15 +253,16 @@ class TmaMainloop:
         spec, stage = self.spec, self.await_stage(shared, self.ordinal(piece, i, head))
         full = full_barrier(spec, shared, stage)
         atom_k, coords_k, atom_v, coords_v = problem.caches
+        coords_k, coords_v = self.from_start(piece, coords_k), self.from_start(piece, coords_v)
         smem_k, gmem_k = self._partition(atom_k, coords_k, shared.rings[0], spec.rings[0])
         smem_v, gmem_v = self._partition(atom_v, coords_v, shared.rings[1], spec.rings[1])
-        policy = Int64(EVICT_FIRST if cutlass.const_expr(spec.group_size <= TILE_M) else EVICT_NORMAL)
+        policy = Int64(EVICT_NORMAL if cutlass.const_expr(spec.reread) else EVICT_FIRST)
         with cute.arch.elect_one():
             shared.holes[stage] = (holes >> lane) & (2**self.boxes - 1)
             cute.arch.mbarrier_arrive_and_expect_tx(full, spec.tile_bytes)
         for box in cutlass.range_constexpr(self.boxes):
             page = cute.arch.shuffle_sync(pages, lane + box)
-            place = self.box_at(piece, (piece.first + i) * self.boxes + box, page, head)
+            place = self.box_at(piece, self.tile_at(piece, i) * self.boxes + box, page, head)
             cute.copy(atom_k, gmem_k[None, place], smem_k[None, box, stage], tma_bar_ptr=full, cache_policy=policy)
             cute.copy(atom_v, gmem_v[None, place], smem_v[None, box, stage], tma_bar_ptr=full, cache_policy=policy)
 
@@ -252,12 +280,13 @@ class TmaMainloop:
 
     def find_scales(self, problem: Problem, piece: Piece, i: Int32, head: int, pages: Int32, lane: Int32) -> list:
         """Where the scales of the piece's tile i are: [K's, V's] of each 32 tokens. Its pages are in the lanes from `lane` on."""
-        spec, num_pages, found = self.spec, Int32(problem.k.shape[0]), []
+        spec, num_pages, found = self.spec, problem.rows.num_pages, []
         for token in range(0, spec.tile_n, 32):
             token += cute.arch.lane_idx()
             page = cute.arch.shuffle_sync(pages, lane + cutlass.min(token // spec.box_rows, self.boxes - 1))
-            position = (piece.first + i) * spec.tile_n + token
-            inside = (position < piece.length) & (page >= 0) & (page < num_pages)
+            position = self.tile_at(piece, i) * spec.tile_n + token
+            inside = is_seen(piece.keys, position, 1) & (page >= 0) & (page < num_pages)
+            position = slot_start(spec, piece.row) + position
             found.append(find_scales(spec, problem.scales, page, position, piece.kv_head + head, inside))
         return found
 
@@ -265,16 +294,16 @@ class TmaMainloop:
     def consume(self, piece: Piece, attention: Attention, problem: Problem, shared: Shared):
         """This warp's tiles of one piece: those whose place in the CTA's stream is its own modulo num_warps."""
         spec = self.spec
-        for i in cutlass.range(self.order(piece), (piece.stop - piece.first) * spec.unit_heads, spec.num_warps, unroll=1):
+        for i in cutlass.range(self.order(piece), (piece.stop - piece.first) * spec.unit_heads, spec.turns, unroll=1):
             stage, parity = self.turn_of(piece.issued * spec.unit_heads + i)
             cute.arch.mbarrier_wait(full_barrier(spec, shared, stage), parity)
-            valid = piece.length - (piece.first + quotient(i, spec.unit_heads)) * spec.tile_n
+            place = place_of_tile(spec, piece.keys, piece.first + quotient(i, spec.unit_heads))
             holes = read_holes(spec, shared, stage)
-            attend_tile(spec, attention, shared, stage, valid, holes)
-            if valid < spec.tile_n:
+            attend_tile(spec, attention, shared, stage, place, holes)
+            if has_outside(spec, place):
                 cute.arch.fence_proxy("async.shared", space="cta")  # zeroed V rows, before TMA writes the stage again
             cute.arch.sync_warp()
-            if cutlass.const_expr(self.releases > 1):
+            if cutlass.const_expr(spec.token_scales > 0):
                 cute.arch.mbarrier_arrive(empty_barrier(spec, shared, stage))
             else:
                 with cute.arch.elect_one():

@@ -5,7 +5,7 @@ that has announced its start, or two grids could wait for each other's SMs. A CT
 announced declines, by the mark of its words, and the last, which may wait for all, combines those columns too.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import cutlass
 import cutlass.cute as cute
@@ -13,11 +13,13 @@ from cutlass import Boolean, Int8, Int32, Int64
 
 from ...config.decode import MOST_PIECES, KernelSpec
 from ..attend.pack_gqa import sync_consumers
+from ..attend.query_rows import QueryBlock, Row, block_of_unit, heads_of, query_block, tiles_of
 from ..combine.combine import Columns, Parts, columns_of, step_of, width_bits
 from ..combine.partials import open_workspace
-from ..mainloop.shared import CREW_WORDS, Shared, announced_barrier, crew_barrier
+from ..kv.source import Rows
+from ..mainloop.shared import Shared, announced_barrier, crew_barrier, crew_words
 from ..problem import Problem
-from .work_scheduler import Share, first_slice, heads_of, inside_row, last_slice, tiles_of
+from .work_scheduler import Share, first_slice, inside_row, keys_of, last_slice
 
 RUNNING = 1  # an announcement
 MOST_READS = 3  # of an announcement by the producer while its last tiles come
@@ -49,6 +51,7 @@ class Crew:
     """Who combines the share's first row. opened: the slot of its first piece; pieces: how many; crew: CTAs that combine.
 
     place: this one's among them; step: pairs of columns of each; bits: combine.width_bits; last: the row's last CTA.
+    rows, query: of the QueryBlock, where a request may have several query rows.
     """
 
     opened: Int32
@@ -58,17 +61,22 @@ class Crew:
     step: Int32
     bits: Int32
     last: Int32
+    rows: Int32 | None = None
+    query: Int32 | None = None
 
 
-def find_crew(spec: KernelSpec, share: Share, length: Int32) -> Crew:
-    """The crew of the share's first row, of `length` tokens."""
-    tiles, heads = tiles_of(spec, length), heads_of(spec, share.unit)[2]
+def find_crew(spec: KernelSpec, rows: Rows, share: Share, row: Row) -> Crew:
+    """The crew of the share's first row, as it was opened."""
+    tiles = tiles_of(spec, keys_of(spec, rows, share.unit, row))
+    block = query_block(spec, rows.queries, share.unit, heads_of(spec, rows.queries, share.unit), share.row, row)
+    heads = block.rows
     opener, last = first_slice(spec, share, tiles), last_slice(spec, share, tiles)
     pieces = last - opener + 1
     crew = cutlass.select_(pieces <= MOST_PIECES, pieces - 1, 1)
     step, place = step_of(spec, heads, crew), cutlass.select_(inside_row(share), share.index - opener, 0)  # the last: always
     ends = 2 * (opener * share.units + share.unit) + 1, last * share.units + share.unit
-    return Crew(ends[0], pieces, crew, place, step, width_bits(spec, step, pieces), ends[1])
+    found = Crew(ends[0], pieces, crew, place, step, width_bits(spec, step, pieces), ends[1])
+    return replace(found, rows=block.rows, query=Int32(0) if block.query is None else block.query) if spec.several else found
 
 
 @cute.jit
@@ -80,7 +88,7 @@ def clear_declined(spec: cutlass.Constexpr, shared: Shared):
 
 def leave_crew(shared: Shared, crew: Crew):
     """One lane writes it to shared memory, where it stays out of registers until the end of the share."""
-    for i, word in enumerate(vars(crew).values()):
+    for i, word in enumerate(word for word in vars(crew).values() if word is not None):
         shared.crew[i] = word
     shared.combines[0] = Int32(1)
 
@@ -89,24 +97,24 @@ def take_crew(spec: KernelSpec, shared: Shared) -> Crew:
     """What leave_crew wrote. Only behind the share's last tile may a warp wait: a producer writes it once all are issued."""
     if spec.arch == "sm90":
         cute.arch.mbarrier_wait(crew_barrier(spec, shared), 0)
-    return Crew(*(shared.crew[i] for i in range(CREW_WORDS)))
+    return Crew(*(shared.crew[i] for i in range(crew_words(spec))))
 
 
 @cute.jit
-def begin_crew(spec: cutlass.Constexpr, shared: Shared, share: Share, length: Int32):
-    """Without a producer the first thread finds the crew of the share's first row, of `length` tokens."""
+def begin_crew(spec: cutlass.Constexpr, problem: Problem, shared: Shared, share: Share, row: Row):
+    """Without a producer the first thread finds the crew of the share's first row."""
     if cute.arch.thread_idx()[0] == 0 and share.tile > 0:
-        leave_crew(shared, find_crew(spec, share, length))
+        leave_crew(shared, find_crew(spec, problem.rows, share, row))
 
 
 @cute.jit
-def prepare_end(spec: cutlass.Constexpr, problem: Problem, shared: Shared, share: Share, length: Int32):
+def prepare_end(spec: cutlass.Constexpr, problem: Problem, shared: Shared, share: Share, row: Row):
     """The producer, all its tiles issued, finds the crew and waits a little for the announcement that `settle` needs.
 
-    Under load a read is slow. length: of the share's first row.
+    Under load a read is slow. row: the share's first one.
     """
     if share.tile > 0:
-        crew = find_crew(spec, share, length)
+        crew = find_crew(spec, problem.rows, share, row)
         with cute.arch.elect_one():
             leave_crew(shared, crew)
             cute.arch.mbarrier_arrive(crew_barrier(spec, shared))
@@ -147,10 +155,15 @@ def crew_parts(crew: Crew, share: Share) -> Parts:
     return Parts(crew.pieces, crew.opened, crew.opened - 1 + stride, stride)
 
 
-def crew_columns(spec: KernelSpec, crew: Crew, share: Share, place: Int32) -> Columns:
+def crew_columns(spec: KernelSpec, problem: Problem, crew: Crew, share: Share, place: Int32) -> Columns:
     """The columns at a place in the crew."""
-    _, head, heads = heads_of(spec, share.unit)
-    return columns_of(spec, share.row, head, heads, place, crew.step, crew.bits)
+    queries = problem.rows.queries
+    _, head, heads = heads_of(spec, queries, share.unit)
+    block = QueryBlock(share.row, head, heads)
+    if spec.several:
+        base = block_of_unit(spec, queries, share.unit) * spec.block_rows
+        block = QueryBlock(share.row, head, crew.rows, crew.query, base)
+    return columns_of(spec, block, place, crew.step, crew.bits)
 
 
 @cute.jit

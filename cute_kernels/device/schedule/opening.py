@@ -13,12 +13,13 @@ from cutlass import Boolean, Int32
 
 from ...config.decode import KernelSpec
 from ..attend.pack_gqa import sync_consumers
-from ..kv.source import Unsettled, box_pages, open_boxes
-from ..mainloop.shared import OPENING_WORDS, Shared
+from ..attend.query_rows import Row, first_tile
+from ..kv.source import Rows, box_pages, open_row_or_nothing, row_fields
+from ..mainloop.shared import SHARE_WORDS, Shared
 from ..problem import Problem
 from ..ptx.barriers import ALONE, OPENED, sync_branches
 from ..ptx.registers import LANES
-from .work_scheduler import FAN, LaneRows, Share, locate, read_rows, share_of, span_of, take_share
+from .work_scheduler import FAN, LaneRows, Share, keys_of, locate, read_rows, share_of, span_of, take_share
 
 
 @dataclass(frozen=True)
@@ -26,48 +27,55 @@ class Opening:
     """A CTA's share, and its first row as open_row_or_nothing has it."""
 
     share: Share
-    start: Int32
-    length: Int32
+    row: Row
 
 
 @cute.jit
 def find_opening(spec: cutlass.Constexpr, problem: Problem) -> tuple[Opening, Int32]:
     """(this CTA's opening, box_pages of its first boxes), once the kernels before this one are done."""
-    tables, k, batch = problem.tables, problem.k, Int32(problem.q.shape[0])
+    rows, batch = problem.rows, problem.batch(spec)
     few = cutlass.min(batch, LANES * FAN)  # of more rows a lane does not keep all lengths: then nothing is foreseen
-    unsettled = tuple(Unsettled(table) for table in tables)
-    seen = read_rows(spec, unsettled, k, Int32(0), few, span_of(few), False)
-    share = share_of(spec, unsettled, k, few, seen, False)
-    start, length = first_row(seen, share.row, few)
+    unsettled = rows.unsettled()
+    seen = read_rows(spec, unsettled, Int32(0), few, span_of(few), False)
+    share = share_of(spec, unsettled, few, seen, False)
+    row = first_row(spec, seen, share.row, few)
     cute.arch.griddepcontrol_wait()
-    rows = read_rows(spec, tables, k, Int32(0), few, span_of(few), False)
-    pages = box_pages(spec, unsettled, start, length, share.tile, Int32(k.shape[0]))  # past no end, even by an old start
-    if not cute.arch.vote_all_sync((batch == few) & same_rows(seen, rows)):
-        share = take_share(spec, tables, k, batch)
-        start, length, pages = open_boxes(spec, tables, k, share.row, share.tile, batch)
-    return Opening(share, start, length), pages
+    settled = read_rows(spec, rows, Int32(0), few, span_of(few), False)
+    pages = first_pages(spec, unsettled, share, row)  # past no end, even by an old start
+    if not cute.arch.vote_all_sync((batch == few) & same_rows(seen, settled)):
+        share = take_share(spec, rows, batch)
+        row = open_row_or_nothing(spec, rows, share.row, batch)
+        pages = first_pages(spec, rows, share, row)
+    return Opening(share, row), pages
+
+
+def first_pages(spec: KernelSpec, rows: Rows, share: Share, row: Row) -> Int32:
+    """box_pages of the first boxes of a share, whose first row is open."""
+    keys = keys_of(spec, rows, share.unit, row)
+    return box_pages(spec, rows, row.start, keys, first_tile(spec, keys) + share.tile)
 
 
 def same_rows(rows: LaneRows, others: LaneRows) -> Boolean:
     """Whether this lane has read the same twice."""
     same = Boolean(True)
     for j in range(FAN):
-        same = same & (rows.starts[j] == others.starts[j]) & (rows.lengths[j] == others.lengths[j])
+        for values, other in zip(rows.words, others.words, strict=True):
+            same = same & (values[j] == other[j])
     return same
 
 
-def first_row(rows: LaneRows, row: Int32, batch: Int32) -> tuple[Int32, Int32]:
+def first_row(spec: KernelSpec, rows: LaneRows, row: Int32, batch: Int32) -> Row:
     """open_row_or_nothing of a row that a lane of this warp has read. rows: of the batch, at most FAN a lane."""
     span = span_of(batch)  # 1, 2 or 4
     lane, place = row >> (span >> 1), row & (span - 1)
-    found = []
-    for values in (rows.starts, rows.lengths):
+    found = {}
+    for name, values in zip(row_fields(spec), rows.words, strict=True):
         value = values[0]
         for j in range(1, FAN):
             value = cutlass.select_(place == j, values[j], value)
         value = cute.arch.shuffle_sync(value, lane)
-        found.append(cute.arch.make_warp_uniform(cutlass.select_(row < batch, value, 0)))
-    return tuple(found)
+        found[name] = cute.arch.make_warp_uniform(cutlass.select_(row < batch, value, 0))
+    return Row(**found)
 
 
 def comes_late(spec: KernelSpec) -> bool:
@@ -99,7 +107,8 @@ def publish(spec: cutlass.Constexpr, shared: Shared, opening: Opening, pages: In
     share = opening.share
     ends = share.row, share.tile, share.prefix, share.end_row, share.end_tile
     with cute.arch.elect_one():
-        for i, word in enumerate((*ends, share.step, share.longer, opening.start, opening.length)):
+        row = [getattr(opening.row, name) for name in row_fields(spec)]
+        for i, word in enumerate((*ends, share.step, share.longer, *row)):
             shared.opening[i] = word
     shared.pages[cute.arch.lane_idx()] = pages
     meet(spec)
@@ -107,6 +116,8 @@ def publish(spec: cutlass.Constexpr, shared: Shared, opening: Opening, pages: In
 
 def read_opening(spec: KernelSpec, problem: Problem, shared: Shared) -> tuple[Opening, Int32]:
     """What `publish` left, to a warp that has met."""
-    unit, index, units, _ = locate(spec, problem.k)
-    words = [cute.arch.make_warp_uniform(shared.opening[i]) for i in range(OPENING_WORDS)]
-    return Opening(Share(unit, index, *words[:7], units), words[7], words[8]), shared.pages[cute.arch.lane_idx()]
+    unit, index, units, _ = locate(spec, problem.rows)
+    fields = row_fields(spec)
+    words = [cute.arch.make_warp_uniform(shared.opening[i]) for i in range(SHARE_WORDS + len(fields))]
+    row = Row(**dict(zip(fields, words[SHARE_WORDS:], strict=True)))
+    return Opening(Share(unit, index, *words[:SHARE_WORDS], units), row), shared.pages[cute.arch.lane_idx()]

@@ -16,8 +16,9 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32
 
-from ...config.decode import MAX_BLOCKS, MIN_BLOCK, MIN_TILES, TILE_M, KernelSpec
-from ..kv.source import open_row
+from ...config.decode import MAX_BLOCKS, MIN_BLOCK, MIN_TILES, KernelSpec
+from ..attend.query_rows import KvRange, QueryBlock, Row, block_of_unit, blocks_of, heads_of, kv_range, query_block, tiles_of
+from ..kv.source import Rows, open_row, row_fields
 from ..ptx.registers import LANES, lane_sum, quotient, remainder
 
 MOST_COST, HALF = 2**30 - 1, 16  # HALF: bits that a sum over a warp takes at a time
@@ -45,18 +46,17 @@ class Share:
 
 @dataclass(frozen=True)
 class Piece:
-    """KV tiles [first, stop) of one row, for one unit. issued: tiles of the share before it; head: its first query head.
+    """KV tiles [first, stop) of those that one unit sees of one row. issued: tiles of the share before it.
 
-    start: the row as a KV source opened it; heads: rows of the m-tile that hold a query head; tiles: of the whole row;
-    end: where the share leaves the row.
+    index: the row's; row: as it was opened; keys: what the unit sees of it; block: its packed rows; kv_head: the first one;
+    tiles: of all that the unit sees; end: where the share leaves the row.
     """
 
-    row: Int32
-    start: Int32
-    length: Int32
+    index: Int32
+    row: Row
+    keys: KvRange
+    block: QueryBlock
     kv_head: Int32
-    head: Int32
-    heads: Int32
     first: Int32
     stop: Int32
     end: Int32
@@ -64,37 +64,33 @@ class Piece:
     issued: Int32
 
 
-def tiles_of(spec: KernelSpec, length: Int32) -> Int32:
-    """KV tiles of a row."""
-    return quotient(length + spec.tile_n - 1, spec.tile_n)
-
-
 def block_of(tiles: Int32) -> Int32:
     """Tiles of a block of a row under the invariant partition: at most MAX_BLOCKS blocks."""
     return cutlass.max(quotient(tiles + MAX_BLOCKS - 1, MAX_BLOCKS), MIN_BLOCK)
 
 
-def heads_of(spec: KernelSpec, unit: Int32) -> tuple[Int32, Int32, Int32]:
-    """(first KV head, first query head, query heads) of a unit."""
-    kv_head, m_tile = quotient(unit, spec.m_tiles) * spec.unit_heads, remainder(unit, spec.m_tiles)
-    return kv_head, kv_head * spec.group_size + m_tile * TILE_M, cutlass.min(spec.unit_rows - m_tile * TILE_M, TILE_M)
+def keys_of(spec: KernelSpec, rows: Rows, unit: Int32, row: Row) -> KvRange:
+    """The keys that a unit sees of an opened row."""
+    return kv_range(spec, rows.queries, row, None if spec.plain else block_of_unit(spec, rows.queries, unit))
 
 
-def make_piece(spec: KernelSpec, share: Share, row: Int32, start: Int32, length: Int32, first: Int32, issued: Int32) -> Piece:
+def make_piece(spec: KernelSpec, rows: Rows, share: Share, index: Int32, row: Row, first: Int32, issued: Int32) -> Piece:
     """The piece of the share that begins at tile `first` of an opened row."""
-    kv_head, head, heads = heads_of(spec, share.unit)
-    tiles = tiles_of(spec, length)
-    end = cutlass.select_(row == share.end_row, share.end_tile, tiles)
+    heads = heads_of(spec, rows.queries, share.unit)
+    keys = keys_of(spec, rows, share.unit, row)
+    tiles = tiles_of(spec, keys)
+    end = cutlass.select_(index == share.end_row, share.end_tile, tiles)
     stop = cutlass.min(first + block_of(tiles), end) if spec.partition == "invariant" else end
-    return Piece(row, start, length, kv_head, head, heads, first, stop, end, tiles, issued)
+    block = query_block(spec, rows.queries, share.unit, heads, index, row)
+    return Piece(index, row, keys, block, heads[0], first, stop, end, tiles, issued)
 
 
 def after(spec: KernelSpec, piece: Piece) -> tuple[Int32, Int32]:
     """(row, tile) at which the share goes on after a piece."""
     if spec.partition != "invariant":
-        return piece.row + 1, Int32(0)
+        return piece.index + 1, Int32(0)
     inside = piece.stop < piece.end
-    return cutlass.select_(inside, piece.row, piece.row + 1), cutlass.select_(inside, piece.stop, 0)
+    return cutlass.select_(inside, piece.index, piece.index + 1), cutlass.select_(inside, piece.stop, 0)
 
 
 def unfinished(share: Share, row: Int32, tile: Int32) -> Boolean:
@@ -133,34 +129,34 @@ def capped(cost: Int32) -> Int32:
 class LaneRows:
     """What a warp reads of rows [begin, stop), `span` a lane, lane 0 the first ones.
 
-    first: this lane's first row. starts, lengths, costs: of its last FAN rows, Int32 [FAN] each, as open_row has them; a row
-    that it lacks costs 0. total: the cost of all its rows, capped.
+    first: this lane's first row. words: of its last FAN rows the fields of a Row (kv/source.py), costs: theirs, Int32 [FAN] each;
+    a row that it lacks costs 0. total: the cost of all its rows, capped.
     """
 
     first: Int32
-    starts: cute.Tensor
-    lengths: cute.Tensor
+    words: tuple
     costs: cute.Tensor
     total: Int32
 
 
 @cute.jit
-def read_rows(
-    spec: cutlass.Constexpr, tables: tuple, k: cute.Tensor, begin: Int32, stop: Int32, span: Int32, many: cutlass.Constexpr
-) -> LaneRows:
+def read_rows(spec: cutlass.Constexpr, rows: Rows, begin: Int32, stop: Int32, span: Int32, many: cutlass.Constexpr) -> LaneRows:
     """Reads the rows [begin, stop), `span` a lane. many: whether that may be more than FAN."""
     first, total = begin + cute.arch.lane_idx() * span, Int32(0)
-    starts, lengths, costs = (cute.make_rmem_tensor(FAN, Int32) for _ in range(3))
-    for values in (starts, lengths, costs):
+    *words, costs = (cute.make_rmem_tensor(FAN, Int32) for _ in range(len(row_fields(spec)) + 1))
+    for values in (*words, costs):
         values.fill(0)
+    unit = None if cutlass.const_expr(spec.plain) else locate(spec, rows)[0]
     for group in cutlass.range(0, span if cutlass.const_expr(many) else FAN, FAN, unroll=1):
         for j in cutlass.range_constexpr(FAN):
             row = cutlass.min(first + group + j, stop - 1)  # no branch: loads go out together
-            starts[j], lengths[j] = open_row(spec, tables, k, row)
+            opened = open_row(spec, rows, row)
+            for values, name in zip(words, row_fields(spec), strict=True):
+                values[j] = getattr(opened, name)
             held = (group + j < span) & (first + group + j < stop)
-            costs[j] = cutlass.select_(held, tiles_of(spec, lengths[j]) + spec.piece_cost, 0)
+            costs[j] = cutlass.select_(held, tiles_of(spec, keys_of(spec, rows, unit, opened)) + spec.piece_cost, 0)
             total = capped(total + costs[j])
-    return LaneRows(first, starts, lengths, costs, total)
+    return LaneRows(first, tuple(words), costs, total)
 
 
 @cute.jit
@@ -199,40 +195,32 @@ def from_holder(cut: Int32, inclusive: Int32, *values: Int32) -> tuple:
 
 
 @cute.jit
-def find_cuts(
-    spec: cutlass.Constexpr,
-    tables: tuple,
-    k: cute.Tensor,
-    batch: Int32,
-    cuts: tuple,
-    rows: LaneRows,
-    many: cutlass.Constexpr,
-):
-    """The rows at the costs of two cuts, each placed. rows: of the batch; many: read_rows.
+def find_cuts(spec: cutlass.Constexpr, rows: Rows, batch: Int32, cuts: tuple, lanes: LaneRows, many: cutlass.Constexpr):
+    """The rows at the costs of two cuts, each placed. lanes: of the batch; many: read_rows.
 
     A warp narrows the rows down by a factor of 32 at a time, for both cuts at once: their loads overlap.
     """
     (lower, upper), span = cuts, span_of(batch)
-    inclusive_0 = inclusive_1 = warp_prefix(rows.total)
+    inclusive_0 = inclusive_1 = warp_prefix(lanes.total)
     before_0 = before_1 = before_lane(inclusive_0)
-    first_0 = first_1 = rows.first
+    first_0 = first_1 = lanes.first
     costs_0, costs_1 = cute.make_rmem_tensor(FAN, Int32), cute.make_rmem_tensor(FAN, Int32)
     for j in cutlass.range_constexpr(FAN):
-        costs_0[j] = costs_1[j] = rows.costs[j]
+        costs_0[j] = costs_1[j] = lanes.costs[j]
     if cutlass.const_expr(many):
         while span > FAN:
             begin_0, base_0 = from_holder(lower, inclusive_0, first_0, before_0)
             begin_1, base_1 = from_holder(upper, inclusive_1, first_1, before_1)
             stop_0, stop_1 = cutlass.min(begin_0 + span, batch), cutlass.min(begin_1 + span, batch)
             span = quotient(span + LANES - 1, LANES)
-            rows_0 = read_rows(spec, tables, k, begin_0, stop_0, span, True)
-            rows_1 = read_rows(spec, tables, k, begin_1, stop_1, span, True)
-            first_0, first_1 = rows_0.first, rows_1.first
-            inclusive_0, inclusive_1 = warp_prefix(rows_0.total), warp_prefix(rows_1.total)
+            lanes_0 = read_rows(spec, rows, begin_0, stop_0, span, True)
+            lanes_1 = read_rows(spec, rows, begin_1, stop_1, span, True)
+            first_0, first_1 = lanes_0.first, lanes_1.first
+            inclusive_0, inclusive_1 = warp_prefix(lanes_0.total), warp_prefix(lanes_1.total)
             before_0, before_1 = capped(base_0 + before_lane(inclusive_0)), capped(base_1 + before_lane(inclusive_1))
             inclusive_0, inclusive_1 = capped(base_0 + inclusive_0), capped(base_1 + inclusive_1)
             for j in cutlass.range_constexpr(FAN):
-                costs_0[j], costs_1[j] = rows_0.costs[j], rows_1.costs[j]
+                costs_0[j], costs_1[j] = lanes_0.costs[j], lanes_1.costs[j]
     lower_row = place(spec, lower, *pick(lower, first_0, before_0, costs_0))
     upper_row = place(spec, upper, *pick(upper, first_1, before_1, costs_1))
     return *from_holder(lower, inclusive_0, *lower_row), *from_holder(upper, inclusive_1, *upper_row)
@@ -244,9 +232,10 @@ def before_lane(inclusive: Int32) -> Int32:
     return cutlass.select_(cute.arch.lane_idx() > 0, below, 0)
 
 
-def locate(spec: KernelSpec, k: cute.Tensor) -> tuple[Int32, Int32, Int32, Int32]:
+def locate(spec: KernelSpec, rows: Rows) -> tuple[Int32, Int32, Int32, Int32]:
     """(unit, slice, units, slices that the grid has room for) of this CTA: what does not depend on lengths."""
-    units, cta = quotient(Int32(k.shape[1]), spec.unit_heads) * spec.m_tiles, cute.arch.block_idx()[0]
+    units = quotient(Int32(rows.k.shape[1]), spec.unit_heads) * blocks_of(spec, rows.queries)
+    cta = cute.arch.block_idx()[0]
     return remainder(cta, units), quotient(cta, units), units, quotient(cute.arch.grid_dim()[0], units)
 
 
@@ -256,31 +245,24 @@ def span_of(batch: Int32) -> Int32:
     return cutlass.select_(span == 3, 4, span)
 
 
-def take_share(spec: KernelSpec, tables: tuple, k: cute.Tensor, batch: Int32) -> Share:
+def take_share(spec: KernelSpec, rows: Rows, batch: Int32) -> Share:
     """This CTA's share, found by a warp. A CTA beyond the last slice gets an empty one."""
-    rows = read_rows(spec, tables, k, Int32(0), batch, span_of(batch), True)
-    return share_of(spec, tables, k, batch, rows, True)
+    lanes = read_rows(spec, rows, Int32(0), batch, span_of(batch), True)
+    return share_of(spec, rows, batch, lanes, True)
 
 
 @cute.jit
-def share_of(
-    spec: cutlass.Constexpr,
-    tables: tuple,
-    k: cute.Tensor,
-    batch: Int32,
-    rows: LaneRows,
-    many: cutlass.Constexpr,
-) -> Share:
+def share_of(spec: cutlass.Constexpr, rows: Rows, batch: Int32, lanes: LaneRows, many: cutlass.Constexpr) -> Share:
     """take_share of rows that the warp has read. many: read_rows."""
-    unit, index, units, most = locate(spec, k)
-    cost = warp_sum(rows.total)
+    unit, index, units, most = locate(spec, rows)
+    cost = warp_sum(lanes.total)
     slices = cutlass.max(cutlass.min(quotient(cost, spec.min_share), most), 1)
     step = quotient(cost, slices)
     longer = cost - step * slices
     row, tile, prefix, end_row, end_tile = batch, Int32(0), cost, batch, Int32(0)
     if index < slices:
         lower, upper = cut_of(step, longer, index), cut_of(step, longer, index + 1)
-        row, tile, prefix, end_row, end_tile, _ = find_cuts(spec, tables, k, batch, (lower, upper), rows, many)
+        row, tile, prefix, end_row, end_tile, _ = find_cuts(spec, rows, batch, (lower, upper), lanes, many)
         if index + 1 == slices:
             end_row, end_tile = batch, Int32(0)
     uniform = cute.arch.make_warp_uniform

@@ -6,6 +6,7 @@ from cutlass import Float32, Int32, Int64
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
 from ...config.decode import ELEMENT_BYTES, KernelSpec, ScaleForm, StoredType, TableFormat
+from ..kernels.attention import AttentionKernel
 from ..kernels.decode import DecodeKernel
 from .fakes import ELEMENT_TYPES, compile_kernel, rows, scalars, stored_element
 
@@ -20,6 +21,10 @@ def fake_tables(table_format: TableFormat, batch) -> tuple:
         return rows(Int32, (batch, cute.sym_int64()), 1, 4), vector(batch), None
     if table_format == "csr":
         return vector(cute.sym_int64()), vector(cute.sym_int64()), vector(batch)
+    if table_format == "lengths":
+        return vector(batch), None, None
+    if table_format == "packed":
+        return vector(cute.sym_int64()), None, None
     return None, None, None
 
 
@@ -38,22 +43,35 @@ def fake_scale(form: ScaleForm):
 
 
 def arguments(spec: KernelSpec) -> tuple:
-    """Fake arguments of DecodeKernel for `spec`."""
+    """Fake arguments of the kernel for `spec`."""
     dtype = ELEMENT_TYPES[spec.element_type]
     batch, heads, kv_heads = cute.sym_int64(), cute.sym_int64(), cute.sym_int64()
+    leading = {"one": (batch,), "uniform": (batch, cute.sym_int64()), "ragged": (cute.sym_int64(),)}[spec.query]
     pair = 2 if spec.head_dim % 2 == 0 else 1
-    query = [rows(dtype, (batch, heads, spec.head_dim), pair, pair * spec.q_bytes) for _ in range(2)]
+    query = [rows(dtype, (*leading, heads, spec.head_dim), pair, pair * spec.q_bytes) for _ in range(2)]
     slots = spec.page_size or cute.sym_int64()
-    pages = batch if spec.source == "contiguous" else cute.sym_int64()
+    pages = batch if spec.source == "contiguous" and spec.table_format != "packed" else cute.sym_int64()
     caches = [_cache(spec, stored, (pages, kv_heads, slots, spec.head_dim)) for stored in (spec.k_type, spec.v_type)]
     scales = fake_scale(spec.k_scale), fake_scale(spec.v_scale)
-    lse = scalars(Float32, (batch, heads))
+    lse = scalars(Float32, (*leading, heads))
     workspace = make_fake_tensor(cutlass.Uint8, (cute.sym_int64(),), (1,), assumed_align=16) if spec.split else None
     stream = make_fake_stream(use_tvm_ffi_env_stream=True)
     tensors = (query[0], *caches, *fake_tables(spec.table_format, batch), *scales, query[1], lse, workspace)
-    return (*tensors, Float32(1.0), Int32(1), Int64(0), stream)
+    if spec.plain:
+        return (*tensors, Float32(1.0), Int32(1), Int64(0), stream)
+    numbers = Float32(1.0), Int32(1), Int64(0), Int32(1), Int32(0), Int32(0), Float32(0.0)
+    return (*tensors, *_further(spec, leading, heads), *numbers, stream)
+
+
+def _further(spec: KernelSpec, leading: tuple, heads) -> tuple:
+    """Fake qo_indptr, tree_mask, alibi_slopes and sinks, None where the spec has none."""
+    indptr = make_fake_tensor(Int32, (cute.sym_int64(),), (1,), assumed_align=4) if spec.query == "ragged" else None
+    tree_mask = scalars(Int32, (*leading, cute.sym_int64())) if spec.modifiers.tree_mask else None
+    slopes = scalars(Float32, (heads,)) if spec.modifiers.alibi else None
+    return indptr, tree_mask, slopes, scalars(Float32, (heads,)) if spec.modifiers.sinks else None
 
 
 def build(spec: KernelSpec, options: str = ""):
     """Compiles `spec` for its target; needs no GPU. `options` are further compiler options, such as --keep-ptx."""
-    return compile_kernel(DecodeKernel(spec), arguments(spec), spec.target, options)
+    kernel = DecodeKernel(spec) if spec.plain else AttentionKernel(spec)
+    return compile_kernel(kernel, arguments(spec), spec.target, options)

@@ -1,0 +1,220 @@
+"""The query rows of a request: where they are in q, and which keys they see.
+
+The packed rows of a request and a KV head are the pairs (query row, query head), the heads of a query row beside each other. A
+unit holds those of one KV head, or where they may be more than spec.block_rows a block of them.
+"""
+
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Int32, Int64
+
+from ...config.decode import TILE_M, KernelSpec
+from ..kv.status import QUERY_INDPTR_FAULT, QUERY_LENGTH_FAULT, report
+from ..ptx.registers import quotient, remainder
+
+
+@dataclass(frozen=True)
+class Queries:
+    """What says how many query rows a request has, and how far they see.
+
+    indptr: int32 [batch + 1] where they are ragged, else None. extent: query rows of q, of one request where each has as many.
+    windows: how many keys before and behind its own position a query row sees.
+    """
+
+    indptr: cute.Tensor | None
+    extent: Int32
+    max_q_len: Int32
+    window_left: Int32
+    window_right: Int32
+
+
+@dataclass(frozen=True)
+class Row:
+    """A request as a warp has opened it. start: itself, or where its tokens begin (kv/source.py); length: its keys.
+
+    query: its first query row in q, where they are ragged; queries: how many it has. None where each request has one.
+    """
+
+    start: Int32
+    length: Int32
+    query: Int32 | None = None
+    queries: Int32 | None = None
+
+
+@dataclass(frozen=True)
+class KvRange:
+    """The keys [begin, end) that some query row of a unit sees, and [inner_begin, inner_end), which all of them see.
+
+    begin, inner_begin: None where they are 0; inner_end: None where it is the end.
+    """
+
+    end: Int32
+    begin: Int32 | None = None
+    inner_end: Int32 | None = None
+    inner_begin: Int32 | None = None
+
+
+@dataclass(frozen=True)
+class QueryBlock:
+    """The packed rows of a unit for one request: `rows` of them, from packed row `base` of its KV head on.
+
+    row: the request; head: the first query head; query: as in Row. base and query: None where each request has one query row.
+    """
+
+    row: Int32
+    head: Int32
+    rows: Int32
+    query: Int32 | None = None
+    base: Int32 | None = None
+
+
+def open_queries(spec: KernelSpec, queries: Queries | None, row: Int32) -> tuple[Int32 | None, Int32 | None]:
+    """(first query row in q, how many) of a request: none where the indptr is bad there, max_q_len where it names more."""
+    if spec.query == "one":
+        return None, None
+    if spec.query == "uniform":
+        return None, cutlass.min(queries.extent, queries.max_q_len)
+    first, stop = queries.indptr[row], queries.indptr[row + 1]
+    good = (first >= 0) & (stop >= first) & (stop <= queries.extent)
+    count = cutlass.select_(good, cutlass.min(stop - first, queries.max_q_len), 0)
+    return cutlass.select_(good, first, 0), count
+
+
+@cute.jit
+def inspect_queries(spec: cutlass.Constexpr, queries: Queries, row: Int32, status: Int64):
+    """Reports an indptr that open_queries had to correct."""
+    if cutlass.const_expr(spec.query == "ragged"):
+        first, stop = queries.indptr[row], queries.indptr[row + 1]
+        if first < 0 or stop < first or stop > queries.extent:
+            report(status, row, QUERY_INDPTR_FAULT, first)
+        elif stop - first > queries.max_q_len:
+            report(status, row, QUERY_LENGTH_FAULT, stop - first)
+
+
+def blocks_of(spec: KernelSpec, queries: Queries | None) -> Int32 | int:
+    """Units that share a KV head."""
+    if not spec.many_blocks:
+        return spec.m_tiles
+    return quotient(queries.max_q_len * spec.group_size + spec.block_rows - 1, spec.block_rows)
+
+
+def block_of_unit(spec: KernelSpec, queries: Queries | None, unit: Int32) -> Int32:
+    """Which block of the packed rows of its KV head a unit holds."""
+    return remainder(unit, blocks_of(spec, queries)) if spec.many_blocks else Int32(0)
+
+
+def heads_of(spec: KernelSpec, queries: Queries | None, unit: Int32) -> tuple[Int32, Int32, Int32]:
+    """(first KV head, first query head, query heads) of a unit; of several query rows the heads of each."""
+    blocks = blocks_of(spec, queries)
+    kv_head = quotient(unit, blocks) * spec.unit_heads
+    if spec.several:
+        return kv_head, kv_head * spec.group_size, Int32(spec.group_size)
+    m_tile = remainder(unit, blocks)
+    return kv_head, kv_head * spec.group_size + m_tile * TILE_M, cutlass.min(spec.unit_rows - m_tile * TILE_M, TILE_M)
+
+
+def query_block(spec: KernelSpec, queries: Queries | None, unit: Int32, heads: tuple, index: Int32, row: Row) -> QueryBlock:
+    """The block that a unit holds of request `index`, opened as `row`. heads: heads_of the unit."""
+    if not spec.several:
+        return QueryBlock(index, heads[1], heads[2])
+    base = block_of_unit(spec, queries, unit) * spec.block_rows
+    rows = cutlass.max(cutlass.min(row.queries * spec.group_size - base, spec.block_rows), 0)
+    return QueryBlock(index, heads[1], rows, row.query, base)
+
+
+def query_row_of(spec: KernelSpec, block: QueryBlock, packed: Int32) -> Int32:
+    """Which of its request's query rows a packed row of a block belongs to."""
+    return quotient(block.base + packed, spec.group_size) if spec.several else Int32(0)
+
+
+def place_in(spec: KernelSpec, block: QueryBlock, packed: Int32) -> tuple:
+    """Where a packed row of a block is in q, out and lse: all their coordinates but the column."""
+    if not spec.several:
+        return block.row, block.head + packed
+    query_row, head = query_row_of(spec, block, packed), block.head + remainder(block.base + packed, spec.group_size)
+    return (block.row, query_row, head) if spec.query == "uniform" else (block.query + query_row, head)
+
+
+def block_view(spec: KernelSpec, tensor: cute.Tensor, block: QueryBlock) -> cute.Tensor:
+    """q or out as place_in_view has coordinates in it: of one query row a request the packed rows of the block alone."""
+    return tensor if spec.several else cute.domain_offset((block.head, 0), tensor[block.row, None, None])
+
+
+def place_in_view(spec: KernelSpec, block: QueryBlock, packed: Int32) -> tuple:
+    """Where a packed row of a block is in its block_view: all coordinates but the column."""
+    return place_in(spec, block, packed) if spec.several else (packed,)
+
+
+def position_of(spec: KernelSpec, row: Row, query_row: Int32) -> Int32:
+    """The position of a query row among its request's keys: below 0 where it has more query rows than keys."""
+    if not spec.several:
+        return row.length - 1
+    return query_row if spec.modifiers.causal == "top_left" else row.length - row.queries + query_row
+
+
+def first_seen(spec: KernelSpec, queries: Queries, position: Int32) -> Int32:
+    """The first key that the left window lets a query row at `position` see."""
+    position = cutlass.max(position, 0)
+    return position - cutlass.min(queries.window_left, position)
+
+
+def end_seen(spec: KernelSpec, queries: Queries, row: Row, position: Int32) -> Int32:
+    """One past the last key that causality and the right window let it see; new tokens that a tree hides count."""
+    if spec.modifiers.causal != "none" and not spec.modifiers.tree_mask:
+        return cutlass.min(position + 1, row.length)
+    if spec.modifiers.window_right:
+        behind = cutlass.max(row.length - 1 - position, 0)
+        return cutlass.min(position + 1 + cutlass.min(queries.window_right, behind), row.length)
+    return row.length
+
+
+def kv_range(spec: KernelSpec, queries: Queries | None, row: Row, block: Int32 | None) -> KvRange:
+    """The keys that a unit's block of the query rows of an opened request sees. block: block_of_unit, None in a plain kernel."""
+    if spec.plain:
+        return KvRange(row.length)
+    first, last, some = Int32(0), Int32(0), Boolean(True)
+    if spec.several:
+        packed, count = block * spec.block_rows, row.queries * spec.group_size
+        some = packed < count
+        first = quotient(packed, spec.group_size)
+        last = quotient(cutlass.max(cutlass.min(packed + spec.block_rows, count) - 1, 0), spec.group_size)
+    positions = position_of(spec, row, first), position_of(spec, row, last)
+    end = cutlass.max(cutlass.select_(some, end_seen(spec, queries, row, positions[1]), 0), 0)
+    inner_end = end_seen(spec, queries, row, positions[0])
+    if spec.modifiers.tree_mask:
+        inner_end = cutlass.min(inner_end, row.length - row.queries)
+    if not spec.modifiers.window_left:
+        return KvRange(end, None, inner_end)
+    begin = cutlass.min(first_seen(spec, queries, positions[0]), end)
+    return KvRange(end, begin, inner_end, first_seen(spec, queries, positions[1]))
+
+
+def first_tile(spec: KernelSpec, keys: KvRange) -> Int32 | int:
+    """The KV tile in which a range begins."""
+    return 0 if keys.begin is None else quotient(keys.begin, spec.tile_n)
+
+
+def tiles_of(spec: KernelSpec, keys: KvRange) -> Int32:
+    """KV tiles of a range."""
+    tiles = quotient(keys.end + spec.tile_n - 1, spec.tile_n)
+    return tiles if keys.begin is None else cutlass.max(tiles - first_tile(spec, keys), 0)
+
+
+@dataclass(frozen=True)
+class TilePlace:
+    """A KV tile in its row. token: its first; valid: how many of its tokens lie before the range's end (may exceed tile_n).
+
+    skip: how many lie before the range, None where it begins at 0.
+    """
+
+    token: Int32
+    valid: Int32
+    skip: Int32 | None
+
+
+def place_of_tile(spec: KernelSpec, keys: KvRange, tile: Int32) -> TilePlace:
+    """Where the tile `tile` of a range is."""
+    token = (first_tile(spec, keys) + tile) * spec.tile_n
+    return TilePlace(token, keys.end - token, None if keys.begin is None else keys.begin - token)
