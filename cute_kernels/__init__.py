@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from .api.functional import append_kv, merge_states
     from .append.descriptor import KVAppendDescriptor
     from .append.plan import KVAppendPlan
+    from .attention.attention_descriptor import PagedAttentionDescriptor
+    from .attention.attention_plan import PagedAttentionPlan
     from .attention.descriptors import FlashDecodingDescriptor, PagedDecodeDescriptor
     from .attention.plan import FlashDecodingPlan, PagedDecodePlan, PrecisionGuarantee, Sku
     from .config.decode import DecodeConfig, KernelSpec
@@ -65,6 +67,8 @@ __all__ = [
     "MisalignedOperand",
     "MissingDependency",
     "PageTable",
+    "PagedAttentionDescriptor",
+    "PagedAttentionPlan",
     "PagedDecodeDescriptor",
     "PagedDecodePlan",
     "PlanPreference",
@@ -86,6 +90,8 @@ _HOMES = {
     "api.functional": ("append_kv", "merge_states"),
     "append.descriptor": ("KVAppendDescriptor",),
     "append.plan": ("KVAppendPlan",),
+    "attention.attention_descriptor": ("PagedAttentionDescriptor",),
+    "attention.attention_plan": ("PagedAttentionPlan",),
     "attention.descriptors": ("FlashDecodingDescriptor", "PagedDecodeDescriptor"),
     "attention.plan": ("FlashDecodingPlan", "PagedDecodePlan"),
     "kv.faults": ("Fault",),
