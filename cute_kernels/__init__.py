@@ -10,7 +10,7 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .api.attention import decode_attention
+    from .api.attention import decode_attention, paged_attention
     from .api.functional import append_kv, merge_states
     from .append.descriptor import KVAppendDescriptor
     from .append.plan import KVAppendPlan
@@ -82,11 +82,12 @@ __all__ = [
     "apply_rotary",
     "decode_attention",
     "merge_states",
+    "paged_attention",
     "quantize_kv",
 ]
 
 _HOMES = {
-    "api.attention": ("decode_attention",),
+    "api.attention": ("decode_attention", "paged_attention"),
     "api.functional": ("append_kv", "merge_states"),
     "append.descriptor": ("KVAppendDescriptor",),
     "append.plan": ("KVAppendPlan",),

@@ -11,12 +11,10 @@ from ..checks.fields import check_extent, check_group, check_modifiers, check_so
 from ..config.decode import LseBase, TableFormat
 from ..config.modifiers import Modifiers
 from ..errors import InvalidProblem
-from ..kv.page_table import OPERAND_NAMES
+from ..kv.page_table import OPERAND_NAMES, PAGED
 from ..kv.scale import KVScale
 from ..kv.types import KVDtype, KVLayout, check_query_dtype, check_storage
 from .descriptors import AttentionFields, DecodeProblem
-
-PAGED: tuple[TableFormat, ...] = ("dense", "csr")
 
 
 @dataclass(frozen=True)

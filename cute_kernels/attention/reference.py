@@ -22,7 +22,7 @@ from ..checks.fields import MAX_EXTENT
 from ..config.decode import LseBase
 from ..config.modifiers import UNMODIFIED, Modifiers, QueryForm
 from ..kv.faults import Span, first_fault, first_query_fault, record
-from ..kv.page_table import PageTable, held
+from ..kv.page_table import PAGED, PageTable, held
 from ..planning.variants import Launch
 from .descriptors import TREE_WORD_BITS, DecodeProblem
 from .operands import NO_EXTRAS, Extras, Operands
@@ -203,7 +203,7 @@ def _seen(scoring: Scoring, keys: Keys, position: int, old: int, tree: Tensor | 
 def _keys(operands: Operands, page_table: PageTable, request: int, tokens: Tensor, dtype: torch.dtype) -> Keys:
     """The keys of a request at these positions, but those whose page the pool lacks."""
     k, v = operands.k_cache, operands.v_cache
-    paged = page_table.format in ("dense", "csr")
+    paged = page_table.format in PAGED
     if paged:
         pages, slot = _pages(page_table, request)[tokens // k.shape[2]].long(), tokens % k.shape[2]
         known = (pages >= 0) & (pages < len(k))

@@ -16,6 +16,7 @@ OPERAND_NAMES: dict[TableFormat, tuple[str, ...]] = {
     "packed": ("page_table.kv_indptr",),
     "none": (),
 }
+PAGED: tuple[TableFormat, ...] = ("dense", "csr")  # over pages; the others are over contiguous caches
 
 
 class PageTable(NamedTuple):
