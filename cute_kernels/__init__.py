@@ -10,10 +10,12 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .api.attention import decode_attention
+    from .api.attention import decode_attention, paged_attention
     from .api.functional import append_kv, merge_states
     from .append.descriptor import KVAppendDescriptor
     from .append.plan import KVAppendPlan
+    from .attention.attention_descriptor import PagedAttentionDescriptor
+    from .attention.attention_plan import PagedAttentionPlan
     from .attention.descriptors import FlashDecodingDescriptor, PagedDecodeDescriptor
     from .attention.plan import FlashDecodingPlan, PagedDecodePlan, PrecisionGuarantee, Sku
     from .config.decode import DecodeConfig, KernelSpec
@@ -65,6 +67,8 @@ __all__ = [
     "MisalignedOperand",
     "MissingDependency",
     "PageTable",
+    "PagedAttentionDescriptor",
+    "PagedAttentionPlan",
     "PagedDecodeDescriptor",
     "PagedDecodePlan",
     "PlanPreference",
@@ -78,14 +82,17 @@ __all__ = [
     "apply_rotary",
     "decode_attention",
     "merge_states",
+    "paged_attention",
     "quantize_kv",
 ]
 
 _HOMES = {
-    "api.attention": ("decode_attention",),
+    "api.attention": ("decode_attention", "paged_attention"),
     "api.functional": ("append_kv", "merge_states"),
     "append.descriptor": ("KVAppendDescriptor",),
     "append.plan": ("KVAppendPlan",),
+    "attention.attention_descriptor": ("PagedAttentionDescriptor",),
+    "attention.attention_plan": ("PagedAttentionPlan",),
     "attention.descriptors": ("FlashDecodingDescriptor", "PagedDecodeDescriptor"),
     "attention.plan": ("FlashDecodingPlan", "PagedDecodePlan"),
     "kv.faults": ("Fault",),

@@ -1,4 +1,4 @@
-"""decode_attention(): describe, select and run in one call."""
+"""decode_attention() and paged_attention(): describe, select and run in one call."""
 
 from __future__ import annotations
 
@@ -8,24 +8,22 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from ..checks.fields import check_extent, check_modifiers
 from ..config.decode import LseBase
 from ..errors import InvalidArgument, InvalidProblem, Unsupported
-from ..kv.page_table import PageTable
+from ..kv.page_table import PAGED, PageTable
 from ..kv.types import KVDtype
 from . import plan_cache, torch_ops
 
 ONE_ROW = "the one query row stands at its row's last token"
-# what attention over several query rows or with a mask is asked for, and what of it changes nothing for one query row
+# what attention over several query rows is asked for, and what of it changes nothing for one query row
 UNSERVED = {
-    "causal": f'None, False and "bottom_right" are served: {ONE_ROW}',
-    "window": "None is served",
-    "window_left": "None (no bound) is served",
+    "causal": f'None, False and "bottom_right" are served: {ONE_ROW}, paged_attention has top_left',
+    "window": "None is served: its bounds are window_left and window_right",
     "window_right": f"None and any int from 0 are served: {ONE_ROW}",
-    "softcap": "None (no cap) is served",
-    "sinks": "None is served",
-    "alibi": "None and False are served",
-    "tree_mask": "None and False are served",
-    "qo_indptr": "None is served: one query row a request",
+    "alibi": "None and False are served: the slopes are alibi_slopes",
+    "tree_mask": "None and False are served: paged_attention takes one",
+    "qo_indptr": "None is served, for one query row a request: paged_attention takes several",
 }
 
 
@@ -43,6 +41,10 @@ def decode_attention(
     layout: Literal["HND", "NHD"] = "HND",
     lse_base: LseBase = "e",
     max_seq_len: int | None = None,
+    window_left: int | None = None,
+    softcap: float | None = None,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
     out: Tensor | None = None,
     lse: Tensor | None = None,
     **masks: object,
@@ -58,8 +60,9 @@ def decode_attention(
     configuration over a paged cache. A contiguous cache may have another seq_len in each call, with the same plan for all
     up to a power of two.
 
-    masks: the names of UNSERVED, in the meanings of flash-attention. A value that cannot change the result of one query row is
-    taken, as causal="bottom_right"; any other raises Unsupported.
+    window_left, softcap, alibi_slopes (f32 [num_heads]) and sinks (f32 [num_heads]): as in PagedAttentionDescriptor, None for
+    none. masks: the names of UNSERVED. A value that cannot change the result of one query row is taken, as
+    causal="bottom_right"; any other raises Unsupported.
 
     Where tensors are traced (torch.compile, torch.export, FakeTensorMode), this is a torch op: nothing is launched, and
     fake tensors give fake ones.
@@ -68,14 +71,11 @@ def decode_attention(
     """
     if masks:
         _refuse_masks(masks)
-    for name, tensor in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
-        if not isinstance(tensor, Tensor):
-            raise InvalidArgument(name, f"got {type(tensor).__name__}, must be a tensor")
-    if layout not in ("HND", "NHD"):
-        raise InvalidProblem("layout", layout, 'must be "HND" or "NHD"')
-    if kv_dtype is not None and not isinstance(kv_dtype, KVDtype):
-        raise InvalidProblem("kv_dtype", kv_dtype, "must be a KVDtype or None")
-    encoding = None if kv_dtype is None else kv_dtype.value
+    modifiers: tuple[Any, ...] = ()
+    if not window_left is softcap is alibi_slopes is sinks is None:
+        check_modifiers(window_left, None, softcap)
+        modifiers = (alibi_slopes, sinks, window_left, softcap)
+    encoding = _check_caches(q, k_cache, v_cache, layout, kv_dtype)
     if lse is None:
         lse = q.new_empty(plan_cache.query_extents(q)[:2], dtype=torch.float32)
     if out is None:
@@ -87,14 +87,96 @@ def decode_attention(
             k_cache, v_cache = k_cache.transpose(1, 2), v_cache.transpose(1, 2)
             k_scale, v_scale = _head_major(k_scale), _head_major(v_scale)
         operands: tuple[Tensor | None, ...] = (q, k_cache, v_cache, k_scale, v_scale, out, lse)
-        contiguous = _route(operands, torch_ops.flash_decoding, plan_cache.run_contiguous)
-        contiguous(*operands, softmax_scale, lse_base, encoding)
+        contiguous = _route(operands, modifiers, torch_ops.flash_decoding, plan_cache.run_contiguous)
+        contiguous(*operands, softmax_scale, lse_base, encoding, *modifiers)
         return out, lse
     table = _table(page_table, seq_lens)
+    if table.format not in PAGED:
+        rule = f"must be one of pages, {' or '.join(PAGED)}: paged_attention serves the others"
+        raise InvalidArgument("page_table", f"is a {table.format} table, {rule}")
     operands = (q, k_cache, v_cache, *table.operands, k_scale, v_scale, out, lse)
-    paged = _route(operands, torch_ops.paged_decode, plan_cache.run_paged)
-    paged(*operands, softmax_scale, layout, lse_base, max_seq_len, encoding)
+    paged = _route(operands, modifiers, torch_ops.paged_decode, plan_cache.run_paged)
+    paged(*operands, softmax_scale, layout, lse_base, max_seq_len, encoding, *modifiers)
     return out, lse
+
+
+def paged_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    *,
+    page_table: PageTable | Tensor | None = None,
+    seq_lens: Tensor | int | None = None,
+    qo_indptr: Tensor | None = None,
+    max_q_len: int | None = None,
+    causal: Literal["bottom_right", "top_left"] | None = "bottom_right",
+    window_left: int | None = None,
+    window_right: int | None = None,
+    softcap: float | None = None,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    tree_mask: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    kv_dtype: KVDtype | None = None,
+    softmax_scale: float | None = None,
+    layout: Literal["HND", "NHD"] = "HND",
+    lse_base: LseBase = "e",
+    max_seq_len: int | None = None,
+    out: Tensor | None = None,
+    lse: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attention of several query rows a request; selects and keeps the plan and its workspace. Returns (out, lse).
+
+    q, out: [total_q, num_heads, head_dim] beside qo_indptr (int32 [batch + 1]), else [batch, q_len, num_heads, head_dim]. lse:
+    f32 [total_q, num_heads], or [batch * q_len, num_heads]. Rows past qo_indptr[batch] are padding, and stay as they are:
+    uninitialised where out and lse are not given. max_q_len: the most query rows of a request, by default the rows of q,
+    rounded up; a smaller one may choose a faster kernel, and a tree mask has ceil(max_q_len / 32) words a row.
+
+    page_table: a PageTable, or an int32 table [batch, max_pages] with `seq_lens` (int32 [batch] or an int). Without one the
+    caches are contiguous, [batch, num_kv_heads, max_len, head_dim] ("NHD": the middle axes swapped), all full or with
+    `seq_lens` (int32 [batch]). Packed caches, [total_k, num_kv_heads, head_dim] whatever the layout, take PageTable.packed.
+
+    The masks and modifiers are as in PagedAttentionDescriptor, and the rest as in decode_attention. Scales a token of a
+    contiguous cache have the cache's axes but head_dim. A torch op where tensors are traced, as decode_attention is.
+    """
+    if causal not in ("bottom_right", "top_left", None):
+        raise InvalidProblem("causal", causal, 'must be "bottom_right", "top_left" or None')
+    check_modifiers(window_left, window_right, softcap)
+    if max_q_len is not None:
+        check_extent("max_q_len", max_q_len)
+    encoding = _check_caches(q, k_cache, v_cache, layout, kv_dtype)
+    for name, tensor in (("qo_indptr", qo_indptr), ("tree_mask", tree_mask)):
+        if tensor is not None and not isinstance(tensor, Tensor):
+            raise InvalidArgument(name, f"got {type(tensor).__name__}, must be a tensor or None")
+    if tree_mask is not None and tree_mask.dim() != 2:
+        raise InvalidProblem("tree_mask.shape", tuple(tree_mask.shape), "must be [total_q, ceil(max_q_len / 32)]")
+    total_q = plan_cache.query_rows(q, qo_indptr)
+    if lse is None:
+        lse = q.new_empty((total_q, q.shape[-2]), dtype=torch.float32)
+    if out is None:
+        out = q.new_empty(q.shape)
+    table = _any_table(page_table, seq_lens)
+    if table.format in ("lengths", "none") and layout == "NHD":
+        k_scale, v_scale = _head_major(k_scale), _head_major(v_scale)
+    extras = (qo_indptr, tree_mask, alibi_slopes, sinks)
+    operands = (q, k_cache, v_cache, *table.operands, *extras, k_scale, v_scale, out, lse)
+    run: Any = torch_ops.paged_attention if torch_ops.traced(*operands) else plan_cache.run_attention
+    masks = (max_q_len, causal, window_left, window_right, softcap)
+    run(*operands, table.format, *masks, softmax_scale, layout, lse_base, max_seq_len, encoding)
+    return out, lse
+
+
+def _check_caches(q: Tensor, k_cache: Tensor, v_cache: Tensor, layout: str, kv_dtype: KVDtype | None) -> str | None:
+    """Raises the typed error of what is no tensor, layout or KVDtype; returns the KVDtype's value."""
+    for name, tensor in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
+        if not isinstance(tensor, Tensor):
+            raise InvalidArgument(name, f"got {type(tensor).__name__}, must be a tensor")
+    if layout not in ("HND", "NHD"):
+        raise InvalidProblem("layout", layout, 'must be "HND" or "NHD"')
+    if kv_dtype is not None and not isinstance(kv_dtype, KVDtype):
+        raise InvalidProblem("kv_dtype", kv_dtype, "must be a KVDtype or None")
+    return None if kv_dtype is None else kv_dtype.value
 
 
 def _refuse_masks(masks: dict[str, object]) -> None:
@@ -122,9 +204,11 @@ def _shown(value: object) -> str:
     return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
 
 
-def _route(operands: tuple[Any, ...], op: Callable[..., None], run: Callable[..., None]) -> Callable[..., None]:
+def _route(
+    operands: tuple[Any, ...], modifiers: tuple[Any, ...], op: Callable[..., None], run: Callable[..., None]
+) -> Callable[..., None]:
     """The torch op where the call is traced, else what it runs, which checks q itself."""
-    if not torch_ops.traced(*operands):
+    if not torch_ops.traced(*operands, *modifiers[:2]):
         return run
     plan_cache.query_extents(operands[0])
     return op
@@ -133,6 +217,16 @@ def _route(operands: tuple[Any, ...], op: Callable[..., None], run: Callable[...
 def _head_major(scale: Tensor | None) -> Tensor | None:
     """Scales per token of a contiguous NHD cache as [batch, num_kv_heads, seq_len]."""
     return scale.transpose(1, 2) if isinstance(scale, Tensor) and scale.dim() == 3 else scale
+
+
+def _any_table(page_table: PageTable | Tensor | None, seq_lens: Tensor | int | None) -> PageTable:
+    if page_table is not None:
+        return _table(page_table, seq_lens)
+    if seq_lens is None:
+        return PageTable.whole()
+    if not isinstance(seq_lens, Tensor):
+        raise InvalidArgument("seq_lens", f"got {type(seq_lens).__name__}, must be an int32 tensor [batch] without a page_table")
+    return PageTable.lengths(seq_lens)
 
 
 def _table(page_table: PageTable | Tensor, seq_lens: Tensor | int | None) -> PageTable:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -75,7 +74,7 @@ def run_merge(outs: Tensor, lses: Tensor, out: Tensor, lse: Tensor, lse_base: Ls
 
 def scale_kind(name: str, scale: Any, cache: Tensor, layout: str) -> KVScale:
     """The KVScale that a tensor beside a cache stands for; NONE without one. Raises InvalidArgument, InvalidProblem."""
-    return scale_kind_of(name, scale, cache.shape[CACHE_AXES[layout][1]], math.prod(cache.shape[:-1]))
+    return scale_kind_of(name, scale, cache.shape[CACHE_AXES[layout][1]], cache)
 
 
 def _check_axes(name: str, tensor: Tensor, axes: tuple[str, ...]) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..config.decode import LseBase
 from ..errors import InvalidArgument, InvalidProblem
-from ..kv.page_table import PageTable
+from ..kv.page_table import PAGED, PageTable
 from ..kv.rotary import PAIRINGS, Pairing
 from . import derived_plans, torch_ops
 
@@ -49,6 +49,8 @@ def append_kv(
     _check_choice("pairing", pairing, PAIRINGS)
     if not isinstance(slots, (Tensor, PageTable)):
         raise InvalidArgument("slots", f"got {type(slots).__name__}, must be a tensor or a PageTable")
+    if isinstance(slots, PageTable) and slots.format not in PAGED:
+        raise InvalidArgument("slots", f"is a {slots.format} table, must be one of pages: {' or '.join(PAGED)}")
     table = (slots, None, None) if isinstance(slots, Tensor) else slots.operands
     k_given, k_written = _read_or_written("k_scale", k_scale, k_cache, layout)
     v_given, v_written = _read_or_written("v_scale", v_scale, v_cache, layout)

@@ -10,10 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..attention.checks import query_error
-from ..attention.descriptors import FlashDecodingDescriptor, PagedDecodeDescriptor
+from ..attention.attention_descriptor import PagedAttentionDescriptor
+from ..attention.attention_plan import PagedAttentionPlan
+from ..attention.checks import QUERY_AXES, query_error
+from ..attention.descriptors import TREE_WORD_BITS, FlashDecodingDescriptor, PagedDecodeDescriptor
 from ..attention.plan import FlashDecodingPlan, PagedDecodePlan
 from ..checks.fields import MAX_EXTENT
+from ..config.decode import TableFormat
 from ..errors import InvalidArgument, InvalidProblem
 from ..kv.page_table import PageTable
 from ..kv.scale import KVScale, scale_of
@@ -22,6 +25,7 @@ from ..planning.base import MAX_PLANS
 from .workspace_cache import stream_workspace
 
 LEAST_HINT = 64  # tokens: up to here rows are one tile to four, and share their plan
+EXACT_ROWS = 16  # query rows a request: up to here each number has a plan of its own, beyond each power of two
 STORED_AS = {kv_dtype.value: kv_dtype for kv_dtype in KVDtype}
 KV_DTYPES = {kv_dtype.torch_dtype: kv_dtype for kv_dtype in KVDtype}
 
@@ -44,6 +48,10 @@ def run_paged(
     lse_base: str,
     max_seq_len: int | None,
     kv_dtype: str | None,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    window_left: int | None = None,
+    softcap: float | None = None,
     traced: bool = False,
 ) -> None:
     """Runs the plan of these tensors' problem over a paged cache, writing out and lse.
@@ -62,9 +70,10 @@ def run_paged(
     cache = (stored, layout_of(layout, alignment(k_cache, v_cache)))
     shape = (batch, heads, k_cache.shape[head_axis], dim, page_size, q.dtype)
     fields = (*shape, *cache, table.format, None, None, max_seq_len, softmax_scale, lse_base, *rest)
-    plan = plan_of(PagedDecodePlan, PagedDecodeDescriptor, fields, q.device)
+    described, modifiers = _modified(PagedDecodeDescriptor, fields, alibi_slopes, sinks, window_left, softcap)
+    plan = plan_of(PagedDecodePlan, *described, q.device)
     workspace = stream_workspace(plan.workspace_size(), plan.device, reuse_in_capture=not traced)
-    plan.run(q, k_cache, v_cache, table, k_scale=k_scale, v_scale=v_scale, out=out, lse=lse, workspace=workspace)
+    plan.run(q, k_cache, v_cache, table, k_scale=k_scale, v_scale=v_scale, out=out, lse=lse, workspace=workspace, **modifiers)
 
 
 def run_contiguous(
@@ -78,6 +87,10 @@ def run_contiguous(
     softmax_scale: float | None,
     lse_base: str,
     kv_dtype: str | None,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    window_left: int | None = None,
+    softcap: float | None = None,
     traced: bool = False,
 ) -> None:
     """Runs the plan of these tensors' problem over a contiguous cache [batch, num_kv_heads, seq_len, head_dim]."""
@@ -86,9 +99,120 @@ def run_contiguous(
     storage = _storage(k, v, k_scale, v_scale, kv_dtype, k.shape[1])
     shape = (batch, heads, k.shape[1], None, dim, q.dtype)
     fields = (length_hint(k.shape[2]), *shape, softmax_scale, lse_base, alignment(k, v), *storage)
-    plan = plan_of(FlashDecodingPlan, _of_any_length, fields, q.device)
+    described, modifiers = _modified(_of_any_length, fields, alibi_slopes, sinks, window_left, softcap)
+    plan = plan_of(FlashDecodingPlan, *described, q.device)
     workspace = stream_workspace(plan.workspace_size(), plan.device, reuse_in_capture=not traced)
-    plan.run(q, k, v, k_scale=k_scale, v_scale=v_scale, out=out, lse=lse, workspace=workspace)
+    plan.run(q, k, v, k_scale=k_scale, v_scale=v_scale, out=out, lse=lse, workspace=workspace, **modifiers)
+
+
+def run_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    table0: Tensor | None,
+    table1: Tensor | None,
+    table2: Tensor | None,
+    qo_indptr: Tensor | None,
+    tree_mask: Tensor | None,
+    alibi_slopes: Tensor | None,
+    sinks: Tensor | None,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    table_format: TableFormat,
+    max_q_len: int | None,
+    causal: str | None,
+    window_left: int | None,
+    window_right: int | None,
+    softcap: float | None,
+    softmax_scale: float | None,
+    layout: str,
+    lse_base: str,
+    max_seq_len: int | None,
+    kv_dtype: str | None,
+    traced: bool = False,
+) -> None:
+    """Runs the plan of these tensors' problem with several query rows a request, writing out and lse.
+
+    table0..2: the operands of a PageTable of table_format. The others as in run_paged.
+    """
+    query_rows(q, qo_indptr)
+    batch, form = (len(q), "uniform") if qo_indptr is None else (len(qo_indptr) - 1, "ragged")
+    kv_heads, page_size, longest = _cache_extents(k_cache, table_format, layout, table0)
+    if max_q_len is None:
+        max_q_len = rows_hint(q, tree_mask, qo_indptr is not None)
+    if max_seq_len is None and longest is not None:
+        max_seq_len = length_hint(longest)
+    stored, *rest = _storage(k_cache, v_cache, k_scale, v_scale, kv_dtype, kv_heads)
+    order = "HND" if table_format == "packed" else layout
+    cache = (stored, layout_of(order, alignment(k_cache, v_cache)), table_format, None, None, max_seq_len)
+    shape = (batch, q.shape[-2], kv_heads, q.shape[-1], page_size, q.dtype, max_q_len, form)
+    scores = (causal, window_left, window_right, softcap, alibi_slopes is not None, sinks is not None, tree_mask is not None)
+    scales = rest or (None, KVScale.NONE, KVScale.NONE)
+    fields = (*shape, *cache, softmax_scale, lse_base, *scales, *scores)
+    plan = plan_of(PagedAttentionPlan, PagedAttentionDescriptor, fields, q.device)
+    given = {"qo_indptr": qo_indptr, "tree_mask": tree_mask, "alibi_slopes": alibi_slopes, "sinks": sinks}
+    workspace = stream_workspace(plan.workspace_size(), plan.device, reuse_in_capture=not traced)
+    table = PageTable(table_format, (table0, table1, table2))
+    plan.run(q, k_cache, v_cache, table, **given, k_scale=k_scale, v_scale=v_scale, out=out, lse=lse, workspace=workspace)
+
+
+def query_rows(q: Tensor, qo_indptr: Tensor | None) -> int:
+    """Rows of q, of all requests: ragged beside a qo_indptr, else uniform. Raises InvalidProblem for axes that are neither's."""
+    form = "uniform" if qo_indptr is None else "ragged"
+    if q.dim() != (4 if qo_indptr is None else 3):
+        beside = "without a qo_indptr" if qo_indptr is None else "beside a qo_indptr"
+        raise InvalidProblem("q.shape", tuple(q.shape), f"must be {QUERY_AXES[form]} {beside}")
+    if qo_indptr is not None and qo_indptr.dim() != 1:
+        raise InvalidProblem("qo_indptr.shape", tuple(qo_indptr.shape), "must be [batch_size + 1]")
+    return q.shape[0] * q.shape[1] if qo_indptr is None else q.shape[0]
+
+
+def rows_hint(q: Tensor, tree_mask: Tensor | None, ragged: bool) -> int:
+    """max_q_len where a call says none: the rows of q that a request may have, rounded so that others seldom change plans.
+
+    A tree mask has a width for one max_q_len alone: the rows of uniform q, or as many as a ragged mask has bits.
+    """
+    rows = max(1, q.shape[0 if ragged else 1])
+    if tree_mask is not None:
+        return max(1, tree_mask.shape[-1] * TREE_WORD_BITS) if ragged else rows
+    return rows if rows <= EXACT_ROWS else min(1 << (rows - 1).bit_length(), MAX_EXTENT)
+
+
+def _cache_extents(
+    cache: Tensor, table_format: TableFormat, layout: str, table0: Tensor | None
+) -> tuple[int, int | None, int | None]:
+    """(num_kv_heads, page_size, tokens that a row may have), None where there is none or where it is not known."""
+    if table_format == "packed":
+        if cache.dim() != 3:
+            raise InvalidProblem("k_cache.shape", tuple(cache.shape), "must have three axes beside a packed table")
+        return cache.shape[1], None, None
+    _check_cache_axes(cache)
+    heads, tokens = (cache.shape[1], cache.shape[2]) if layout == "HND" else (cache.shape[2], cache.shape[1])
+    if table_format in ("lengths", "none"):
+        return heads, None, tokens
+    dense = table_format == "dense" and isinstance(table0, Tensor) and table0.dim() == 2
+    return heads, tokens, table0.shape[1] * tokens if dense and table0 is not None else None
+
+
+def _modified(
+    describe: Callable[..., Any],
+    fields: tuple[Any, ...],
+    alibi_slopes: Tensor | None,
+    sinks: Tensor | None,
+    window_left: int | None,
+    softcap: float | None,
+) -> tuple[tuple[Callable[..., Any], tuple[Any, ...]], dict[str, Tensor | None]]:
+    """((describe, fields) of a plan of decode with these modifiers, what its run is given of them)."""
+    if window_left is softcap is alibi_slopes is sinks is None:
+        return (describe, fields), {}
+    modifiers = (window_left, softcap, alibi_slopes is not None, sinks is not None)
+    return (_with_modifiers, (describe, modifiers, *fields)), {"alibi_slopes": alibi_slopes, "sinks": sinks}
+
+
+def _with_modifiers(describe: Callable[..., Any], modifiers: tuple[Any, ...], *fields: Any) -> Any:
+    return describe(*fields, **dict(zip(("window_left", "softcap", "alibi", "sinks"), modifiers, strict=True)))
 
 
 def length_hint(tokens: int) -> int:
@@ -106,10 +230,10 @@ def alignment(*tensors: Tensor) -> int:
     return aligned
 
 
-def _of_any_length(max_seq_len: int, *fields: Any) -> FlashDecodingDescriptor:
+def _of_any_length(max_seq_len: int, *fields: Any, **modifiers: Any) -> FlashDecodingDescriptor:
     """The descriptor of a contiguous cache whose seq_len each run decides."""
     describe: Callable[..., FlashDecodingDescriptor] = FlashDecodingDescriptor
-    return describe(*fields, max_seq_len=max_seq_len)
+    return describe(*fields, max_seq_len=max_seq_len, **modifiers)
 
 
 @functools.lru_cache(maxsize=MAX_PLANS)
@@ -145,12 +269,8 @@ def _storage(
     if same and k_scale is None and v_scale is None:
         return (stored,)
     v_dtype = stored if same else _kv_dtype("v_cache", v, None)
-    rows = math.prod(k.shape[:-1])
-    return (
-        stored,
-        v_dtype,
-        *(scale_kind_of(name, s, num_kv_heads, rows) for name, s in (("k_scale", k_scale), ("v_scale", v_scale))),
-    )
+    kinds = (scale_kind_of(name, s, num_kv_heads, k) for name, s in (("k_scale", k_scale), ("v_scale", v_scale)))
+    return (stored, v_dtype, *kinds)
 
 
 def _kv_dtype(name: str, cache: Tensor, kv_dtype: str | None) -> KVDtype:
@@ -166,9 +286,10 @@ def _kv_dtype(name: str, cache: Tensor, kv_dtype: str | None) -> KVDtype:
     raise InvalidArgument(name, f"has dtype {cache.dtype}, must be one of {', '.join(map(str, KV_DTYPES))}")
 
 
-def scale_kind_of(name: str, scale: Any, num_kv_heads: int, rows: int) -> KVScale:
+def scale_kind_of(name: str, scale: Any, num_kv_heads: int, cache: Tensor) -> KVScale:
+    """The KVScale that a tensor beside a cache stands for; NONE without one. Raises InvalidArgument, InvalidProblem."""
     if scale is None:
         return KVScale.NONE
     if not isinstance(scale, Tensor):
         raise InvalidArgument(name, f"got {type(scale).__name__}, must be a tensor or None")
-    return scale_of(name, scale, num_kv_heads, rows)
+    return scale_of(name, scale, num_kv_heads, cache.shape[:-1])

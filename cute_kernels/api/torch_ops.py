@@ -10,14 +10,20 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from .derived_plans import run_append, run_merge
-from .plan_cache import run_contiguous, run_paged
+from .plan_cache import run_attention, run_contiguous, run_paged
 
 SCHEMAS = {
     "paged_decode": "(Tensor q, Tensor k_cache, Tensor v_cache, Tensor table0, Tensor table1, Tensor? table2, "
     "Tensor? k_scale, Tensor? v_scale, Tensor(a!) out, Tensor(b!) lse, float? softmax_scale, str layout, str lse_base, "
-    "int? max_seq_len, str? kv_dtype) -> ()",
+    "int? max_seq_len, str? kv_dtype, Tensor? alibi_slopes=None, Tensor? sinks=None, int? window_left=None, "
+    "float? softcap=None) -> ()",
     "flash_decoding": "(Tensor q, Tensor k, Tensor v, Tensor? k_scale, Tensor? v_scale, Tensor(a!) out, Tensor(b!) lse, "
-    "float? softmax_scale, str lse_base, str? kv_dtype) -> ()",
+    "float? softmax_scale, str lse_base, str? kv_dtype, Tensor? alibi_slopes=None, Tensor? sinks=None, "
+    "int? window_left=None, float? softcap=None) -> ()",
+    "paged_attention": "(Tensor q, Tensor k_cache, Tensor v_cache, Tensor? table0, Tensor? table1, Tensor? table2, "
+    "Tensor? qo_indptr, Tensor? tree_mask, Tensor? alibi_slopes, Tensor? sinks, Tensor? k_scale, Tensor? v_scale, "
+    "Tensor(a!) out, Tensor(b!) lse, str table_format, int? max_q_len, str? causal, int? window_left, int? window_right, "
+    "float? softcap, float? softmax_scale, str layout, str lse_base, int? max_seq_len, str? kv_dtype) -> ()",
     "append_kv": "(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor table0, Tensor? table1, Tensor? table2, "
     "Tensor? k_scale, Tensor? v_scale, Tensor(c!)? k_scale_out, Tensor(d!)? v_scale_out, Tensor? q, Tensor(e!)? q_out, "
     "Tensor? cos_sin_cache, Tensor? positions, str layout, str pairing) -> ()",
@@ -26,6 +32,7 @@ SCHEMAS = {
 RUNS = {
     "paged_decode": partial(run_paged, traced=True),
     "flash_decoding": partial(run_contiguous, traced=True),
+    "paged_attention": partial(run_attention, traced=True),
     "append_kv": run_append,
     "merge_states": run_merge,
 }
@@ -52,5 +59,6 @@ for _name, _schema in SCHEMAS.items():
 
 paged_decode = torch.ops.cute_kernels.paged_decode.default
 flash_decoding = torch.ops.cute_kernels.flash_decoding.default
+paged_attention = torch.ops.cute_kernels.paged_attention.default
 append_kv = torch.ops.cute_kernels.append_kv.default
 merge_states = torch.ops.cute_kernels.merge_states.default

@@ -5,9 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..errors import InvalidArgument
 from ..kv.faults import Fault, first_bad_position, first_bad_scale, first_bad_slot, first_fault, record
-from ..kv.page_table import PageTable
+from ..kv.page_table import PageTable, held
 from ..kv.quantize import beyond_half, quantize_kv
 from ..kv.rotary import apply_rotary
 from ..kv.scale import KVScale
@@ -69,14 +68,12 @@ def appended_slots(d: KVAppendDescriptor, operands: Operands) -> Tensor:
 def last_slots(page_table: PageTable, page_size: int, num_pages: int) -> Tensor:
     """int64 [batch]: the slot page * page_size + offset of each row's last token, NO_SLOT for a row that is empty or at fault."""
     if page_table.format == "dense":
-        table, seq_lens, _ = page_table.operands
+        table, seq_lens = held(page_table, 0), held(page_table, 1)
         length, entries = seq_lens.long(), table.reshape(-1)
         sound = (length > 0) & (length <= table.shape[1] * page_size)
         first = torch.arange(len(length), device=table.device) * table.shape[1]
     else:
-        entries, indptr, last_page_len = page_table.operands
-        if last_page_len is None:
-            raise InvalidArgument("page_table.last_page_len", "is None, must be a tensor in a CSR table")
+        entries, indptr, last_page_len = (held(page_table, operand) for operand in range(3))
         first, end = indptr[:-1].long(), indptr[1:].long()
         length = (end - first - 1) * page_size + last_page_len
         sound = (first >= 0) & (end > first) & (end <= len(entries)) & (length > 0) & (last_page_len <= page_size)

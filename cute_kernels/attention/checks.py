@@ -4,78 +4,38 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from enum import Enum, auto
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..checks.fields import MAX_EXTENT
-from ..checks.tensors import check_shape, check_strides, check_tensor, has_odd_unit_strides, refuse_overlap, with_unit_strides
+from ..checks.tensors import (
+    check_shape,
+    check_strides,
+    check_tensor,
+    check_unit_last,
+    has_odd_unit_strides,
+    refuse_overlap,
+    type_name,
+)
 from ..errors import InvalidArgument, InvalidProblem, MisalignedOperand, Unsupported, WorkspaceTooSmall
 from ..kv.page_table import OPERAND_NAMES
 from ..kv.scale import Axes
-from ..kv.tensors import as_bytes, check_scale, check_table, scale_view
+from ..kv.tensors import check_scale, check_table
 from ..planning.workspace import WORKSPACE_ALIGNMENT
 from .descriptors import DecodeProblem
+from .operands import NO_EXTRAS, CacheOrder, Extended, Extras, Operands, Passage, Shapes, Views
 
 MIN_TILE_N = 16
 MAX_TOKENS = MIN_TILE_N * 2**31 // 4  # the device schedule counts a batch's tiles, and 2 more a row, in 32 bits
 
 PAIR_BYTES = 4  # a kernel reads q and writes out two 16-bit elements at a time, one where head_dim is odd
-
-Shapes = tuple[tuple[int, ...], tuple[int, ...]]  # of k_scale and v_scale as a kernel takes them
-Views = tuple[bool, Shapes]  # whether caches are NHD
-
-
-class Operands(NamedTuple):
-    """What one run is given; scales, out, lse and workspace may be absent. table0..2 are a PageTable's operands."""
-
-    q: Any
-    k_cache: Any
-    v_cache: Any
-    table0: Any
-    table1: Any
-    table2: Any
-    k_scale: Any
-    v_scale: Any
-    out: Any
-    lse: Any
-    workspace: Any
-
-    def signature(self) -> tuple[object, ...]:
-        """All that `check` depends on, as a key: a checked signature need not be checked again.
-
-        Devices are part of it: an address passes from one to another once it is freed, a tensor without elements has none, and
-        pinned memory has one address on both sides. Written flat: a loop over the tensors costs a microsecond more.
-        """
-        q, k, v, table0, table1, table2, k_scale, v_scale, out, lse, workspace = self
-        # fmt: off
-        return (
-            q.shape, q.stride(), q.dtype, q.data_ptr(), q.device,
-            k.shape, k.stride(), k.dtype, k.data_ptr(), k.device,
-            v.shape, v.stride(), v.dtype, v.data_ptr(), v.device,
-            out.shape, out.stride(), out.dtype, out.data_ptr(), out.device,
-            lse.shape, lse.stride(), lse.dtype, lse.data_ptr(), lse.device,
-            None if table0 is None else (table0.shape, table0.stride(), table0.dtype, table0.data_ptr(), table0.device),
-            None if table1 is None else (table1.shape, table1.stride(), table1.dtype, table1.data_ptr(), table1.device),
-            None if table2 is None else (table2.shape, table2.stride(), table2.dtype, table2.data_ptr(), table2.device),
-            None if k_scale is None else (k_scale.shape, k_scale.stride(), k_scale.dtype, k_scale.data_ptr(), k_scale.device),
-            None if v_scale is None else (v_scale.shape, v_scale.stride(), v_scale.dtype, v_scale.data_ptr(), v_scale.device),
-            None if workspace is None else (
-                workspace.shape, workspace.stride(), workspace.dtype, workspace.data_ptr(), workspace.device,
-            ),
-        )
-        # fmt: on
-
-
-class Passage(Enum):
-    """How checked operands reach the kernel."""
-
-    DIRECT = auto()  # as they are
-    NORMALISED = auto()  # through views: a unit query axis, or odd strides of extents of one
-    EMPTY = auto()  # no token anywhere: out = 0, lse = -inf, no kernel
-    NOTHING = auto()  # batch 0: nothing to write
+QUERY_AXES = {
+    "one": "[batch_size, num_heads, head_dim]",
+    "uniform": "[batch_size, q_len, num_heads, head_dim]",
+    "ragged": "[total_q, num_heads, head_dim]",
+}
 
 
 @dataclass(frozen=True)
@@ -95,27 +55,57 @@ class Rules:
         return math.gcd(PAIR_BYTES, self.problem.head_dim * self.problem.q_dtype.itemsize)
 
     @property
-    def free_axis(self) -> int:
-        """The axis of the caches whose extent a run decides: the pages, or the tokens of a contiguous cache's rows."""
-        return 2 if self.problem.source == "contiguous" else 0
+    def order(self) -> CacheOrder:
+        """The order of the caches' axes."""
+        return "packed" if self.problem.table_format == "packed" else "NHD" if self.nhd else "HND"
 
     @property
-    def scale_shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The shapes in which a kernel takes k_scale and v_scale; -1 where a run decides. () where there is none."""
+    def views(self) -> Views:
+        """How `kernel_views` turns caches and scales into what a kernel takes."""
+        return self.order, self.scale_shapes
+
+    @property
+    def cache_axes(self) -> tuple[tuple[str, int | None], ...]:
+        """The name and extent of each axis of the caches; None where a run decides."""
+        problem = self.problem
+        heads, dim = ("num_kv_heads", problem.num_kv_heads), ("head_dim", problem.head_dim)
+        outer, inner = ("num_pages", self.num_pages), ("page_size", problem.page_size or None)
+        if self.order == "packed":
+            return ("total_k", None), heads, dim
+        if problem.source == "contiguous":
+            outer, inner = ("batch_size", problem.batch_size), ("seq_len", self.seq_len)
+        return (outer, inner, heads, dim) if self.nhd else (outer, heads, inner, dim)
+
+    @property
+    def free_axis(self) -> int:
+        """The axis of the caches whose extent a run decides: the pages, or the tokens of a contiguous cache's rows."""
+        if self.problem.source == "paged" or self.order == "packed":
+            return 0
+        return 1 if self.nhd else 2
+
+    @property
+    def scale_shapes(self) -> Shapes:
+        """The shapes in which `kernel_views` takes k_scale and v_scale; -1 where a run decides. () where there is none."""
         axes = self.scale_axes(-1)
         return self.problem.k_scale.kernel_shape(axes), self.problem.v_scale.kernel_shape(axes)
 
     def scale_axes(self, extent: int) -> Axes:
-        """The axes of scales per token. extent: what a run decides, the caches' pages or, contiguous, their tokens a row."""
+        """The axes of scales per token. extent: what a run decides, the caches' pages or, contiguous, their tokens."""
         problem = self.problem
         heads = ("num_kv_heads", problem.num_kv_heads)
+        if self.order == "packed":
+            return (("total_k", extent), heads)
         if problem.source == "contiguous":
             return (("batch_size", problem.batch_size), heads, ("seq_len", extent))
         return (("num_pages", extent), ("page_size", problem.page_size), heads)
 
+    def total_q(self, q: Tensor) -> int:
+        """Query rows of all requests."""
+        return q.numel() // (self.problem.num_heads * self.problem.head_dim)
 
-def check(rules: Rules, operands: Operands) -> Passage:
-    """Raises the typed error of the first rule that is broken: q, caches, table, scales, out, lse, then overlap."""
+
+def check(rules: Rules, operands: Operands, extras: Extras = NO_EXTRAS) -> Passage:
+    """Raises the typed error of the first rule that is broken: q, caches, table, scales, extras, out, lse, then overlap."""
     problem = rules.problem
     check_query(rules, operands.q)
     _check_caches(rules, operands)
@@ -123,20 +113,23 @@ def check(rules: Rules, operands: Operands) -> Passage:
     axes = rules.scale_axes(operands.k_cache.shape[rules.free_axis])
     check_scale(rules.device, "k_scale", problem.k_scale, operands.k_scale, axes)
     check_scale(rules.device, "v_scale", problem.v_scale, operands.v_scale, axes)
+    _check_extras(rules, operands.q, extras)
     if operands.out is not None:
         check_tensor(rules.device, "out", operands.out, problem.q_dtype)
         check_shape("out", operands.out, tuple(operands.q.shape), "q's shape")
         check_strides("out", operands.out, rules.query_alignment)
     if operands.lse is not None:
         check_tensor(rules.device, "lse", operands.lse, torch.float32)
-        check_shape("lse", operands.lse, (problem.batch_size, problem.num_heads), "[batch_size, num_heads]")
-    _check_overlap(rules, operands)
+        axis = "batch_size" if problem.query == "one" else "total_q"
+        check_shape("lse", operands.lse, (rules.total_q(operands.q), problem.num_heads), f"[{axis}, num_heads]")
+    _check_overlap(rules, operands, extras)
     return _passage(rules, operands)
 
 
-def check_run(rules: Rules, workspace_bytes: int, operands: Operands) -> Passage:
+def check_run(rules: Rules, workspace_bytes: int, run: Operands | Extended) -> Passage:
     """`check`, and the workspace of at least so many bytes."""
-    passage = check(rules, operands)
+    operands, extras = run if isinstance(run, Extended) else (run, NO_EXTRAS)
+    passage = check(rules, operands, extras)
     check_workspace(rules, operands.workspace, workspace_bytes)
     return passage
 
@@ -146,10 +139,18 @@ def check_query(rules: Rules, q: Any) -> None:
     problem = rules.problem
     check_tensor(rules.device, "q", q, problem.q_dtype)
     batch, heads, dim = problem.batch_size, problem.num_heads, problem.head_dim
-    if tuple(q.shape) not in ((batch, heads, dim), (batch, 1, heads, dim), (batch, heads, 1, dim)):
-        rule = f"must be [batch_size, num_heads, head_dim] = {[batch, heads, dim]}, or that with one unit query axis"
+    if problem.query == "one" and tuple(q.shape) not in ((batch, heads, dim), (batch, 1, heads, dim), (batch, heads, 1, dim)):
+        rule = f"must be {QUERY_AXES['one']} = {[batch, heads, dim]}, or that with one unit query axis"
         several = q.dim() == 4 and (q.shape[0], q.shape[3]) == (batch, dim) and heads in q.shape[1:3] and 0 not in q.shape
         raise query_error(q.shape, several, rule)
+    if problem.query == "uniform":
+        check_shape("q", q, (batch, None, heads, dim), QUERY_AXES["uniform"])
+        if not 1 <= q.shape[1] <= problem.max_q_len:
+            raise InvalidProblem("q.shape", tuple(q.shape), f"must have a q_len from 1 to max_q_len = {problem.max_q_len}")
+    if problem.query == "ragged":
+        check_shape("q", q, (None, heads, dim), QUERY_AXES["ragged"])
+        if len(q) > MAX_EXTENT:
+            raise InvalidProblem("q.shape", tuple(q.shape), "must have at most 2**31 - 1 rows")
     check_strides("q", q, rules.query_alignment)
 
 
@@ -176,39 +177,9 @@ def check_workspace(rules: Rules, workspace: Any, needed: int) -> None:
         raise MisalignedOperand("workspace.data_ptr", workspace.data_ptr(), WORKSPACE_ALIGNMENT)
 
 
-def normalised(rules: Rules, operands: Operands) -> Operands:
-    """The same memory as `kernel_views` has it, with three axes of q and out, and aligned strides where an extent is one."""
-    q, out = _without_query_axis(operands.q, rules.problem), _without_query_axis(operands.out, rules.problem)
-    dim = rules.problem.head_dim
-    q, out, k, v = (with_unit_strides(t, dim) for t in (q, out, operands.k_cache, operands.v_cache))
-    return viewed((rules.nhd, rules.scale_shapes), operands._replace(q=q, k_cache=k, v_cache=v, out=out))
-
-
-def viewed(views: Views, operands: Operands) -> Operands:
-    """The operands with caches and scales as `kernel_views` has them."""
-    k, v, k_scale, v_scale = kernel_views(*views, operands.k_cache, operands.v_cache, operands.k_scale, operands.v_scale)
-    return operands._replace(k_cache=k, v_cache=v, k_scale=k_scale, v_scale=v_scale)
-
-
-def kernel_views(
-    nhd: bool, shapes: Shapes, k: Any, v: Any, k_scale: Any, v_scale: Any
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """(k, v, k_scale, v_scale) as a kernel takes them: caches HND, fp8 as bytes; scales in `shapes`, Rules.scale_shapes."""
-    k, v = as_bytes(k), as_bytes(v)
-    if nhd:
-        k, v = k.transpose(1, 2), v.transpose(1, 2)
-    return k, v, scale_view(k_scale, shapes[0]), scale_view(v_scale, shapes[1])
-
-
 def _check_caches(rules: Rules, operands: Operands) -> None:
     problem = rules.problem
-    axes: list[tuple[str, int | None]]
-    pages, heads, slots = ("num_pages", rules.num_pages), ("num_kv_heads", problem.num_kv_heads), ("page_size", problem.page_size)
-    if problem.source == "contiguous":
-        axes = [("batch_size", problem.batch_size), heads, ("seq_len", rules.seq_len)]
-    else:
-        axes = [pages, slots, heads] if rules.nhd else [pages, heads, slots]
-    names, extents = zip(*axes, ("head_dim", problem.head_dim), strict=True)
+    names, extents = zip(*rules.cache_axes, strict=True)
     stored = (("k_cache", operands.k_cache, problem.kv_dtype), ("v_cache", operands.v_cache, problem.v_dtype))
     for name, cache, dtype in stored:
         check_tensor(rules.device, name, cache, *dtype.tensor_dtypes)
@@ -224,14 +195,15 @@ def _check_caches(rules: Rules, operands: Operands) -> None:
     if problem.source == "contiguous":
         if extent > MAX_EXTENT:
             raise InvalidProblem("k_cache.shape", tuple(operands.k_cache.shape), "must have a seq_len of at most 2**31 - 1")
-        _check_tokens("k_cache", operands.k_cache, problem.batch_size * extent, problem.batch_size)
+        rows = 1 if rules.order == "packed" else problem.batch_size
+        _check_tokens("k_cache", operands.k_cache, rows * extent, problem.batch_size)
 
 
 def _check_table(rules: Rules, operands: Operands) -> None:
     batch = rules.problem.batch_size
-    if rules.problem.table_format == "none":
-        return
     check_table(rules.device, rules.problem.table_format, batch, (operands.table0, operands.table1, operands.table2))
+    if rules.problem.source == "contiguous":
+        return
     name = OPERAND_NAMES[rules.problem.table_format][0]
     _check_max_pages(rules, name, operands.table0)
     _check_tokens(name, operands.table0, operands.table0.numel() * rules.problem.page_size, batch)
@@ -257,24 +229,43 @@ def _check_max_pages(rules: Rules, name: str, table: Tensor) -> None:
         raise InvalidProblem(f"{name}.shape", tuple(table.shape), rule)
 
 
-def _check_overlap(rules: Rules, operands: Operands) -> None:
-    table_names = OPERAND_NAMES.get(rules.problem.table_format, ())
-    names = dict(zip(("table0", "table1", "table2"), table_names, strict=False))
-    refuse_overlap({names.get(n, n): t for n, t in operands._asdict().items()}, ("out", "lse", "workspace"))
+def _check_extras(rules: Rules, q: Tensor, extras: Extras) -> None:
+    """The tensors of several query rows and of modifiers: those that are described, and no others."""
+    problem, modifiers = rules.problem, rules.problem.modifiers
+    wanted: dict[str, tuple[bool, torch.dtype, tuple[int, ...], str]] = {
+        "qo_indptr": (problem.query == "ragged", torch.int32, (problem.batch_size + 1,), "[batch_size + 1]"),
+        "tree_mask": (
+            modifiers.tree_mask,
+            torch.int32,
+            (rules.total_q(q), problem.tree_words),
+            "[total_q, ceil(max_q_len / 32)]",
+        ),
+        "alibi_slopes": (modifiers.alibi, torch.float32, (problem.num_heads,), "[num_heads]"),
+        "sinks": (modifiers.sinks, torch.float32, (problem.num_heads,), "[num_heads]"),
+    }
+    for (name, (described, dtype, shape, meaning)), tensor in zip(wanted.items(), extras, strict=True):
+        if not described:
+            if tensor is not None:
+                raise InvalidArgument(name, f"got {type_name(tensor)}, must be None: the descriptor has no {name}")
+            continue
+        check_tensor(rules.device, name, tensor, dtype)
+        check_shape(name, tensor, shape, meaning)
+        check_unit_last(name, tensor)
+
+
+def _check_overlap(rules: Rules, operands: Operands, extras: Extras) -> None:
+    names = dict(zip(("table0", "table1", "table2"), OPERAND_NAMES[rules.problem.table_format], strict=False))
+    given = {names.get(n, n): t for n, t in operands._asdict().items()}
+    refuse_overlap({**given, **extras._asdict()}, ("out", "lse", "workspace"))
 
 
 def _passage(rules: Rules, operands: Operands) -> Passage:
-    if rules.problem.batch_size == 0:
+    if rules.problem.batch_size == 0 or operands.q.numel() == 0:
         return Passage.NOTHING
     if operands.k_cache.numel() == 0 or (operands.table0 is not None and operands.table0.numel() == 0):
         return Passage.EMPTY
     rows, caches = (operands.q, operands.out), (operands.k_cache, operands.v_cache)
     odd = any(has_odd_unit_strides(t, rules.query_alignment) for t in rows if t is not None)
     odd = odd or any(has_odd_unit_strides(t, rules.problem.vector_bytes) for t in caches)
-    return Passage.NORMALISED if odd or operands.q.dim() == 4 else Passage.DIRECT
-
-
-def _without_query_axis(tensor: Tensor, problem: DecodeProblem) -> Tensor:
-    if tensor.dim() == 3:
-        return tensor
-    return tensor.select(1 if tuple(tensor.shape[1:3]) == (1, problem.num_heads) else 2, 0)
+    unit_axis = rules.problem.query == "one" and operands.q.dim() == 4
+    return Passage.NORMALISED if odd or unit_axis else Passage.DIRECT

@@ -8,7 +8,7 @@ from typing import Literal
 
 import torch
 
-from ..checks.fields import check_alignment, check_extent, check_group, check_softmax
+from ..checks.fields import check_alignment, check_extent, check_group, check_modifiers, check_softmax
 from ..config.decode import LseBase, Source, TableFormat, padded_head_dim
 from ..config.modifiers import UNMODIFIED, Modifiers, QueryForm
 from ..errors import InvalidProblem
@@ -24,6 +24,8 @@ from ..kv.types import (
     check_storage,
     vector_bytes,
 )
+
+TREE_WORD_BITS = 32  # new tokens that one int32 of a tree mask has a bit for
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,16 @@ class DecodeProblem:
     query: QueryForm = "one"
     max_q_len: int = 1
     modifiers: Modifiers = UNMODIFIED
+
+    @property
+    def plain(self) -> bool:
+        """Whether every request has one query row and no score is modified: a kernel then takes no further operands."""
+        return self.query == "one" and self.modifiers == UNMODIFIED
+
+    @property
+    def tree_words(self) -> int:
+        """int32 words of a query row's tree mask."""
+        return -(-self.max_q_len // TREE_WORD_BITS)
 
     @property
     def group_size(self) -> int:
@@ -92,21 +104,30 @@ class DecodeProblem:
         return cache_type(self.kv_dtype, self.v_dtype)
 
     def __str__(self) -> str:
+        what = "decode" if self.query == "one" else f"attention, {self.query} query rows, at most {self.max_q_len} a request"
         cache = f"page_size {self.page_size}, {self.table_format} table" if self.source == "paged" else "contiguous"
+        lengths = {"lengths": " with lengths", "packed": " packed"}.get(self.table_format, "")
         scales = [f", {name} {scale}" for name, scale in (("k_scale", self.k_scale), ("v_scale", self.v_scale)) if scale]
+        modifiers = f", {self.modifiers}" if str(self.modifiers) else ""
         return (
-            f"decode, batch {self.batch_size}, heads {self.num_heads}/{self.num_kv_heads}, head_dim {self.head_dim}, {cache}, "
-            f"q {self.element_type}, cache {self.cache_type}{''.join(scales)}, {self.vector_bytes}-byte aligned"
+            f"{what}, batch {self.batch_size}, heads {self.num_heads}/{self.num_kv_heads}, head_dim {self.head_dim}, "
+            f"{cache}{lengths}, q {self.element_type}, cache {self.cache_type}{''.join(scales)}, "
+            f"{self.vector_bytes}-byte aligned{modifiers}"
         )
 
 
-class _DecodeFields(StorageFields):
-    """What both decode descriptors derive from their fields."""
+class AttentionFields(StorageFields):
+    """What the descriptors of attention derive from their fields."""
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
     softmax_scale: float | None
+    window_left: int | None
+    window_right: int | None = None  # of one query row: it stands at the last key
+    softcap: float | None
+    alibi: bool
+    sinks: bool
 
     @property
     def group_size(self) -> int:
@@ -118,6 +139,16 @@ class _DecodeFields(StorageFields):
         """The factor on q . k: softmax_scale, or head_dim ** -0.5."""
         return self.head_dim**-0.5 if self.softmax_scale is None else float(self.softmax_scale)
 
+    @property
+    def launch_values(self) -> tuple[int, int, float]:
+        """window_left, window_right and softcap as a launch takes them: 0 where there is none."""
+        return self.window_left or 0, self.window_right or 0, float(self.softcap or 0.0)
+
+    def _one_row_modifiers(self) -> Modifiers:
+        """Of one query row at its request's last key, from which causal and window_right hide nothing."""
+        windowed, capped = self.window_left is not None, self.softcap is not None
+        return Modifiers(window_left=windowed, softcap=capped, alibi=self.alibi, sinks=self.sinks)
+
     def _storage(self, q_dtype: torch.dtype, alignment_bytes: int | None) -> tuple[KVDtype, KVDtype, int]:
         """(kv_dtype, v_dtype, vector_bytes) of the problem."""
         kv_dtype, v_dtype = self._stored(q_dtype)
@@ -126,7 +157,7 @@ class _DecodeFields(StorageFields):
 
 
 @dataclass(frozen=True)
-class PagedDecodeDescriptor(_DecodeFields):
+class PagedDecodeDescriptor(AttentionFields):
     """Decode attention of one query row a request over a paged cache. Frozen and hashable: it is a cache key.
 
     q and out are [batch_size, num_heads, head_dim] of q_dtype; lse is f32 [batch_size, num_heads] in `lse_base`. kv_dtype
@@ -135,6 +166,8 @@ class PagedDecodeDescriptor(_DecodeFields):
     may have: the most columns of a dense table, and batch_size * max_pages the most indices of a CSR table. max_seq_len is
     a hint for the choice of a configuration, never a bound on correctness. softmax_scale defaults to head_dim ** -0.5.
     batch_size 0 is legal.
+
+    window_left, softcap, alibi, sinks: as in PagedAttentionDescriptor, of a query row that stands at its row's last token.
 
     Raises InvalidProblem for an extent, a divisibility, a scale or a choice that breaks its rule, in this order, then
     Unsupported for a q_dtype that no variant knows.
@@ -157,6 +190,10 @@ class PagedDecodeDescriptor(_DecodeFields):
     v_dtype: KVDtype | None = None
     k_scale: KVScale = KVScale.NONE
     v_scale: KVScale = KVScale.NONE
+    window_left: int | None = None
+    softcap: float | None = None
+    alibi: bool = False
+    sinks: bool = False
 
     def __post_init__(self) -> None:
         check_extent("batch_size", self.batch_size, least=0)
@@ -172,6 +209,7 @@ class PagedDecodeDescriptor(_DecodeFields):
             raise InvalidProblem("table_format", self.table_format, 'must be "dense" or "csr"')
         check_softmax(self.softmax_scale, self.lse_base)
         check_storage(self.kv_dtype, self.v_dtype, self.k_scale, self.v_scale)
+        check_modifiers(self.window_left, None, self.softcap, alibi=self.alibi, sinks=self.sinks)
         check_query_dtype("q_dtype", self.q_dtype)
         self._settle_storage(self.q_dtype)
 
@@ -195,17 +233,18 @@ class PagedDecodeDescriptor(_DecodeFields):
             lse_base=self.lse_base,
             k_scale=self.k_scale,
             v_scale=self.v_scale,
+            modifiers=self._one_row_modifiers(),
         )
 
 
 @dataclass(frozen=True)
-class FlashDecodingDescriptor(_DecodeFields):
+class FlashDecodingDescriptor(AttentionFields):
     """Decode attention of one query row a request over a contiguous cache.
 
     q and out are [batch_size, num_heads, head_dim] of `dtype`, k and v [batch_size, num_kv_heads, seq_len, head_dim], any
     strides with a unit last one. seq_len is what both caches of every run must have; None lets each run have another, and
-    max_seq_len is then a hint for the choice of a configuration, never a bound on correctness. kv_dtype, v_dtype, k_scale and
-    v_scale are as in PagedDecodeDescriptor. batch_size 0 and seq_len 0 are legal.
+    max_seq_len is then a hint for the choice of a configuration, never a bound on correctness. kv_dtype, v_dtype, k_scale,
+    v_scale and the modifiers are as in PagedDecodeDescriptor. batch_size 0 and seq_len 0 are legal.
 
     Raises, in this order: Unsupported (dtype), InvalidProblem (extents, then divisibility, then the other choices). A
     head_dim that no variant serves is Unsupported when a plan is selected.
@@ -225,6 +264,10 @@ class FlashDecodingDescriptor(_DecodeFields):
     k_scale: KVScale = KVScale.NONE
     v_scale: KVScale = KVScale.NONE
     max_seq_len: int | None = None
+    window_left: int | None = None
+    softcap: float | None = None
+    alibi: bool = False
+    sinks: bool = False
 
     def __post_init__(self) -> None:
         check_query_dtype("dtype", self.dtype)
@@ -239,6 +282,7 @@ class FlashDecodingDescriptor(_DecodeFields):
         check_softmax(self.softmax_scale, self.lse_base)
         check_alignment("alignment_bytes", self.alignment_bytes, CACHE_ALIGNMENTS)
         check_storage(self.kv_dtype, self.v_dtype, self.k_scale, self.v_scale)
+        check_modifiers(self.window_left, None, self.softcap, alibi=self.alibi, sinks=self.sinks)
         self._settle_storage(self.dtype)
 
     @classmethod
@@ -279,4 +323,5 @@ class FlashDecodingDescriptor(_DecodeFields):
             lse_base=self.lse_base,
             k_scale=self.k_scale,
             v_scale=self.v_scale,
+            modifiers=self._one_row_modifiers(),
         )

@@ -1,4 +1,4 @@
-"""Decode plans: select -> can_implement -> workspace_size -> run."""
+"""Plans of attention: select -> can_implement -> workspace_size -> run. Of one query row a request here."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..config.decode import KernelSpec
-from ..kv.faults import first_fault
+from ..kv.faults import first_fault, first_query_fault
 from ..kv.page_table import PageTable
 from ..kv.tensors import check_page_table
 from ..planning.base import LAUNCH_ERRORS, SKU_ARCH, FlaggingPlan, PrecisionGuarantee, Sku, selected
@@ -18,35 +18,42 @@ from ..planning.checked import Checked, refuse_compile_in_capture
 from ..planning.variants import Candidate, DeviceFacts, Launch, PlanPreference
 from ..planning.workspace import check_clean
 from . import checks
-from .checks import Operands, Passage, Rules
+from .attention_descriptor import PagedAttentionDescriptor
+from .checks import Rules
 from .descriptors import DecodeProblem, FlashDecodingDescriptor, PagedDecodeDescriptor
+from .operands import NO_EXTRAS, Extended, Extras, Operands, Passage, Views, by_request, normalised, viewed
+from .requests import belongs, key_lengths, query_rows, seen_keys
 from .shortcut import Setting, Shortcut, never, shortcut
 from .variants import explain, grid_of
 from .workspace import workspace_bytes, workspace_regions
 
 MAX_SHORTCUTS = 512  # runs whose tensors it remembers, one a K cache
-NO_PAGE_TABLE = ("none", (None, None, None))  # what stands for the PageTable of a contiguous cache
+NO_PAGE_TABLE = PageTable.whole()
+AS_THEY_ARE: Views = ("HND", ((), ()))
+LOG2_E = math.log2(math.e)
+Descriptor = PagedDecodeDescriptor | FlashDecodingDescriptor | PagedAttentionDescriptor
 
 
-def sku_of(problem: DecodeProblem, chosen: Candidate, preference: PlanPreference) -> Sku:
-    """What runs when `chosen` serves `problem`."""
-    operation = "paged_decode" if problem.source == "paged" else "flash_decoding"
+def sku_of(problem: DecodeProblem, chosen: Candidate, preference: PlanPreference, operation: str | None = None) -> Sku:
+    """What runs when `chosen` serves `problem`. operation: as its plan is called, where that is not a plan of decode."""
+    operation = operation or ("paged_decode" if problem.source == "paged" else "flash_decoding")
     dtypes = (problem.element_type, problem.cache_type, problem.element_type)
     guarantee = PrecisionGuarantee.of(problem.q_dtype, chosen.arch == "cpu" or preference.batch_invariant)
     return Sku(operation, *dtypes, SKU_ARCH[chosen.arch], chosen.variant, chosen.config, guarantee)
 
 
-class DecodePlan(FlaggingPlan):
-    """What the plans of one query row a request share. Make one with `select`; its attributes are read-only facts."""
+class AttentionPlan(FlaggingPlan):
+    """What all plans of attention share. Make one with `select`; its attributes are read-only facts."""
 
-    def __init__(
-        self, descriptor: PagedDecodeDescriptor | FlashDecodingDescriptor, rules: Rules, preference: PlanPreference
-    ) -> None:
-        device, problem, facts = rules.device, rules.problem, DeviceFacts.of(rules.device)
+    _operation: str | None = None  # as `sku_of` takes it
+
+    def __init__(self, descriptor: Descriptor, rules: Rules, preference: PlanPreference) -> None:
+        device, problem = rules.device, rules.problem
+        facts = preference.part_of(DeviceFacts.of(device))
         explanation = explain(problem, facts, preference)
         chosen = explanation.chosen
         grid = grid_of(problem, chosen)
-        sku = sku_of(problem, chosen, preference)
+        sku = sku_of(problem, chosen, preference, self._operation)
         super().__init__(device, facts.sm_count, sku, explanation, workspace_bytes(*grid), workspace_regions(*grid))
         self.descriptor = descriptor
         self.num_ctas = chosen.num_ctas
@@ -55,29 +62,30 @@ class DecodePlan(FlaggingPlan):
         self._validate, self._check_workspace = preference.validate, preference.check_workspace
         self._inspects = self._validate or self._check_workspace
         status = self._words.data_ptr() if chosen.spec else self._words  # the reference writes the words themselves
-        self._constants = (descriptor.scale, self.num_ctas, status)
-        plain = problem.kv_dtype.element_bytes > 1 and problem.v_dtype.element_bytes > 1
-        views = (rules.nhd, rules.scale_shapes)
-        self._views = None if plain and views == (False, ((), ())) else views  # None: caches reach the kernel as they are
+        shared = (descriptor.scale, self.num_ctas, status)
+        self._plain = problem.plain
+        self._constants = shared if problem.plain else (*shared, problem.max_q_len, *descriptor.launch_values)
+        of_16_bits = problem.kv_dtype.element_bytes > 1 and problem.v_dtype.element_bytes > 1
+        self._views = None if of_16_bits and rules.views == AS_THEY_ARE else rules.views  # None: caches reach kernels as they are
         device_index = device.index if self._several_gpus else None
         self._setting = None  # the CPU variant refuses nothing by itself: its runs are checked
-        if chosen.spec is not None:
-            self._setting = Setting(self._constants, self._workspace_bytes > 0, problem.table_format, self._views, device_index)
-        self._check: Checked[Operands, Passage] = Checked(partial(checks.check_run, rules, self._workspace_bytes))
+        if chosen.spec is not None and problem.plain:
+            self._setting = Setting(shared, self._workspace_bytes > 0, problem.table_format, self._views, device_index)
+        self._check: Checked[Operands | Extended, Passage] = Checked(partial(checks.check_run, rules, self._workspace_bytes))
         self._shortcuts: dict[int, Shortcut] = {}  # by the id of the K cache, as the next
         self._last_q: dict[int, ref[Tensor]] = {}
 
-    def _run(self, operands: Operands, stream: torch.cuda.Stream | None) -> tuple[Tensor, Tensor]:
+    def _run(self, operands: Operands, stream: torch.cuda.Stream | None, extras: Extras = NO_EXTRAS) -> tuple[Tensor, Tensor]:
         """Launches where no shortcut knows the operands: after the checks that their signature still needs."""
         if operands.out is None or operands.lse is None:
             operands = self._with_outputs(operands)
-        passage = self._check(operands)
+        passage = self._check(operands if extras is NO_EXTRAS else Extended(operands, extras))
         if passage is not Passage.DIRECT or stream is not None or self._inspects or (self._several_gpus and self._elsewhere()):
-            self._run_slowly(passage, operands, stream)
+            self._run_slowly(passage, operands, extras, stream)
         else:
             if self._setting is not None:
                 self._remember(self._setting, operands)
-            self._start(operands if self._views is None else checks.viewed(self._views, operands))
+            self._start(operands if self._views is None else viewed(self._views, operands), extras)
         return operands.out, operands.lse
 
     def _with_outputs(self, operands: Operands) -> Operands:
@@ -87,7 +95,7 @@ class DecodePlan(FlaggingPlan):
         if operands.out is None:
             operands = operands._replace(out=torch.empty(q.shape, dtype=q.dtype, device=q.device))
         if operands.lse is None:
-            lse = torch.empty((problem.batch_size, problem.num_heads), dtype=torch.float32, device=q.device)
+            lse = torch.empty((self._rules.total_q(q), problem.num_heads), dtype=torch.float32, device=q.device)
             operands = operands._replace(lse=lse)
         return operands
 
@@ -103,42 +111,68 @@ class DecodePlan(FlaggingPlan):
             self._shortcuts.clear()
         self._last_q[id(k)] = ref(q)
 
-    def _run_slowly(self, passage: Passage, operands: Operands, stream: torch.cuda.Stream | None) -> None:
+    def _run_slowly(self, passage: Passage, operands: Operands, extras: Extras, stream: torch.cuda.Stream | None) -> None:
         """The same for odd strides, nothing to read, a stream of the caller's, validation, or a device that is not current."""
         with self._on(stream):
             if self._validate:
-                self._check_metadata(operands)
+                self._check_metadata(normalised(self._rules.problem, self._rules.views, operands), extras)
             if self._check_workspace:
                 self._refuse_capture("check_workspace")
                 check_clean(operands.workspace, self._workspace_regions)
             if passage is Passage.EMPTY:
-                operands.out.zero_()
-                operands.lse.fill_(-math.inf)
+                self._write_empty(operands, extras)
             elif passage is not Passage.NOTHING:
-                self._start(checks.normalised(self._rules, operands))
+                self._start(normalised(self._rules.problem, self._rules.views, operands), extras)
 
-    def _start(self, operands: Operands) -> None:
+    def _start(self, operands: Operands, extras: Extras) -> None:
         """One launch; caches and scales are as a kernel takes them. One that keeps rows whole takes no workspace."""
         if self._workspace_bytes == 0:
             operands = operands._replace(workspace=None)
+        if self._rules.problem.query == "uniform":
+            operands, extras = by_request(operands, extras)
         try:
-            self._launch(*operands, *self._constants)
+            self._launch(*operands, *(() if self._plain else extras), *self._constants)
         except LAUNCH_ERRORS as error:
             raise self._launch_failed(error) from error
 
-    def _check_metadata(self, operands: Operands) -> None:
-        """Raises InvalidArgument for the first row whose length, indptr or page ids break their rule; synchronises."""
-        problem = self._rules.problem
-        if problem.table_format == "none":
+    def _write_empty(self, operands: Operands, extras: Extras) -> None:
+        """out = 0 and lse = -inf, or the sinks, in every query row of a request; rows of none are left as they are."""
+        out, lse, problem = operands.out, operands.lse, self._rules.problem
+        nothing = torch.full_like(lse, -math.inf)
+        if extras.sinks is not None:
+            nothing.copy_(extras.sinks * (LOG2_E if problem.lse_base == "2" else 1.0))
+        if extras.qo_indptr is None:
+            out.zero_()
+            lse.copy_(nothing)
             return
-        self._refuse_capture("validate")
+        mine = belongs(query_rows(problem.query, operands.q, extras.qo_indptr, problem.max_q_len), len(lse))[:, None]
+        out.masked_fill_(mine[..., None], 0.0)
+        lse.copy_(torch.where(mine, nothing, lse))
+
+    def _check_metadata(self, operands: Operands, extras: Extras) -> None:
+        """Raises InvalidArgument for the first row whose indptr, length or page ids break their rule; synchronises.
+
+        operands: caches as a kernel takes them.
+        """
+        problem = self._rules.problem
         table = PageTable(problem.table_format, (operands.table0, operands.table1, operands.table2))
-        fault = first_fault(table, problem.page_size, operands.k_cache.shape[0])
+        fault = None
+        if problem.query == "ragged" or problem.table_format != "none":
+            self._refuse_capture("validate")
+        if problem.query == "ragged":
+            fault = first_query_fault(extras.qo_indptr, len(operands.q), problem.max_q_len)
+        if fault is None and problem.table_format != "none":
+            span = None
+            if problem.modifiers.masks:
+                rows = query_rows(problem.query, operands.q, extras.qo_indptr, problem.max_q_len)
+                lengths = key_lengths(table, operands.k_cache, rows)
+                span = seen_keys(problem.modifiers, *self.descriptor.launch_values[:2], rows.q_lens, lengths)
+            fault = first_fault(table, operands.k_cache.shape[2], operands.k_cache.shape[0], span=span)
         if fault is not None:
             raise fault.error(table)
 
 
-class PagedDecodePlan(DecodePlan):
+class PagedDecodePlan(AttentionPlan):
     """Decode attention of one query row a request over a paged cache."""
 
     def __init__(self, descriptor: PagedDecodeDescriptor, device: torch.device, preference: PlanPreference) -> None:
@@ -170,12 +204,15 @@ class PagedDecodePlan(DecodePlan):
         *,
         k_scale: Tensor | None = None,
         v_scale: Tensor | None = None,
+        alibi_slopes: Tensor | None = None,
+        sinks: Tensor | None = None,
         out: Tensor | None = None,
         lse: Tensor | None = None,
     ) -> None:
         """Checks shapes, dtypes, strides, alignment, devices and overlap as `run` does; raises its typed errors."""
         check_page_table(self._rules.problem.table_format, page_table)
-        checks.check(self._rules, Operands(q, k_cache, v_cache, *page_table.operands, k_scale, v_scale, out, lse, None))
+        operands = Operands(q, k_cache, v_cache, *page_table.operands, k_scale, v_scale, out, lse, None)
+        checks.check(self._rules, operands, Extras(None, None, alibi_slopes, sinks))
 
     def run(
         self,
@@ -186,6 +223,8 @@ class PagedDecodePlan(DecodePlan):
         *,
         k_scale: Tensor | None = None,
         v_scale: Tensor | None = None,
+        alibi_slopes: Tensor | None = None,
+        sinks: Tensor | None = None,
         out: Tensor | None = None,
         lse: Tensor | None = None,
         workspace: Tensor | None = None,
@@ -200,6 +239,7 @@ class PagedDecodePlan(DecodePlan):
 
         k_scale, v_scale: what the descriptor's KVScales say, on the plan's device. "tensor": f32 [] or [1]; "head": f32
         [num_kv_heads]; "token": [num_pages, page_size, num_kv_heads] whatever the layout, or that as one axis. Any strides.
+        alibi_slopes, sinks: f32 [num_heads] where the descriptor says so.
 
         No host-device synchronisation. Raises, before anything is written, InvalidProblem (an extent), InvalidArgument
         (type, dtype, device, overlap), MisalignedOperand, Unsupported (strides), WorkspaceTooSmall; then LaunchFailed.
@@ -207,17 +247,17 @@ class PagedDecodePlan(DecodePlan):
         Bad lengths and page ids on the device are masked, as `reference` says, and recorded for `status`; under
         PlanPreference(validate=True) they raise InvalidArgument before anything is written, which synchronises.
         """
-        if stream is None:
+        if stream is alibi_slopes is sinks is None:
             known = self._shortcuts.get(id(k_cache), never)
             done = known(q, k_cache, v_cache, page_table, k_scale, v_scale, out, lse, workspace)
             if done is not None:
                 return done
         check_page_table(self._rules.problem.table_format, page_table)
         operands = Operands(q, k_cache, v_cache, *page_table.operands, k_scale, v_scale, out, lse, workspace)
-        return self._run(operands, stream)
+        return self._run(operands, stream, _of_modifiers(alibi_slopes, sinks))
 
 
-class FlashDecodingPlan(DecodePlan):
+class FlashDecodingPlan(AttentionPlan):
     """Decode attention of one query row a request over a contiguous cache."""
 
     def __init__(self, descriptor: FlashDecodingDescriptor, device: torch.device, preference: PlanPreference) -> None:
@@ -241,11 +281,14 @@ class FlashDecodingPlan(DecodePlan):
         *,
         k_scale: Tensor | None = None,
         v_scale: Tensor | None = None,
+        alibi_slopes: Tensor | None = None,
+        sinks: Tensor | None = None,
         out: Tensor | None = None,
         lse: Tensor | None = None,
     ) -> None:
         """Checks shapes, dtypes, strides, alignment, devices and overlap as `run` does; raises its typed errors."""
-        checks.check(self._rules, Operands(q, k, v, *NO_PAGE_TABLE[1], k_scale, v_scale, out, lse, None))
+        operands = Operands(q, k, v, *NO_PAGE_TABLE.operands, k_scale, v_scale, out, lse, None)
+        checks.check(self._rules, operands, Extras(None, None, alibi_slopes, sinks))
 
     def run(
         self,
@@ -255,6 +298,8 @@ class FlashDecodingPlan(DecodePlan):
         *,
         k_scale: Tensor | None = None,
         v_scale: Tensor | None = None,
+        alibi_slopes: Tensor | None = None,
+        sinks: Tensor | None = None,
         out: Tensor | None = None,
         lse: Tensor | None = None,
         workspace: Tensor | None = None,
@@ -264,15 +309,20 @@ class FlashDecodingPlan(DecodePlan):
 
         Scales per token are [batch, num_kv_heads, seq_len].
         """
-        if stream is None:
+        if stream is alibi_slopes is sinks is None:
             known = self._shortcuts.get(id(k), never)
             done = known(q, k, v, NO_PAGE_TABLE, k_scale, v_scale, out, lse, workspace)
             if done is not None:
                 return done
-        return self._run(Operands(q, k, v, *NO_PAGE_TABLE[1], k_scale, v_scale, out, lse, workspace), stream)
+        operands = Operands(q, k, v, *NO_PAGE_TABLE.operands, k_scale, v_scale, out, lse, workspace)
+        return self._run(operands, stream, _of_modifiers(alibi_slopes, sinks))
 
 
-def _launch_of(spec: KernelSpec | None, descriptor: PagedDecodeDescriptor | FlashDecodingDescriptor) -> Launch:
+def _of_modifiers(alibi_slopes: Tensor | None, sinks: Tensor | None) -> Extras:
+    return NO_EXTRAS if alibi_slopes is sinks is None else Extras(None, None, alibi_slopes, sinks)
+
+
+def _launch_of(spec: KernelSpec | None, descriptor: Descriptor) -> Launch:
     """The callable behind a chosen variant, compiled now; the CPU variant where there is no spec."""
     if spec is None:
         from .reference import cpu_variant

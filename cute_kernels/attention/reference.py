@@ -1,28 +1,116 @@
-"""The semantics of decode attention in plain PyTorch, row by row. In f32 it is also the CPU variant.
+"""The semantics of attention in plain PyTorch, query row by query row. In f32 it is also the CPU variant.
 
-A row attends to the tokens t < length whose page the table holds and the pool has. No other byte of a cache and no other
-token's scale is read, so whatever they hold cannot reach a result. The real value of an element is what is stored times its
-scale, computed in the reference's dtype. A row without tokens gives out = 0 and lse = -inf.
+A query row attends to the keys t < length that its masks show, whose page the table holds and the pool has. Only keys that some
+query row of their request may see are looked up, and a row's result is made of those that it sees itself: whatever other bytes
+of a cache and other tokens' scales hold cannot reach it. The real value of an element is what is stored times its scale,
+computed in the reference's dtype. A row without keys gives out = 0 and lse = -inf, or its sink.
 
-Bad metadata is masked row by row: tokens of a page outside the pool are left out, a negative length counts as 0, a length past
-what the row's part of the table holds as that, and a row whose indptr is negative, decreasing or past the indices is empty.
+Bad metadata is masked request by request: keys of a page outside the pool are left out, a negative length counts as 0, a length
+past what the row's part of the table holds as that, a row whose indptr is negative, decreasing or past what it indexes is empty,
+and so are its query rows where that is qo_indptr; of more than max_q_len query rows only the first count.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any, TypeGuard
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ..checks.fields import MAX_EXTENT
 from ..config.decode import LseBase
-from ..kv.faults import first_fault, record
-from ..kv.page_table import PageTable
+from ..config.modifiers import UNMODIFIED, Modifiers, QueryForm
+from ..kv.faults import Span, first_fault, first_query_fault, record
+from ..kv.page_table import PAGED, PageTable, held
 from ..planning.variants import Launch
-from .descriptors import DecodeProblem
+from .descriptors import TREE_WORD_BITS, DecodeProblem
+from .operands import NO_EXTRAS, Extras, Operands
+from .requests import QueryRows, key_lengths, query_rows, seen_keys
 
 LOG2_E = math.log2(math.e)
+
+
+class Scoring(NamedTuple):
+    """What a launch does with scores: which modifiers there are, and their values."""
+
+    softmax_scale: float
+    lse_base: LseBase = "e"
+    modifiers: Modifiers = UNMODIFIED
+    window_left: int = 0
+    window_right: int = 0
+    softcap: float = 0.0
+    alibi_slopes: Tensor | None = None
+    sinks: Tensor | None = None
+
+
+class Keys(NamedTuple):
+    """Keys of one request: their positions [tokens], and the real K and V [tokens, num_kv_heads, head_dim]."""
+
+    position: Tensor
+    k: Tensor
+    v: Tensor
+
+    def part(self, which: slice | Tensor) -> Keys:
+        """Those of a slice or of a mask [tokens]."""
+        return Keys(*(tensor[which] for tensor in self))
+
+
+def attention(
+    operands: Operands,
+    page_table: PageTable,
+    scoring: Scoring,
+    query: QueryForm = "one",
+    max_q_len: int = 1,
+    extras: Extras = NO_EXTRAS,
+    dtype: torch.dtype = torch.float32,
+) -> tuple[QueryRows, Span]:
+    """Writes out and lse of every query row of every request, computed in `dtype`; operands are as a kernel takes them.
+
+    q, out: [batch, num_heads, head_dim]; uniform [batch, q_len, num_heads, head_dim]; ragged [total_q, num_heads, head_dim].
+    lse, tree_mask: the same with one entry, or its words, in place of the heads' rows. Caches: pages [num_pages, num_kv_heads,
+    page_size, head_dim]; [batch, num_kv_heads, max_len, head_dim]; packed [1, num_kv_heads, total_k, head_dim]; fp8 as fp8.
+    Returns which query rows there are, and the keys that they may see.
+    """
+    q, k = operands.q, operands.k_cache
+    rows = query_rows(query, q, extras.qo_indptr, max_q_len)
+    lengths = key_lengths(page_table, k, rows)
+    span = seen_keys(scoring.modifiers, scoring.window_left, scoring.window_right, rows.q_lens, lengths)
+    facts = zip(*(t.tolist() for t in (*rows, lengths, *span)), strict=True)
+    for request, (begin, count, length, first, past) in enumerate(facts):
+        if not count:
+            continue
+        keys = _keys(operands, page_table, request, torch.arange(first, past, device=q.device), dtype)
+        mine: Any = request if query == "uniform" else slice(begin, begin + count)
+        words = [None] * count if extras.tree_mask is None else extras.tree_mask[mine]
+        outs, lses = operands.out[mine], operands.lse[mine]
+        for row, (query_row, bits) in enumerate(zip(q[mine], words, strict=True)):
+            position = row + (0 if scoring.modifiers.causal == "top_left" else length - count)
+            seen = _seen(scoring, keys, position, length - count, bits) if scoring.modifiers.masks else keys
+            outs[row], lses[row] = attend(query_row, seen, position, scoring)
+    return rows, span
+
+
+def attend(q: Tensor, keys: Keys, position: int, scoring: Scoring) -> tuple[Tensor, Tensor]:
+    """One query row over the keys that it sees, in their dtype: q [num_heads, head_dim] -> out like q, lse [num_heads]."""
+    dtype, (num_heads, head_dim) = keys.k.dtype, q.shape
+    tokens, num_kv_heads, _ = keys.k.shape
+    units = LOG2_E if scoring.lse_base == "2" else 1.0
+    sinks = None if scoring.sinks is None else scoring.sinks.to(dtype)
+    if tokens == 0:
+        lse = q.new_full((num_heads,), -math.inf, dtype=dtype) if sinks is None else sinks * units
+        return q.new_zeros((num_heads, head_dim), dtype=dtype), lse
+    grouped = q.to(dtype).reshape(num_kv_heads, num_heads // num_kv_heads, head_dim)
+    scores = grouped @ keys.k.permute(1, 2, 0) * scoring.softmax_scale  # [num_kv_heads, group_size, tokens]
+    if scoring.modifiers.softcap:
+        scores = scoring.softcap * torch.tanh(scores / scoring.softcap)
+    if scoring.alibi_slopes is not None:
+        slopes = scoring.alibi_slopes.to(dtype).view(num_kv_heads, -1, 1)
+        scores = scores - slopes * (position - keys.position).abs().to(dtype)
+    if sinks is not None:  # one more score, of a token whose value is 0
+        scores = torch.cat([scores, sinks.view(num_kv_heads, -1, 1)], -1)
+    out = scores.softmax(-1)[..., :tokens] @ keys.v.transpose(0, 1)
+    return out.reshape(num_heads, head_dim), (scores.logsumexp(-1) * units).reshape(num_heads)
 
 
 def decode_paged(
@@ -37,67 +125,21 @@ def decode_paged(
     lse_base: LseBase = "e",
     dtype: torch.dtype = torch.float32,
 ) -> tuple[Tensor, Tensor]:
-    """Decode attention over HND pages, computed in `dtype`.
+    """Attention of one query row a request, computed in `dtype`.
 
     q [batch, num_heads, head_dim]; caches [num_pages, num_kv_heads, page_size, head_dim] (pass an NHD cache as
     `cache.transpose(1, 2)`, fp8 bytes viewed as fp8). Scales: [] or [1], [num_kv_heads], or [num_pages, page_size,
     num_kv_heads]. Returns out [batch, num_heads, head_dim] and lse [batch, num_heads], both of `dtype`.
     """
-    num_pages, _, page_size, _ = k_cache.shape
-    out, lse = _empty_outputs(q, dtype)
-    for row in range(q.shape[0]):
-        page, slot = _row_tokens(page_table, row, page_size)
-        known = (page >= 0) & (page < num_pages)
-        page, slot = page[known], slot[known]
-        k, v = (
-            _real(cache[page, :, slot], scale[page, slot] if _per_token(scale) else scale, dtype)
-            for cache, scale in ((k_cache, k_scale), (v_cache, v_scale))
-        )
-        out[row], lse[row] = attend(q[row], k, v, softmax_scale, lse_base)
+    out, lse = q.new_empty(q.shape, dtype=dtype), q.new_empty(q.shape[:2], dtype=dtype)
+    scoring = Scoring(q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale, lse_base)
+    attention(Operands(q, k_cache, v_cache, None, None, None, k_scale, v_scale, out, lse, None), page_table, scoring, dtype=dtype)
     return out, lse
 
 
-def decode_contiguous(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-    softmax_scale: float | None = None,
-    lse_base: LseBase = "e",
-    dtype: torch.dtype = torch.float32,
-) -> tuple[Tensor, Tensor]:
-    """Decode attention over k and v [batch, num_kv_heads, seq_len, head_dim], as decode_paged.
-
-    Scales: [] or [1], [num_kv_heads], or [batch, num_kv_heads, seq_len].
-    """
-    out, lse = _empty_outputs(q, dtype)
-    for row in range(q.shape[0]):
-        keys, values = (
-            _real(cache[row].transpose(0, 1), scale[row].T if _per_token(scale) else scale, dtype)
-            for cache, scale in ((k, k_scale), (v, v_scale))
-        )
-        out[row], lse[row] = attend(q[row], keys, values, softmax_scale, lse_base)
-    return out, lse
-
-
-def attend(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None, lse_base: LseBase) -> tuple[Tensor, Tensor]:
-    """One row in the dtype of k and v, their real values [tokens, num_kv_heads, head_dim].
-
-    q [num_heads, head_dim] -> out like q, lse [num_heads].
-    """
-    dtype = k.dtype
-    num_heads, head_dim = q.shape
-    tokens, num_kv_heads, _ = k.shape
-    if tokens == 0:
-        return q.new_zeros((num_heads, head_dim), dtype=dtype), q.new_full((num_heads,), -math.inf, dtype=dtype)
-    scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
-    grouped = q.to(dtype).view(num_kv_heads, num_heads // num_kv_heads, head_dim)
-    scores = grouped @ k.permute(1, 2, 0) * scale  # [num_kv_heads, group_size, tokens]
-    out = scores.softmax(-1) @ v.transpose(0, 1)
-    lse = scores.logsumexp(-1) * (LOG2_E if lse_base == "2" else 1.0)
-    return out.reshape(num_heads, head_dim), lse.reshape(num_heads)
+def decode_contiguous(q: Tensor, k: Tensor, v: Tensor, **rules: Any) -> tuple[Tensor, Tensor]:
+    """As decode_paged, over k and v [batch, num_kv_heads, seq_len, head_dim]; scales a token: [batch, num_kv_heads, seq_len]."""
+    return decode_paged(q, k, v, PageTable.whole(), **rules)
 
 
 def cpu_variant(problem: DecodeProblem) -> Launch:
@@ -106,66 +148,84 @@ def cpu_variant(problem: DecodeProblem) -> Launch:
     It needs no workspace.
     """
     k_dtype, v_dtype = problem.kv_dtype.torch_dtype, problem.v_dtype.torch_dtype
+    num_operands = len(Operands._fields)
 
-    def launch(
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        table0: Tensor | None,
-        table1: Tensor | None,
-        table2: Tensor | None,
-        k_scale: Tensor | None,
-        v_scale: Tensor | None,
-        out: Tensor,
-        lse: Tensor,
-        workspace: Tensor | None,
-        softmax_scale: float,
-        num_ctas: int,
-        status: Tensor,
-    ) -> None:
-        k, v = k.view(k_dtype), v.view(v_dtype)  # fp8 comes as bytes
-        rules: dict[str, Any] = {
-            "k_scale": k_scale,
-            "v_scale": v_scale,
-            "softmax_scale": softmax_scale,
-            "lse_base": problem.lse_base,
-        }
-        if table0 is None or table1 is None:
-            result = decode_contiguous(q, k, v, **rules)
-        else:
-            table = PageTable("dense" if table2 is None else "csr", (table0, table1, table2))
-            result = decode_paged(q, k, v, table, **rules)
-            fault = first_fault(table, k.shape[2], k.shape[0])
-            if fault is not None:
-                record(status, fault)
-        out.copy_(result[0])
-        lse.copy_(result[1])
+    def launch(*arguments: Any) -> None:
+        operands, rest = Operands(*arguments[:num_operands]), arguments[num_operands:]
+        extras = NO_EXTRAS
+        if not problem.plain:
+            extras, rest = Extras(*rest[: len(NO_EXTRAS)]), rest[len(NO_EXTRAS) :]
+        softmax_scale, _, status, *values = rest
+        _, window_left, window_right, softcap = values or (1, 0, 0, 0.0)
+        masks = (problem.modifiers, window_left, window_right, softcap)
+        scoring = Scoring(softmax_scale, problem.lse_base, *masks, extras.alibi_slopes, extras.sinks)
+        table = PageTable(problem.table_format, (operands.table0, operands.table1, operands.table2))
+        k, v = operands.k_cache.view(k_dtype), operands.v_cache.view(v_dtype)  # fp8 comes as bytes
+        operands = operands._replace(k_cache=k, v_cache=v)
+        _, span = attention(operands, table, scoring, problem.query, problem.max_q_len, extras)
+        _record_faults(status, operands, table, span, extras.qo_indptr, problem.max_q_len)
 
     return launch
 
 
-def _empty_outputs(q: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    return q.new_empty(q.shape, dtype=dtype), q.new_empty(q.shape[:2], dtype=dtype)
+def _record_faults(
+    status: Tensor, operands: Operands, table: PageTable, span: Span, qo_indptr: Tensor | None, max_q_len: int
+) -> None:
+    fault = None if qo_indptr is None else first_query_fault(qo_indptr, len(operands.q), max_q_len)
+    if fault is None and table.format != "none":
+        fault = first_fault(table, operands.k_cache.shape[2], operands.k_cache.shape[0], span=span)
+    if fault is not None:
+        record(status, fault)
 
 
-def _per_token(scale: Tensor | None) -> TypeGuard[Tensor]:
-    return scale is not None and scale.dim() == 3
+def _seen(scoring: Scoring, keys: Keys, position: int, old: int, tree: Tensor | None) -> Keys:
+    """Those of a request's keys that the query row at `position` sees.
+
+    old: how many keys are before the request's new tokens. tree: the row's words of the tree mask.
+    """
+    modifiers = scoring.modifiers
+    least, most = 0, MAX_EXTENT
+    if modifiers.window_left:
+        least = position - scoring.window_left
+    if modifiers.window_right:
+        most = position + scoring.window_right
+    if modifiers.causal != "none" and tree is None:
+        most = position
+    ends = torch.tensor([least, most + 1], device=keys.position.device)
+    begin, end = torch.searchsorted(keys.position, ends).tolist()
+    keys = keys.part(slice(begin, end))
+    if tree is None:
+        return keys
+    new = (keys.position - old).clamp(min=0)
+    return keys.part((keys.position < old) | ((tree[new // TREE_WORD_BITS] >> (new % TREE_WORD_BITS)) & 1).bool())
 
 
-def _real(stored: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """What `stored` [tokens, num_kv_heads, head_dim] stands for; scale: [], [1], [num_kv_heads] or [tokens, num_kv_heads]."""
-    return stored.to(dtype) if scale is None else stored.to(dtype) * scale.to(dtype)[..., None]
-
-
-def _row_tokens(page_table: PageTable, row: int, page_size: int) -> tuple[Tensor, Tensor]:
-    """(page id, slot) of each token of a row, bounded by what its part of the table can hold; ids are unchecked."""
-    first, second, last_page_len = page_table.operands
-    if last_page_len is None:
-        pages, length = first[row], int(second[row])
+def _keys(operands: Operands, page_table: PageTable, request: int, tokens: Tensor, dtype: torch.dtype) -> Keys:
+    """The keys of a request at these positions, but those whose page the pool lacks."""
+    k, v = operands.k_cache, operands.v_cache
+    paged = page_table.format in PAGED
+    if paged:
+        pages, slot = _pages(page_table, request)[tokens // k.shape[2]].long(), tokens % k.shape[2]
+        known = (pages >= 0) & (pages < len(k))
+        tokens, pages, slot = tokens[known], pages[known], slot[known]
+    elif page_table.format == "packed":
+        pages, slot = torch.zeros_like(tokens), tokens + held(page_table, 0)[request]
     else:
-        indices, indptr = first, second
-        begin, end = int(indptr[row]), int(indptr[row + 1])
-        pages = indices[begin:end] if 0 <= begin <= end <= len(indices) else indices[:0]
-        length = (len(pages) - 1) * page_size + int(last_page_len[row]) if len(pages) else 0
-    token = torch.arange(max(0, min(length, len(pages) * page_size)), device=pages.device)
-    return pages[token // page_size].long(), token % page_size
+        pages, slot = torch.full_like(tokens, request), tokens
+
+    def real(cache: Tensor, scale: Tensor | None) -> Tensor:
+        stored = cache[pages, :, slot].to(dtype)
+        if scale is None:
+            return stored
+        if scale.dim() == 3:
+            scale = scale[pages, slot] if paged else scale[pages, :, slot]
+        return stored * scale.to(dtype)[..., None]
+
+    return Keys(tokens, real(k, operands.k_scale), real(v, operands.v_scale))
+
+
+def _pages(page_table: PageTable, request: int) -> Tensor:
+    """The page ids of a row, from its first page on; entries past its length are none."""
+    if page_table.format == "dense":
+        return held(page_table, 0)[request]
+    return held(page_table, 0)[max(0, int(held(page_table, 1)[request])) :]

@@ -24,7 +24,7 @@ from ..compile.kernels import as_operand
 from ..config.decode import TableFormat
 from ..planning.base import LAUNCH_ERRORS
 from ..planning.variants import Launch
-from .checks import Operands, Views, kernel_views
+from .operands import Operands, Views, kernel_views
 
 Shortcut = Callable[..., "tuple[Tensor, Tensor] | None"]
 ABSENT: Callable[[], None] = type(None)  # the reference to an operand that is None

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import math
+from typing import TypeGuard
 
 from ..errors import InvalidProblem
 
 MAX_EXTENT = 2**31 - 1  # extents and lengths are int32 on the device
 
 
-def is_int(value: object) -> bool:
+def is_int(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def check_extent(name: str, value: int, least: int = 1) -> None:
+def check_extent(name: str, value: object, least: int = 1) -> None:
     if not is_int(value) or not least <= value <= MAX_EXTENT:
         raise InvalidProblem(name, value, f"must be an int from {least} to 2**31 - 1")
 
@@ -35,3 +36,17 @@ def check_softmax(softmax_scale: float | None, lse_base: str) -> None:
 def check_alignment(name: str, alignment_bytes: int | None, allowed: tuple[int, ...] = (2, 4, 8, 16)) -> None:
     if alignment_bytes is not None and (not is_int(alignment_bytes) or alignment_bytes not in allowed):
         raise InvalidProblem(name, alignment_bytes, f"must be {', '.join(map(str, allowed))} or None")
+
+
+def check_modifiers(window_left: int | None, window_right: int | None, softcap: float | None, **flags: bool) -> None:
+    """Windows from 0 on, a softcap above 0, and flags that are bools."""
+    for name, window in (("window_left", window_left), ("window_right", window_right)):
+        if window is not None and (not is_int(window) or not 0 <= window <= MAX_EXTENT):
+            raise InvalidProblem(name, window, "must be an int from 0 to 2**31 - 1, or None for no bound")
+    if softcap is not None:
+        number = isinstance(softcap, (int, float)) and not isinstance(softcap, bool)
+        if not number or not math.isfinite(softcap) or softcap <= 0:
+            raise InvalidProblem("softcap", softcap, "must be a finite number above 0, or None for no cap")
+    for name, flag in flags.items():
+        if not isinstance(flag, bool):
+            raise InvalidProblem(name, flag, "must be a bool")

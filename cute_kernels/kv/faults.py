@@ -1,10 +1,10 @@
-"""Bad metadata on the device: a length that the table cannot hold, a page that the cache lacks, a CSR table out of order.
+"""Bad metadata on the device: a length that the table cannot hold, a page that the cache lacks, an indptr out of order.
 
 A kernel masks it: tokens of a page outside the cache do not exist, a negative length is an empty row, a length past the
-row's capacity is the capacity, a row with a bad indptr is empty; a token whose slot, page or position is none, or whose row
-has a bad length, is not appended; a scale that f16 lacks is stored saturated; other rows are as if nothing were wrong. It
-records one such fault in its plan's status words, where it stays until the caller clears it. `first_fault` finds the same with
-torch ops.
+row's capacity is the capacity, a row with a bad indptr is empty, one whose query rows lie nowhere has none, one with too many
+has its first; a token whose slot, page or position is none, or whose row has a bad length, is not appended; a scale that f16
+lacks is stored saturated; other rows are as if nothing were wrong. It records one such fault in its plan's status words, where
+it stays until the caller clears it. `first_fault` and its like find the same with torch ops.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
 from ..errors import CompileFailed, InvalidArgument
-from .page_table import PageTable
+from .page_table import PageTable, held, outside
 
-FaultKind = Literal["page", "length", "indptr", "slot", "position", "scale"]
-KINDS: tuple[FaultKind, ...] = ("page", "length", "indptr", "slot", "position", "scale")  # the codes 1 to 6 on the device
+FaultKind = Literal["page", "length", "indptr", "slot", "position", "scale", "query_indptr", "query_length"]
+KINDS: tuple[FaultKind, ...] = get_args(FaultKind)  # the codes 1 to 8 on the device
 STATUS_WORDS = 4  # int32: the kind's code (0: none), row, value, 0; 16 bytes that a kernel stores at once
 BLOCK_PLANS = 1024  # plans whose status words share one allocation
 INT32_MIN, INT32_MAX = -(2**31), 2**31 - 1
@@ -31,6 +31,18 @@ ARGUMENTS = {
     ("csr", "page"): "page_table.indices",
     ("csr", "length"): "page_table.last_page_len",
     ("csr", "indptr"): "page_table.indptr",
+    ("lengths", "length"): "page_table.seq_lens",
+    ("packed", "indptr"): "page_table.kv_indptr",
+}
+MESSAGES: dict[FaultKind, str] = {  # by row and value
+    "page": "row {} names page {}: must be from 0 to num_pages - 1",
+    "length": "row {} has length {}: must be from 0 to the tokens that its part of the table holds",
+    "indptr": "row {} begins at indptr {}: must be from 0, at most the next row's, and end within what it indexes",
+    "slot": "token {} has slot {}: must be negative (skipped) or below num_pages * page_size",
+    "position": "token {} has position {}: must be from 0 to the rows of the cos_sin_cache - 1",
+    "scale": "token {} needs a scale for KV head {} that f16 lacks: must be above 2**-25, below 65,520",
+    "query_indptr": "row {} begins at qo_indptr {}: must be from 0, at most the next row's, and end within the rows of q",
+    "query_length": "row {} has {} query rows: must be at most max_q_len",
 }
 
 _unused: dict[torch.device, Iterator[Tensor]] = {}
@@ -43,8 +55,9 @@ class Fault:
 
     kind and value: "page", an id outside [0, num_pages); "length", one that is negative or beyond what the row's part of the
     table holds (of a CSR table: what indptr and last_page_len amount to); "indptr", the row's first entry where it is
-    negative, above the next row's, or the row ends past the indices; "slot", one at or past num_pages * page_size;
-    "position", one that is no row of the cos_sin_cache; "scale", the KV head whose scale of K or V is outside f16's range.
+    negative, above the next row's, or the row ends past the indices or the packed tokens; "query_indptr", the same of the
+    query rows; "query_length", their number, above max_q_len; "slot", one at or past num_pages * page_size; "position", one
+    that is no row of the cos_sin_cache; "scale", the KV head whose scale of K or V is outside f16's range.
     """
 
     row: int
@@ -52,31 +65,47 @@ class Fault:
     value: int
 
     def __str__(self) -> str:
-        if self.kind == "page":
-            return f"row {self.row} names page {self.value}: must be from 0 to num_pages - 1"
-        if self.kind == "length":
-            return f"row {self.row} has length {self.value}: must be from 0 to the tokens that its part of the table holds"
-        if self.kind == "slot":
-            return f"token {self.row} has slot {self.value}: must be negative (skipped) or below num_pages * page_size"
-        if self.kind == "position":
-            return f"token {self.row} has position {self.value}: must be from 0 to the rows of the cos_sin_cache - 1"
-        if self.kind == "scale":
-            return f"token {self.row} needs a scale for KV head {self.value} that f16 lacks: must be above 2**-25, below 65,520"
-        return f"row {self.row} begins at indptr {self.value}: must be from 0, at most the next row's, and end within the indices"
+        return MESSAGES[self.kind].format(self.row, self.value)
 
     def error(self, page_table: PageTable) -> InvalidArgument:
         """The fault as the typed error of the operand that holds it."""
-        return InvalidArgument(ARGUMENTS[page_table.format, self.kind], str(self))
+        of_query = self.kind in ("query_indptr", "query_length")
+        return InvalidArgument("qo_indptr" if of_query else ARGUMENTS[page_table.format, self.kind], str(self))
 
 
-def first_fault(page_table: PageTable, page_size: int, num_pages: int, last_page_only: bool = False) -> Fault | None:
+class Span(NamedTuple):
+    """Of each row, the tokens that count: [first, past), both int64 [batch]; (0, 0) where none does."""
+
+    first: Tensor
+    past: Tensor
+
+
+def first_fault(
+    page_table: PageTable, page_size: int, num_pages: int, last_page_only: bool = False, span: Span | None = None
+) -> Fault | None:
     """The first row with a bad indptr, else with a bad length, else with a page id that is not in a cache of `num_pages`.
 
-    Only entries within a row's length count, of them the last where last_page_only. Computed where the table is; synchronises
-    with that device once.
+    Only entries within a row's length count, of them those that `span` needs, or the last where last_page_only. page_size: of a
+    contiguous cache, the tokens that a row has room for, or all of a packed one. Computed where the table is; synchronises with
+    that device once.
     """
+    if page_table.format in ("lengths", "packed"):
+        return _first_fault(_contiguous_suspects(page_table, page_size))
     find = _dense_suspects if page_table.format == "dense" else _csr_suspects
-    suspects = [suspect for suspect in find(page_table, page_size, num_pages, last_page_only) if suspect[1].numel()]
+    return _first_fault(find(page_table, page_size, num_pages, last_page_only, span))
+
+
+def first_query_fault(qo_indptr: Tensor, total_q: int, max_q_len: int) -> Fault | None:
+    """The first row whose part of qo_indptr [batch + 1] is none of total_q query rows, else the first of more than max_q_len."""
+    begin, end = qo_indptr[:-1].long(), qo_indptr[1:].long()
+    bad, row = outside(begin, end, total_q), torch.arange(len(begin), device=begin.device)
+    long = ~bad & (end - begin > max_q_len)
+    return _first_fault([("query_indptr", bad, row, begin), ("query_length", long, row, end - begin)])
+
+
+def _first_fault(suspects: list[Suspects]) -> Fault | None:
+    """The first that is bad of the first kind that has one; synchronises once."""
+    suspects = [suspect for suspect in suspects if suspect[1].numel()]
     if not suspects:
         return None
     found = torch.stack([_first(*tensors) for _, *tensors in suspects]).tolist()
@@ -121,8 +150,21 @@ def _first(bad: Tensor, row: Tensor, value: Tensor) -> Tensor:
     return torch.stack([bad.any().long(), row.take(position), value.take(position).clamp(INT32_MIN, INT32_MAX)])
 
 
-def _dense_suspects(page_table: PageTable, page_size: int, num_pages: int, last_page_only: bool) -> list[Suspects]:
-    table, seq_lens, _ = page_table.operands
+def _contiguous_suspects(page_table: PageTable, capacity: int) -> list[Suspects]:
+    """Of lengths, each at most `capacity`, or of the indptr of so many packed tokens."""
+    entries = held(page_table, 0)
+    row = torch.arange(len(entries), device=entries.device)
+    if page_table.format == "lengths":
+        length = entries.long()
+        return [("length", (length < 0) | (length > capacity), row, length)]
+    begin, end = entries[:-1].long(), entries[1:].long()
+    return [("indptr", outside(begin, end, capacity), row[:-1], begin)]
+
+
+def _dense_suspects(
+    page_table: PageTable, page_size: int, num_pages: int, last_page_only: bool, span: Span | None
+) -> list[Suspects]:
+    table, seq_lens = held(page_table, 0), held(page_table, 1)
     batch, width = table.shape
     row, length = torch.arange(batch, device=table.device), seq_lens.long()
     bad_length = (length < 0) | (length > width * page_size)
@@ -131,19 +173,21 @@ def _dense_suspects(page_table: PageTable, page_size: int, num_pages: int, last_
         entries = (length[:, None] + page_size - 1) // page_size
         column = torch.arange(width, device=table.device)
         used = column == entries - 1 if last_page_only else column < entries
+        if span is not None:
+            used = (column >= (span.first // page_size)[:, None]) & (column < ((span.past + page_size - 1) // page_size)[:, None])
         bad_page = used & ((table < 0) | (table >= num_pages))
         first = bad_page.byte().argmax(1, keepdim=True)
         suspects.append(("page", bad_page.any(1), row, table.gather(1, first)[:, 0].long()))
     return suspects
 
 
-def _csr_suspects(page_table: PageTable, page_size: int, num_pages: int, last_page_only: bool) -> list[Suspects]:
-    indices, indptr, last_page_len = page_table.operands
-    if last_page_len is None:
-        raise InvalidArgument("page_table.last_page_len", "is None, must be a tensor in a CSR table")
+def _csr_suspects(
+    page_table: PageTable, page_size: int, num_pages: int, last_page_only: bool, span: Span | None
+) -> list[Suspects]:
+    indices, indptr, last_page_len = (held(page_table, operand) for operand in range(3))
     begin, end = indptr[:-1].long(), indptr[1:].long()
     row, entry = torch.arange(len(begin), device=indices.device), torch.arange(len(indices), device=indices.device)
-    bad_indptr = (begin < 0) | (end < begin) | (end > len(indices))
+    bad_indptr = outside(begin, end, len(indices))
     count = (end - begin).masked_fill(bad_indptr, 0)
     length = ((count - 1) * page_size + last_page_len).masked_fill(count == 0, 0)
     bad_length = (length < 0) | (length > count * page_size)
@@ -155,6 +199,9 @@ def _csr_suspects(page_table: PageTable, page_size: int, num_pages: int, last_pa
         used = (entry >= begin[owner]) & (entry < past)
         if last_page_only:
             used &= entry == past - 1
+        if span is not None:
+            place = entry - begin[owner]
+            used &= (place >= span.first[owner] // page_size) & (place < (span.past[owner] + page_size - 1) // page_size)
         suspects.append(("page", used & ((indices < 0) | (indices >= num_pages)), owner, indices.long()))
     return suspects
 

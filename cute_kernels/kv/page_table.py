@@ -1,27 +1,33 @@
-"""Which pages hold each request's tokens, and how many tokens there are."""
+"""Where each request's tokens are, in pages or not, and how many tokens there are."""
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 
+from ..config.decode import TableFormat
 from ..errors import InvalidArgument, InvalidProblem
 
-OPERAND_NAMES = {
+OPERAND_NAMES: dict[TableFormat, tuple[str, ...]] = {
     "dense": ("page_table.table", "page_table.seq_lens"),
     "csr": ("page_table.indices", "page_table.indptr", "page_table.last_page_len"),
+    "lengths": ("page_table.seq_lens",),
+    "packed": ("page_table.kv_indptr",),
+    "none": (),
 }
+PAGED: tuple[TableFormat, ...] = ("dense", "csr")  # over pages; the others are over contiguous caches
 
 
 class PageTable(NamedTuple):
-    """A table on the device, as the operands that a kernel takes. Make one with `dense` or `csr`.
+    """A table on the device, as the operands that a kernel takes. Make one with a class method.
 
-    dense: (table, seq_lens, None); csr: (indices, indptr, last_page_len). Plans check shapes, dtypes and devices.
+    Over pages: dense, (table, seq_lens, None), and csr, (indices, indptr, last_page_len). Over contiguous caches: lengths,
+    (seq_lens, None, None), packed, (kv_indptr, None, None), and none, three times None. Plans check shapes, dtypes and devices.
     """
 
-    format: Literal["dense", "csr"]
-    operands: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
+    format: TableFormat
+    operands: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
 
     @classmethod
     def dense(cls, table: torch.Tensor, seq_lens: torch.Tensor | int) -> PageTable:
@@ -45,6 +51,58 @@ class PageTable(NamedTuple):
         indptr int32 [batch + 1], indices int32 [used pages], last_page_len int32 [batch].
         """
         return cls("csr", (indices, indptr, last_page_len))
+
+    @classmethod
+    def lengths(cls, seq_lens: torch.Tensor) -> PageTable:
+        """A contiguous cache [batch, num_kv_heads, max_len, head_dim] whose row b holds seq_lens[b] tokens; int32 [batch]."""
+        return cls("lengths", (seq_lens, None, None))
+
+    @classmethod
+    def packed(cls, kv_indptr: torch.Tensor) -> PageTable:
+        """A cache [total_k, num_kv_heads, head_dim] whose row b is kv_indptr[b]:kv_indptr[b + 1]; int32 [batch + 1]."""
+        return cls("packed", (kv_indptr, None, None))
+
+    @classmethod
+    def whole(cls) -> PageTable:
+        """A contiguous cache [batch, num_kv_heads, max_len, head_dim] whose rows are all full."""
+        return cls("none", (None, None, None))
+
+
+def held(page_table: PageTable, operand: int) -> torch.Tensor:
+    """An operand that a table of its format has. Raises InvalidArgument where it is absent."""
+    tensor = page_table.operands[operand]
+    if tensor is None:
+        raise InvalidArgument(
+            OPERAND_NAMES[page_table.format][operand], f"is None, must be a tensor in a {page_table.format} table"
+        )
+    return tensor
+
+
+def row_lengths(page_table: PageTable, page_size: int, like: torch.Tensor) -> torch.Tensor:
+    """Tokens of each row, int64 [batch], after bad metadata is masked: held to what the row's part of the table can have.
+
+    page_size: of a contiguous cache, the tokens that a row has room for, or all of a packed one. like: any int64 [batch].
+    """
+    if page_table.format == "none":
+        return torch.full_like(like, page_size)
+    first = held(page_table, 0)
+    if page_table.format == "lengths":
+        return first.long().clamp(0, page_size)
+    if page_table.format == "dense":
+        return held(page_table, 1).long().clamp(0, first.shape[1] * page_size)
+    indptr = first if page_table.format == "packed" else held(page_table, 1)
+    entries = page_size if page_table.format == "packed" else len(first)
+    begin, end = indptr[:-1].long(), indptr[1:].long()
+    count = (end - begin).masked_fill(outside(begin, end, entries), 0)
+    if page_table.format == "packed":
+        return count
+    last_page_len = held(page_table, 2)
+    return ((count - 1) * page_size + last_page_len).clamp(min=0).minimum(count * page_size)
+
+
+def outside(begin: torch.Tensor, end: torch.Tensor, entries: int) -> torch.Tensor:
+    """bool [batch]: rows [begin, end) of an indptr that are no slice of so many entries."""
+    return (begin < 0) | (end < begin) | (end > entries)
 
 
 def _describe(value: object) -> str:

@@ -88,16 +88,17 @@ NAMED_SCALES = {  # as records and the command line spell them
 }
 
 
-def scale_of(name: str, scale: Tensor, num_kv_heads: int, rows: int) -> KVScale:
-    """The scales that a tensor stands for beside a cache of `rows` rows of head_dim. Raises InvalidProblem where for none."""
+def scale_of(name: str, scale: Tensor, num_kv_heads: int, rows: tuple[int, ...]) -> KVScale:
+    """The scales that a tensor stands for beside a cache [*rows, head_dim]. Raises InvalidProblem where for none."""
     shape = tuple(scale.shape)
     if shape in ((), (1,)):
         return KVScale.TENSOR
     if shape == (num_kv_heads,):
         return KVScale.HEAD
-    if len(shape) == 3 or shape == (rows,):
+    if len(shape) == len(rows) or shape == (math.prod(rows),):
         return KVScale.TOKEN_F16 if scale.dtype == torch.float16 else KVScale.TOKEN
-    rule = f"must be [] or [1] for the tensor, [num_kv_heads] = [{num_kv_heads}], or three axes for each token and KV head"
+    axes = {2: "two", 3: "three"}.get(len(rows), str(len(rows)))
+    rule = f"must be [] or [1] for the tensor, [num_kv_heads] = [{num_kv_heads}], or {axes} axes for each token and KV head"
     raise InvalidProblem(f"{name}.shape", shape, rule)
 
 

@@ -22,25 +22,35 @@ def check_page_table(table_format: TableFormat, page_table: Any, name: str = "pa
         raise InvalidArgument(name, f"got {type_name(page_table)}, must be a PageTable")
     if page_table.format != table_format:
         raise InvalidArgument(name, f"is {page_table.format}, must be {table_format}: the descriptor's table_format")
-    if len(page_table.operands) != 3 or (page_table.format == "dense" and page_table.operands[2] is not None):
-        raise InvalidArgument(name, "has operands of neither format, must be made by PageTable.dense or PageTable.csr")
+    names = OPERAND_NAMES[table_format]
+    if len(page_table.operands) != 3 or any(operand is not None for operand in page_table.operands[len(names) :]):
+        maker = "whole" if table_format == "none" else table_format
+        raise InvalidArgument(name, f"has operands of another format, must be made by PageTable.{maker}")
 
 
 def check_table(device: torch.device, table_format: TableFormat, batch: int, operands: tuple[Any, ...]) -> None:
-    """The operands of a dense or a CSR PageTable of `batch` rows."""
+    """The operands of a PageTable of `batch` rows."""
     names = OPERAND_NAMES[table_format]
     tensors = operands[: len(names)]
     for name, tensor in zip(names, tensors, strict=True):
         check_tensor(device, name, tensor, torch.int32)
-    if table_format == "dense":
-        check_shape(names[0], tensors[0], (batch, None), "[batch_size, max_pages]")
-        check_shape(names[1], tensors[1], (batch,), "[batch_size]")
-    else:
-        check_shape(names[0], tensors[0], (None,), "[used_pages]")
-        check_shape(names[1], tensors[1], (batch + 1,), "[batch_size + 1]")
-        check_shape(names[2], tensors[2], (batch,), "[batch_size]")
+    for name, tensor, (shape, meaning) in zip(names, tensors, _table_shapes(table_format, batch), strict=True):
+        check_shape(name, tensor, shape, meaning)
     for name, tensor in zip(names, tensors, strict=True):
         check_unit_last(name, tensor)
+
+
+def _table_shapes(table_format: TableFormat, batch: int) -> list[tuple[tuple[int | None, ...], str]]:
+    """The shape of each operand, None where any extent will do, and what it is called."""
+    rows: tuple[tuple[int | None, ...], str] = ((batch,), "[batch_size]")
+    ends: tuple[tuple[int | None, ...], str] = ((batch + 1,), "[batch_size + 1]")
+    shapes: dict[str, list[tuple[tuple[int | None, ...], str]]] = {
+        "dense": [((batch, None), "[batch_size, max_pages]"), rows],
+        "csr": [((None,), "[used_pages]"), ends, rows],
+        "lengths": [rows],
+        "packed": [ends],
+    }
+    return shapes.get(table_format, [])
 
 
 def check_scale(device: torch.device, name: str, scale: KVScale, tensor: Any, axes: Axes) -> None:

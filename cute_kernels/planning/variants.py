@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import torch
 
+from ..checks.fields import is_int
 from ..config.decode import Target
 from ..errors import InvalidArgument, Unsupported
 
@@ -62,6 +63,7 @@ class PlanPreference:
 
     max_workspace_bytes: rows stay whole where cutting them needs more. arch: force "sm90", "sm80" or "cpu"; Unsupported if it
     cannot serve. deterministic: every variant is. batch_invariant: a row's bits may not depend on the rest of the batch.
+    sm_count: SMs that a plan uses, and leaves the others to other work; None: all. InvalidArgument where the device has fewer.
     validate, check_workspace: debugging aids. `run` first checks lengths and page ids on the device, or that the workspace holds
     nothing foreign, which synchronises with the device and cannot be captured in a graph; it raises InvalidArgument for the
     first bad row or byte.
@@ -73,6 +75,7 @@ class PlanPreference:
     batch_invariant: bool = False
     validate: bool = False
     check_workspace: bool = False
+    sm_count: int | None = None
 
     def __post_init__(self) -> None:
         limit = self.max_workspace_bytes
@@ -83,6 +86,16 @@ class PlanPreference:
         for name in ("deterministic", "batch_invariant", "validate", "check_workspace"):
             if not isinstance(getattr(self, name), bool):
                 raise InvalidArgument(name, f"got {getattr(self, name)!r}, must be a bool")
+        if self.sm_count is not None and (not is_int(self.sm_count) or self.sm_count < 1):
+            raise InvalidArgument("sm_count", f"got {self.sm_count!r}, must be an int of at least 1, or None")
+
+    def part_of(self, facts: DeviceFacts) -> DeviceFacts:
+        """The facts of the part of a device that a plan may use. Raises InvalidArgument where it has fewer than sm_count SMs."""
+        if self.sm_count is None:
+            return facts
+        if self.sm_count > facts.sm_count:
+            raise InvalidArgument("sm_count", f"got {self.sm_count}, must be at most {facts.sm_count}, the SMs of {facts.name}")
+        return replace(facts, sm_count=self.sm_count)
 
 
 @dataclass(frozen=True)

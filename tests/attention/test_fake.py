@@ -69,8 +69,11 @@ def test_other_arguments_on_fakes(no_launch: None) -> None:
     scale = mode.from_tensor(torch.ones(2))
     got, lse = ck.decode_attention(q[:, None], k_cache, v_cache, page_table=table, seq_lens=5, k_scale=scale, out=out)
     assert got is out and tuple(lse.shape) == (3, 8)
-    with pytest.raises(ck.Unsupported, match="softcap = "):
-        ck.decode_attention(q, k_cache, v_cache, page_table=table, seq_lens=5, softcap=3.0)
+    sinks = mode.from_tensor(torch.ones(8))
+    assert isinstance(ck.decode_attention(q, k_cache, v_cache, page_table=table, seq_lens=5, softcap=3.0)[0], FakeTensor)
+    ck.decode_attention(q, k_cache, v_cache, page_table=table, seq_lens=5, window_left=3, sinks=sinks, alibi_slopes=sinks)
+    with pytest.raises(ck.Unsupported, match="alibi = "):
+        ck.decode_attention(q, k_cache, v_cache, page_table=table, seq_lens=5, alibi=True)
     for given in ({}, {"lse": lse}):
         with pytest.raises(ck.Unsupported, match="several query rows"):
             ck.decode_attention(q[:, None].expand(3, 2, 8, 64), k_cache, v_cache, page_table=table, seq_lens=5, **given)

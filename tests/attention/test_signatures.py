@@ -113,7 +113,7 @@ def test_a_run_that_differs_in_one_operand_is_checked(
     run(given)
     found: list[checks.Operands] = []
     real = checks.check
-    monkeypatch.setattr(checks, "check", lambda rules, operands: (found.append(operands), real(rules, operands))[1])
+    monkeypatch.setattr(checks, "check", lambda rules, operands, *rest: (found.append(operands), real(rules, operands, *rest))[1])
     run(given)
     assert not found
     changed = VIEWS[change](given[operand])

@@ -1,4 +1,4 @@
-"""Several query rows and masks: what may change a result is Unsupported and named, what cannot is taken."""
+"""Several query rows and their masks in decode_attention: what cannot change a result is taken, the rest is Unsupported."""
 
 from __future__ import annotations
 
@@ -23,10 +23,7 @@ HARMLESS = {
 HARMFUL = {
     "causal": (True, "top_left", 1, torch.ones(1)),
     "window": (5, (5, 0)),
-    "window_left": (-1, 0, 100_000),
     "window_right": (-1, False, 1.5),
-    "softcap": (0.0, 30.0),
-    "sinks": (torch.zeros(8), 0.0),
     "alibi": (True, torch.zeros(8)),
     "tree_mask": (True, torch.zeros(3, 1, dtype=torch.int32)),
     "qo_indptr": (torch.arange(4, dtype=torch.int32),),
@@ -56,13 +53,33 @@ def test_what_may_change_a_result_is_refused_by_name(name: str, value: object) -
 
 def test_every_refused_mask_is_named() -> None:
     with pytest.raises(ck.Unsupported) as caught:
-        attend(softcap=30.0, causal="bottom_right", window_left=3)
-    assert [reason.split(" = ")[0] for reason in caught.value.reasons] == ["softcap", "window_left"]
+        attend(window=5, causal="bottom_right", window_left=3, alibi=True)
+    assert [reason.split(" = ")[0] for reason in caught.value.reasons] == ["window", "alibi"]
+
+
+MALFORMED = [
+    ("window_left", -1, ck.InvalidProblem, "window_left = -1: must be an int from 0"),
+    ("window_left", True, ck.InvalidProblem, "window_left = True: must be an int from 0"),
+    ("softcap", 0.0, ck.InvalidProblem, "softcap = 0.0: must be a finite number above 0"),
+    ("softcap", [1.0], ck.InvalidProblem, "softcap = [1.0]: must be a finite number above 0"),
+    ("sinks", 0.0, ck.InvalidArgument, "sinks: got float, must be a tensor"),
+    ("sinks", torch.zeros(7), ck.InvalidProblem, "sinks.shape = (7,): must be [num_heads] = [8]"),
+    ("sinks", torch.zeros(8).double(), ck.InvalidArgument, "sinks: has dtype torch.float64, must be torch.float32"),
+    ("alibi_slopes", torch.zeros(8, 1), ck.InvalidProblem, "alibi_slopes.shape = (8, 1): must be [num_heads] = [8]"),
+    ("alibi_slopes", torch.zeros(8).bfloat16(), ck.InvalidArgument, "alibi_slopes: has dtype torch.bfloat16"),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "error", "fragment"), MALFORMED)
+def test_malformed_modifiers_are_typed(name: str, value: object, error: type[Exception], fragment: str) -> None:
+    with pytest.raises(error) as caught:
+        attend(**{name: value})
+    assert fragment in str(caught.value)
 
 
 def test_an_unknown_keyword_stays_a_type_error() -> None:
     with pytest.raises(TypeError, match=r"decode_attention\(\) got an unexpected keyword argument 'sofcap'"):
-        attend(sofcap=None, softcap=30.0)
+        attend(sofcap=None, alibi=True)
 
 
 @pytest.mark.parametrize(("shape", "several"), [((3, 2, 8, 64), True), ((3, 8, 2, 64), True), ((3, 0, 8, 64), False)])

@@ -61,8 +61,7 @@ def zero_outside(spec: cutlass.Constexpr, tile: cute.Tensor, place: TilePlace, l
             if place.valid < spec.tile_n:
                 zero_rows(spec, tile, cutlass.max(place.valid, 0), Int32(spec.tile_n), lane)
             if cutlass.const_expr(place.skip is not None):
-                if place.skip > 0:
-                    zero_rows(spec, tile, Int32(0), cutlass.min(place.skip, spec.tile_n), lane)
+                zero_rows(spec, tile, Int32(0), cutlass.max(cutlass.min(place.skip, spec.tile_n), 0), lane)
         if cutlass.const_expr(spec.row_tiles > 1):
             sync_turn(spec.row_tiles)
 

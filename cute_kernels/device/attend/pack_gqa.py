@@ -71,8 +71,8 @@ def prefetch_query(spec: cutlass.Constexpr, q: cute.Tensor, block: QueryBlock):
 def fetch_query(spec: cutlass.Constexpr, q: cute.Tensor, block: QueryBlock, shared: cute.Tensor):
     """The consumer warps start to bring the query of a block of packed rows into shared memory: settle_query ends that.
 
-    shared: a buffer [element, lane, k16 step]. A warp brings the rows that it rescales. If it rescales none it brings k16 steps of
-    all: by heads, a launch whose CTAs all read one row's ended up to 1 us later (1 x 16k + 15 x 64 at 8/1; why is not known).
+    shared: a buffer [element, lane, k16 step]. A warp brings the rows that it rescales. If it rescales none it brings k16 steps
+    of all: by heads, a launch whose CTAs all read one row's ended up to 1 us later (1 x 16k + 15 x 64 at 8/1; why is not known).
     """
     source, lane = block_view(spec, q, block), cute.arch.lane_idx()
     steps = cutlass.const_expr(spec.padded_head_dim // MMA_K)

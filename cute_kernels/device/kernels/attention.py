@@ -41,7 +41,7 @@ class AttentionKernel(DecodeKernel):
         """As DecodeKernel, but for these. q, out [batch, q_len, num_heads, head_dim], ragged [total_q, num_heads, head_dim].
 
         lse: the same without the last axis. k, v may be packed, [1, num_kv_heads, total_k, head_dim]. qo_indptr [batch + 1];
-        tree_mask [batch, q_len, words] or [total_q, words]; alibi_slopes, sinks f32 [num_heads]; each None where the spec has none.
+        tree_mask [batch, q_len, words] or [total_q, words]; alibi_slopes, sinks f32 [num_heads]; each None where there is none.
         """
         tables = tuple(t for t in (table0, table1, table2) if t is not None)
         caches, scales = self.mainloop.operands(k, v), (k_scale, v_scale)

@@ -1,0 +1,149 @@
+"""Attention of several query rows a request, as a frozen and self-validating value."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from ..checks.fields import check_extent, check_group, check_modifiers, check_softmax
+from ..config.decode import LseBase, TableFormat
+from ..config.modifiers import Modifiers
+from ..errors import InvalidProblem
+from ..kv.page_table import OPERAND_NAMES, PAGED
+from ..kv.scale import KVScale
+from ..kv.types import KVDtype, KVLayout, check_query_dtype, check_storage
+from .descriptors import AttentionFields, DecodeProblem
+
+
+@dataclass(frozen=True)
+class PagedAttentionDescriptor(AttentionFields):
+    """Attention of up to max_q_len query rows a request, under masks and score modifiers. Frozen and hashable: a cache key.
+
+    query_format: "ragged", q and out are [total_q, num_heads, head_dim], where request b has the rows qo_indptr[b] :
+    qo_indptr[b + 1]; or "uniform", they are [batch_size, q_len, num_heads, head_dim] with 1 <= q_len <= max_q_len. lse is f32
+    [total_q, num_heads], total_q = batch_size * q_len where uniform.
+
+    table_format: "dense" and "csr" over pages of page_size tokens; or, with page_size None, over a contiguous cache: "lengths"
+    and "none", [batch_size, num_kv_heads, max_len, head_dim] ("NHD": the middle axes swapped), and "packed", [total_k,
+    num_kv_heads, head_dim], which has no other layout. The number of keys of a request counts those of its new tokens.
+
+    Query row i of n stands at position p = seq_len - n + i, under causal="top_left" at p = i. causal hides the keys past p,
+    window_left those before p - window_left, window_right, with causal=None alone, those past p + window_right. n > seq_len is
+    legal: rows with p < 0 see no key. tree_mask: a run is given int32 [total_q, ceil(max_q_len / 32)], where bit j of a row says
+    whether it sees the j-th new token of its request; it stands in for causal="bottom_right" among the new tokens, and all
+    earlier keys are seen, as far as the window goes. A row that sees no key has out = 0 and lse = -inf, or its sink.
+
+    A score is q . k times the scales, then softcap * tanh(score / softcap), then less alibi_slopes[head] * |p - key position|,
+    then masked. sinks: f32 [num_heads] natural logits that join the softmax's denominator; lse includes them.
+
+    The other fields are as in PagedDecodeDescriptor. Raises InvalidProblem for the field that breaks its rule, then Unsupported
+    for a q_dtype that no variant knows.
+    """
+
+    batch_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    page_size: int | None
+    q_dtype: torch.dtype
+    max_q_len: int
+    query_format: Literal["ragged", "uniform"] = "ragged"
+    kv_dtype: KVDtype | None = None
+    layout: KVLayout = KVLayout.HND
+    table_format: TableFormat = "dense"
+    num_pages: int | None = None
+    max_pages: int | None = None
+    max_seq_len: int | None = None
+    softmax_scale: float | None = None
+    lse_base: LseBase = "e"
+    v_dtype: KVDtype | None = None
+    k_scale: KVScale = KVScale.NONE
+    v_scale: KVScale = KVScale.NONE
+    causal: Literal["bottom_right", "top_left"] | None = "bottom_right"
+    window_left: int | None = None
+    window_right: int | None = None
+    softcap: float | None = None
+    alibi: bool = False
+    sinks: bool = False
+    tree_mask: bool = False
+
+    def __post_init__(self) -> None:
+        check_extent("batch_size", self.batch_size, least=0)
+        for name in ("num_heads", "num_kv_heads", "head_dim", "max_q_len"):
+            check_extent(name, getattr(self, name))
+        if self.query_format not in ("ragged", "uniform"):
+            raise InvalidProblem("query_format", self.query_format, 'must be "ragged" or "uniform"')
+        check_group(self.num_heads, self.num_kv_heads)
+        self._check_cache()
+        check_softmax(self.softmax_scale, self.lse_base)
+        check_storage(self.kv_dtype, self.v_dtype, self.k_scale, self.v_scale)
+        self._check_masks()
+        check_query_dtype("q_dtype", self.q_dtype)
+        self._settle_storage(self.q_dtype)
+
+    def _check_cache(self) -> None:
+        """The layout, and a page size, numbers of pages and a length hint where they say something."""
+        if not isinstance(self.layout, KVLayout):
+            raise InvalidProblem("layout", self.layout, "must be a KVLayout")
+        if self.table_format not in OPERAND_NAMES:
+            raise InvalidProblem("table_format", self.table_format, f"must be one of {', '.join(OPERAND_NAMES)}")
+        if self.table_format in PAGED:
+            check_extent("page_size", self.page_size)
+        for name in ("num_pages", "max_pages", "max_seq_len"):
+            if getattr(self, name) is not None:
+                check_extent(name, getattr(self, name))
+        if self.table_format not in PAGED:
+            for name in ("page_size", "num_pages", "max_pages"):
+                if getattr(self, name) is not None:
+                    raise InvalidProblem(name, getattr(self, name), f'must be None beside table_format = "{self.table_format}"')
+        if self.table_format == "packed" and self.layout.order != "HND":
+            raise InvalidProblem("layout.order", self.layout.order, 'must be "HND": a packed cache has one order of its axes')
+
+    def _check_masks(self) -> None:
+        if self.causal not in ("bottom_right", "top_left", None):
+            raise InvalidProblem("causal", self.causal, 'must be "bottom_right", "top_left" or None')
+        flags = {name: getattr(self, name) for name in ("alibi", "sinks", "tree_mask")}
+        check_modifiers(self.window_left, self.window_right, self.softcap, **flags)
+        if self.window_right is not None and self.causal is not None:
+            raise InvalidProblem("window_right", self.window_right, f'must be None beside causal = "{self.causal}"')
+        if self.tree_mask and self.causal != "bottom_right":
+            raise InvalidProblem("tree_mask", True, f'must be beside causal = "bottom_right", got {self.causal!r}')
+
+    @property
+    def problem(self) -> DecodeProblem:
+        """What the choice of a kernel depends on. One row for certain, at its request's last key, is a problem of decode."""
+        kv_dtype, v_dtype, vector = self._storage(self.q_dtype, self.layout.alignment_bytes)
+        one = self.query_format == "uniform" and self.max_q_len == 1 and self.causal != "top_left" and not self.tree_mask
+        return DecodeProblem(
+            source="paged" if self.table_format in PAGED else "contiguous",
+            batch_size=self.batch_size,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            page_size=self.page_size or 0,
+            q_dtype=self.q_dtype,
+            kv_dtype=kv_dtype,
+            v_dtype=v_dtype,
+            table_format=self.table_format,
+            vector_bytes=vector,
+            max_seq_len=self.max_seq_len,
+            lse_base=self.lse_base,
+            k_scale=self.k_scale,
+            v_scale=self.v_scale,
+            query="one" if one else self.query_format,
+            max_q_len=self.max_q_len,
+            modifiers=self._one_row_modifiers() if one else self._modifiers(),
+        )
+
+    def _modifiers(self) -> Modifiers:
+        return Modifiers(
+            causal=self.causal or "none",
+            window_left=self.window_left is not None,
+            window_right=self.window_right is not None,
+            tree_mask=self.tree_mask,
+            softcap=self.softcap is not None,
+            alibi=self.alibi,
+            sinks=self.sinks,
+        )
