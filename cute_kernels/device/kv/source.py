@@ -1,8 +1,8 @@
 """Where the KV tokens of a row are: the length of the row, and the page that holds a token.
 
 A source is dense (a table row), CSR (a slice of the indices), contiguous (one page per row: all of it, or a length of its own),
-or packed (all rows end to end in one page). The page of a token that no query row sees is `num_pages`, one past the last: TMA fills
-such a box with zeros, and no table entry is read for it. Page ids and lengths come from the caller's device memory and are not
+or packed (all rows end to end in one page). The page of a token that no query row sees is `num_pages`, one past the last: TMA
+fills such a box with zeros, and no table entry is read for it. Page ids and lengths come from the device and are not
 trusted: what is out of range is never read, and is reported.
 """
 
