@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from perf.cases import PLAIN
 from perf.providers.append import Copy, OursAppend, OursSm80Append
 from perf.providers.base import Candidate, CompilesAhead, NotSupported, Provider
-from perf.providers.flash_attention import FlashAttention3
+from perf.providers.flash_attention import FlashAttention3, FlashAttention3Attention
 from perf.providers.flashinfer import FlashInferFa2, FlashInferXqa
+from perf.providers.flashinfer_attention import Fa2Attention, XqaAttention
 from perf.providers.ours import Ours, OursAttention, OursPlain, OursSm80, OursSm80Attention
 from perf.providers.read import Read, ReadAttention
 from perf.providers.sdpa import Sdpa
@@ -17,7 +18,8 @@ from perf.providers.vllm_triton import VllmTriton
 
 PEER_DECODERS: tuple[type[Provider], ...] = (FlashInferFa2, FlashInferXqa, FlashAttention3, VllmTriton)
 DECODERS: tuple[type[Provider], ...] = (Ours, OursSm80, Read, Sdpa, *PEER_DECODERS)
-ATTENDERS: tuple[type[Provider], ...] = (OursAttention, OursPlain, OursSm80Attention, ReadAttention)
+OURS_ATTENDING: tuple[type[Provider], ...] = (OursAttention, OursPlain, OursSm80Attention, ReadAttention)
+ATTENDERS: tuple[type[Provider], ...] = (*OURS_ATTENDING, Fa2Attention, XqaAttention, FlashAttention3Attention)
 APPENDERS: tuple[type[Provider], ...] = (OursAppend, OursSm80Append, Copy)
 ALL = (*DECODERS, *ATTENDERS, *APPENDERS)
 PROVIDERS: dict[str, type[Provider]] = {cls.name: cls for cls in DECODERS}

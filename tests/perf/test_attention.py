@@ -302,3 +302,4 @@ def test_plain_decode_comes_with_ours() -> None:
     found = [(p.name, p.operation) for p in providers_of(["ours", "read"])]
     attention = [name for name, operation in found if operation == "attention"]
     assert attention == ["ours", PLAIN, "read"] and ("ours", "decode") in found and ("ours", "append") in found
+    assert [p.name for p in providers_of(["read", "fa3"]) if p.operation == "attention"] == ["read", "fa3"]
