@@ -20,7 +20,7 @@ from rich.progress import Progress, TimeElapsedColumn
 from rich.table import Table
 
 from . import __version__
-from .api.kernels_of import specs_of
+from .api.kernels_of import Beside, specs_of
 from .attention.choice import tuned
 from .attention.descriptors import DecodeProblem, FlashDecodingDescriptor, PagedDecodeDescriptor
 from .attention.plan import sku_of
@@ -30,6 +30,7 @@ from .attention.workspace import workspace_bytes, workspace_regions
 from .compile.cache import ENVIRONMENT, cache_folder
 from .compile.disk import Folder, Untrusted
 from .errors import CuteKernelsError, InvalidArgument, MissingDependency
+from .kv.rotary import Rotary
 from .kv.scale import NAMED_SCALES
 from .kv.types import KVDtype, KVLayout
 from .planning.variants import PRETEND, DeviceFacts, Explanation, PlanPreference, VariantArch
@@ -54,6 +55,13 @@ class Scales(str, Enum):
     head = "head"
     token = "token"
     token_f16 = "token-f16"
+
+
+class Pairs(str, Enum):
+    """Which columns a rotary embedding turns together: i with i + rotary_dim / 2, or 2 i with 2 i + 1."""
+
+    half = "half"
+    interleaved = "interleaved"
 
 
 TORCH_DTYPES = {Dtype.f16: torch.float16, Dtype.bf16: torch.bfloat16, Dtype.f32: torch.float32}
@@ -196,6 +204,9 @@ def compile(
     gpu: Gpu = "",
     arch: Arch = "",
     append: Annotated[bool, typer.Option(help="Also what appends the batch's new tokens to such a paged cache.")] = False,
+    rotary_dim: Annotated[int, typer.Option(min=0, help="Also appends that rotate so many columns of K and q; 0: none.")] = 0,
+    pairing: Annotated[Pairs, typer.Option(help="Columns that --rotary-dim rotates together.")] = Pairs.half,
+    merge: Annotated[list[int] | None, typer.Option(help="Also merges of so many states; several times.")] = None,
     out: Annotated[Path | None, typer.Option(help="Folder that keeps the kernels; default: the user's cache.")] = None,
     processes: Processes = 0,
 ) -> None:
@@ -208,7 +219,9 @@ def compile(
     shape = Shape(heads, kv_heads, head_dim, page_size, scales, table, alignment)
     stores: list[KVDtype | None] = [*kv_dtype] if kv_dtype else [None]
     problems = [shape.problem(*each) for each in itertools.product(batch, seq_len, dtype, stores)]
-    wanted = specs_of(problems, _facts(gpu), _preference(arch), append)
+    rotary = Rotary(pairing.value, rotary_dim, heads) if rotary_dim else None
+    beside = Beside(append, rotary, tuple(merge or ()))
+    wanted = specs_of(problems, _facts(gpu), _preference(arch), beside)
     folder = Folder(out.expanduser().absolute()) if out else cache_folder()
     done = compile_into(folder, wanted, processes or None) if folder else compile_here(wanted)
     failed = 0

@@ -8,6 +8,7 @@ from dataclasses import replace
 from fnmatch import fnmatchcase
 from itertools import product
 
+from perf.attention_cases import modifier_cases, verify_cases
 from perf.cases import DTYPES, LAYOUTS, TABLE_FORMATS, Bar, Case, EightBit, Rows, Scale, Spread, append_case, fixed
 
 K = 1024
@@ -150,7 +151,8 @@ def peers_cases() -> tuple[Case, ...]:
 @functools.cache
 def all_bars() -> dict[Case, Bar]:
     """The newest bar of each case that has one."""
-    return throughput_cases() | latency_cases() | ragged_cases() | eight_bit_cases() | append_cases()
+    attention = {case: bar for case, bar in (verify_cases() | modifier_cases()).items() if bar is not None}
+    return throughput_cases() | latency_cases() | ragged_cases() | eight_bit_cases() | append_cases() | attention
 
 
 def bar_of(case: Case) -> Bar | None:
@@ -170,6 +172,8 @@ def case_sets() -> dict[str, tuple[Case, ...]]:
         "ragged": tuple(ragged_cases()),
         "eight_bit": tuple(eight_bit_cases()),
         "append": tuple(append_cases()),
+        "verify": tuple(verify_cases()),
+        "modifiers": tuple(modifier_cases()),
         "peers": peers_cases(),
         "core": tuple(
             replace(gqa, page_size=page, lengths=rows, kv_dtype=kv_dtype, kv_scale=kv_scale)

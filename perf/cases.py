@@ -1,17 +1,19 @@
 """One case: a shape, the lengths of its rows, what its caches store, and the bar that it may have to meet.
 
 A name says everything about its case, in FlashInfer's scheme: gqa_paged_decode_h32_kv8_d128_ps16_bf16_kve4m3_b64_l8k. That of
-an append is kv_append_kv8_d128_ps16_bf16_kve4m3_t8k.
+an append is kv_append_kv8_d128_ps16_bf16_kve4m3_t8k; those of attention have what decode has not before the rows, as four query
+rows a request (gqa_paged_attention_h32_kv8_d128_ps16_bf16_q4_b64_l8k) or a soft cap (..._softcap50_b64_l8k).
 """
 
 from __future__ import annotations
 
 import math
 import random
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-Operation = Literal["decode", "append"]
+Operation = Literal["decode", "attention", "append"]
 Dtype = Literal["bf16", "f16"]
 Layout = Literal["HND", "NHD"]
 TableFormat = Literal["dense", "csr", "none"]
@@ -19,9 +21,10 @@ EightBit = Literal["e4m3", "e5m2", "int8"]
 Scale = Literal["tensor", "head", "token", "token-f16"]
 DTYPES: tuple[Dtype, ...] = ("bf16", "f16")
 LAYOUTS: tuple[Layout, ...] = ("HND", "NHD")
-OPERATIONS: tuple[Operation, ...] = ("decode", "append")
+OPERATIONS: tuple[Operation, ...] = ("decode", "attention", "append")
 READ, COPY = "read", "copy"  # the providers that compute nothing
-FLOORS: dict[Operation, str] = {"decode": READ, "append": COPY}  # the one whose time others are divided by
+FLOORS: dict[Operation, str] = {"decode": READ, "attention": READ, "append": COPY}  # the one whose time others are divided by
+PLAIN = "ours-plain"  # the provider that is our plain decode over the caches of a case of attention
 SLOT_BYTES = 8  # of a token's slot
 TABLE_FORMATS: tuple[TableFormat, ...] = ("dense", "csr")
 
@@ -74,12 +77,17 @@ class Spread:
 
 @dataclass(frozen=True)
 class Case:
-    """One decode step: a query token for each row, over a paged or contiguous cache. Or one append to a paged cache.
+    """One decode step: a query token for each row, over a paged or contiguous cache. Or attention of several, or an append.
 
     operation: an append stores one token a row, so that batch_size is the number of tokens; its num_heads is num_kv_heads.
     page_size is 0 and table_format "none" for a contiguous cache, whose rows all have one length. kv_dtype: what K and V are
     stored as where that is not q's dtype. kv_scale: the scales of both, one for the tensor, each KV head, or each token and
     KV head (f32, or f16 where it says so); None: the stored values are the real ones.
+
+    The others are of "attention". q_len: query rows a request, the last ones of its tokens, each of which sees no later one;
+    None: one, as in decode. query: how q is handed over, uniform where it is None. window_left: tokens before its own that a
+    query row sees. softcap: of the scores. alibi, sinks: whether each head has a slope, a logit in the denominator. tree_mask:
+    which of the new tokens each query row sees is given bit by bit.
     """
 
     num_heads: int
@@ -93,6 +101,13 @@ class Case:
     kv_dtype: EightBit | None = None
     kv_scale: Scale | None = None
     operation: Operation = "decode"
+    q_len: int | None = None
+    query: Literal["ragged"] | None = None
+    window_left: int | None = None
+    softcap: float | None = None
+    alibi: bool | None = None
+    sinks: bool | None = None
+    tree_mask: bool | None = None
 
     @property
     def floor(self) -> str:
@@ -107,12 +122,28 @@ class Case:
     def name(self) -> str:
         page = f"_ps{self.page_size}" if self.page_size else ""
         shape = f"kv{self.num_kv_heads}_d{self.head_dim}{page}"
-        shape = f"kv_append_{shape}" if self.operation == "append" else f"gqa_{self.source}_decode_h{self.num_heads}_{shape}"
+        kind = f"gqa_{self.source}_{self.operation}_h{self.num_heads}"
+        shape = f"kv_append_{shape}" if self.operation == "append" else f"{kind}_{shape}"
         storage = f"_kv{self.kv_dtype}" if self.kv_dtype else ""
         scale = f"_{self.kv_scale}" if self.kv_scale else ""
         options = "".join(f"_{o}" for o in (self.layout.lower(), self.table_format) if o in ("nhd", "csr"))
+        scores = "".join(f"_{label}" for label in self.score_labels)
         rows = f"t{short(self.batch_size)}" if self.operation == "append" else self.lengths.label
-        return f"{shape}_{self.dtype}{storage}{scale}{options}_{rows}"
+        return f"{shape}_{self.dtype}{storage}{scale}{options}{scores}_{rows}"
+
+    @property
+    def score_labels(self) -> tuple[str, ...]:
+        """The query rows of a case of attention and what changes its scores, as its name has them."""
+        found = {
+            f"q{self.q_len}": self.q_len,
+            str(self.query): self.query,
+            f"window{self.window_left}": self.window_left is not None,
+            f"softcap{self.softcap or 0:g}": self.softcap,
+            "alibi": self.alibi,
+            "sinks": self.sinks,
+            "tree": self.tree_mask,
+        }
+        return tuple(label for label, there in found.items() if there)
 
     def tokens(self) -> tuple[int, ...]:
         """KV tokens of each row."""
@@ -123,38 +154,106 @@ class Case:
         return len(self.tokens())
 
     @property
+    def q_rows(self) -> int:
+        """Query rows of a request."""
+        return self.q_len or 1
+
+    @property
+    def packed_rows(self) -> int:
+        """Query rows of a request that read the same KV head."""
+        return self.q_rows * (self.num_heads // self.num_kv_heads)
+
+    @property
+    def query_shape(self) -> tuple[int, ...]:
+        """Of q, and of the result."""
+        heads = (self.num_heads, self.head_dim)
+        return (self.batch_size, *heads) if self.q_len is None else (self.batch_size, self.q_len, *heads)
+
+    @property
+    def plain(self) -> Case:
+        """Decode of one query row a request, without modifiers, over the caches of a case of attention.
+
+        With a window it is over as many of a row's tokens as the window holds. Raises ValueError where those differ by the row.
+        """
+        lengths = self.lengths
+        if self.window_left is not None:
+            if not isinstance(lengths, Rows):
+                raise ValueError(f"lengths: {lengths.label} has no window in every row")
+            held = self.window_left + 1
+            lengths = replace(lengths, groups=tuple((rows, min(tokens, held)) for rows, tokens in lengths.groups))
+        own = {name: getattr(self, name) for name in ("dtype", "table_format", "layout", "kv_dtype", "kv_scale")}
+        return Case(self.num_heads, self.num_kv_heads, self.head_dim, self.page_size, lengths, **own)
+
+    @property
     def kv_bytes(self) -> int:
         """Bytes of K, V and their scales that a step has to read: of the live tokens only.
 
-        Of an append: those that it has to read and to write.
+        Of attention: of those that some query row sees, and q and the result. Of an append: what it has to read and to write.
         """
-        vectors = sum(self.tokens()) * self.num_kv_heads
-        scales = {None: 0, "tensor": 1, "head": self.num_kv_heads}.get(self.kv_scale, vectors)
-        scale_bytes = scales * SCALE_BYTES[self.kv_scale] if self.kv_scale else 0
-        stored = 2 * (vectors * self.head_dim * ELEMENT_BYTES[self.kv_dtype or self.dtype] + scale_bytes)
+        tokens = self.tokens()
+        if self.window_left is not None:
+            tokens = tuple(min(length, self.window_left + self.q_rows) for length in tokens)
+        stored = self._stored_bytes(sum(tokens))
         if self.operation == "decode":
             return stored
-        return stored + 2 * vectors * self.head_dim * ELEMENT_BYTES[self.dtype] + SLOT_BYTES * self.batch_size
+        if self.operation == "attention":
+            return stored + 2 * self.query_bytes
+        moved = 2 * sum(tokens) * self.num_kv_heads * self.head_dim * ELEMENT_BYTES[self.dtype]
+        return stored + moved + SLOT_BYTES * self.batch_size
+
+    @property
+    def query_bytes(self) -> int:
+        """Bytes of q, and of the result."""
+        return math.prod(self.query_shape) * ELEMENT_BYTES[self.dtype]
+
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes of K, V and their scales of all tokens, those outside a window too."""
+        return self._stored_bytes(sum(self.tokens()))
+
+    def _stored_bytes(self, tokens: int) -> int:
+        vectors = tokens * self.num_kv_heads
+        scales = {None: 0, "tensor": 1, "head": self.num_kv_heads}.get(self.kv_scale, vectors)
+        scale_bytes = scales * SCALE_BYTES[self.kv_scale] if self.kv_scale else 0
+        return 2 * (vectors * self.head_dim * ELEMENT_BYTES[self.kv_dtype or self.dtype] + scale_bytes)
 
 
 @dataclass(frozen=True)
 class Bar:
-    """What a case must reach: at most `limit` times the time of its floor and `plus` us ("ratio"), or `limit` us ("us")."""
+    """What a case must reach: at most `limit` times the time of its floor and `plus` us ("ratio"), or `limit` us ("us").
+
+    beside: the provider whose time in the same run stands for the floor's in a ratio. peer: a provider that it must not be
+    slower than besides.
+    """
 
     metric: Literal["ratio", "us"]
     limit: float
     plus: float = 0.0
+    beside: str | None = None
+    peer: str | None = None
 
-    def met(self, us: float, read_us: float | None) -> bool | None:
-        """Whether `us` meets the bar; None when that needs a time of the read kernel and there is none."""
+    def met(self, us: float, read_us: float | None, others: Mapping[str, float] | None = None) -> bool | None:
+        """Whether `us` meets the bar; None when that needs a time that there is none of. others: by provider."""
         if self.metric == "us":
             return us <= self.limit
-        return None if read_us is None else us <= self.limit * read_us + self.plus
+        others = others or {}
+        base = others.get(self.beside) if self.beside else read_us
+        parts = [None if base is None else us <= self.limit * base + self.plus]
+        if self.peer:
+            theirs = others.get(self.peer)
+            parts.append(None if theirs is None else us <= theirs)
+        return False if False in parts else None if None in parts else True
+
+    def fields(self) -> dict[str, object]:
+        """What a record says of it."""
+        return {name: value for name, value in vars(self).items() if value is not None}
 
     def __str__(self) -> str:
         if self.metric == "us":
             return f"{self.limit:g} us"
-        return f"{self.limit:g} + {self.plus:g} us" if self.plus else f"{self.limit:g}"
+        text = f"{self.limit:g} + {self.plus:g} us" if self.plus else f"{self.limit:g}"
+        text += f" x {self.beside}" if self.beside else ""
+        return f"{text}, {self.peer}" if self.peer else text
 
 
 def short(tokens: int) -> str:
@@ -171,3 +270,9 @@ def append_case(tokens: int, **changes: Any) -> Case:
     """An append of so many tokens with 8 heads of 128, bf16, to pages of 16."""
     shape: dict[str, Any] = {"num_heads": 8, "num_kv_heads": 8, "head_dim": 128, "page_size": 16, "table_format": "none"}
     return Case(**shape | changes, lengths=fixed(tokens, 1), operation="append")
+
+
+def attention_case(rows: Rows, **changes: Any) -> Case:
+    """Attention with 32/8 heads of 128, bf16, over pages of 16."""
+    shape: dict[str, Any] = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128, "page_size": 16}
+    return Case(**shape | changes, lengths=rows, operation="attention")

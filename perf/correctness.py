@@ -15,6 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from perf.cases import Case
 from perf.inputs import Inputs, Reference
+from perf.scores import Scores
 
 LSE_TOLERANCE = 1e-5
 CHUNK = 2**25  # elements of K that are compared with at once: 256 MiB in f64, beside as much of V
@@ -65,9 +66,11 @@ class GateResult:
 def check(inputs: Inputs, index: int, out: torch.Tensor, lse: torch.Tensor | None, tolerance: Tolerance) -> GateResult:
     """Compare a result on set `index` with f64, every row and head.
 
-    out: [batch, num_heads, head_dim]; lse: f32 [batch, num_heads], base e, or None. Every element has to be finite.
+    out: of the case's query_shape, or with the query rows of all requests in one axis; lse: f32 [query rows, num_heads], base e,
+    or None. Every element has to be finite.
     """
-    shape = inputs.sets[index].q.shape
+    shape = inputs.sets[index].q.flatten(0, -3).shape
+    out = out.flatten(0, -3) if out.shape == inputs.case.query_shape else out
     if out.shape != shape or (lse is not None and lse.shape != shape[:2]):
         shapes = [list(tensor.shape) for tensor in (out, lse) if tensor is not None]
         return GateResult(None, None, None, False, f"shapes {shapes} do not fit q's {list(shape)}", tolerance=tolerance)
@@ -76,7 +79,7 @@ def check(inputs: Inputs, index: int, out: torch.Tensor, lse: torch.Tensor | Non
     return judge(reference_of(inputs, index), out, lse, tolerance, f"of set {index}")
 
 
-def judge_decode(
+def judge_attention(
     inputs: Inputs, index: int, call: Callable[[], tuple[torch.Tensor, torch.Tensor | None]], tolerance: Tolerance
 ) -> GateResult:
     """`check` of what `call` gives."""
@@ -152,14 +155,21 @@ def reference_of(inputs: Inputs, index: int) -> Reference:
 
 def make_reference(inputs: Inputs, index: int) -> Reference:
     """The reference of one set, CHUNK elements of K and of V at a time."""
-    q, group = inputs.sets[index].q, inputs.case.num_heads // inputs.case.num_kv_heads
+    case = inputs.case
+    q = inputs.sets[index].q.view(case.batch_size, case.q_rows, case.num_heads, case.head_dim)
+    group = case.num_heads // case.num_kv_heads
     out, theirs = torch.empty_like(q, dtype=torch.float64), torch.empty_like(q)
-    lse = torch.empty(q.shape[:2], dtype=torch.float64, device=q.device)
-    for rows, kv_heads in chunks(inputs.case):
+    lse = torch.empty(q.shape[:-1], dtype=torch.float64, device=q.device)
+    for rows, kv_heads in chunks(case):
         heads = slice(kv_heads.start * group, kv_heads.stop * group)
-        k, v = inputs.rows(index, rows, kv_heads)
-        theirs[rows, heads] = same_dtype(q[rows, heads], k, v, inputs.softmax_scale)
-        out[rows, heads], lse[rows, heads] = attention_f64(q[rows, heads], k, v, inputs.softmax_scale)
+        part = q[rows][:, :, heads], *inputs.rows(index, rows, kv_heads), inputs.softmax_scale
+        if case.operation == "attention":
+            results = modified_attention(Scores(case, inputs.operands, rows, heads), *part)
+        else:
+            results = one_row_attention(*part)
+        for whole, result in zip((out, lse, theirs), results, strict=True):
+            whole[rows, :, heads] = result
+    out, lse, theirs = (whole.flatten(0, 1) for whole in (out, lse, theirs))
     error = theirs.double() - out
     return Reference(out, lse, out.norm(dim=-1), out.abs().amax(-1), error.norm(dim=-1), error.abs().amax(-1))
 
@@ -170,7 +180,8 @@ def chunks(case: Case) -> Iterator[tuple[list[int], slice]]:
     for row, tokens in enumerate(case.tokens()):
         by_length.setdefault(tokens, []).append(row)
     for tokens, rows in by_length.items():
-        vectors = max(1, CHUNK // (max(tokens, 1) * case.head_dim))  # pairs of a row and a KV head
+        width = max(case.head_dim, case.packed_rows)  # a token's values, or its scores where those are more
+        vectors = max(1, CHUNK // (max(tokens, 1) * width))  # pairs of a row and a KV head
         heads = min(case.num_kv_heads, vectors)
         step = max(1, vectors // case.num_kv_heads)
         for first in range(0, len(rows), step):
@@ -186,6 +197,25 @@ def attention_f64(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_sca
     scores = softmax_scale * q.double().unflatten(-2, (k.shape[-3], -1)) @ k.double().mT
     out = torch.softmax(scores, dim=-1) @ v.double()
     return out.flatten(-3, -2), torch.logsumexp(scores, dim=-1).flatten(-2)
+
+
+def one_row_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float) -> tuple[torch.Tensor, ...]:
+    """(out, lse, what same-dtype PyTorch gives) of q [requests, 1, num_heads, head_dim]; out and lse in f64."""
+    operands = (q[:, 0], k, v, softmax_scale)
+    return tuple(result[:, None] for result in (*attention_f64(*operands), same_dtype(*operands)))
+
+
+def modified_attention(
+    scores: Scores, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float
+) -> tuple[torch.Tensor, ...]:
+    """The same of several query rows or of modified scores: q [requests, q rows, num_heads, head_dim].
+
+    Same-dtype PyTorch computes in f32, on operands of q's dtype, and rounds once, as its math backend does: that has no soft cap
+    and no sinks, and takes ALiBi's bias rounded to q's dtype.
+    """
+    exact = scores.attention(torch.float64, q, k, v, softmax_scale)
+    theirs, _ = scores.attention(torch.float32, q, k.to(q.dtype), v.to(q.dtype), softmax_scale)
+    return *exact, theirs.to(q.dtype)
 
 
 def same_dtype(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float) -> torch.Tensor:

@@ -43,11 +43,12 @@ def workload(record: Record) -> dict[str, object]:
     assert record.us is not None
     case, percent = record.case, share(record)
     tokens = case.tokens()
+    rows = {"q_len": case.q_len} if case.q_len else {}
     pages = {"num_pages": sum(-(-length // case.page_size) for length in tokens)} if case.page_size else {}
     return {
         "definition": record.name.split(f"_{case.dtype}")[0],
         "workload": record.name,
-        "axes": {"batch_size": case.batch_size, "num_kv_tokens": sum(tokens), "max_seq_len": max(tokens), **pages},
+        "axes": {"batch_size": case.batch_size, "num_kv_tokens": sum(tokens), "max_seq_len": max(tokens), **rows, **pages},
         "dtype": case.dtype,
         "kv_dtype": record.kv_dtype,
         "solution": record.provider,

@@ -6,12 +6,13 @@ A step over one cache after another finds nothing of it in L2, because together 
 from __future__ import annotations
 
 import zlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from cute_kernels import KVDtype
 from perf.cases import Case
+from perf.scores import NO_OPERANDS, ScoreOperands, make_operands
 from perf.storage import fill, quantize_normal, raw, scale_of
 
 ROTATED_BYTES = 600 * 2**20  # of K and V over all sets: ten times the 60 MB L2 of an H200
@@ -24,8 +25,8 @@ DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16}
 class Reference:
     """What one input set has to give, and how far same-dtype PyTorch is from it, f64.
 
-    out: [batch, num_heads, head_dim]. The others are [batch, num_heads]: lse (natural log), norm and largest (2-norm and largest
-    magnitude of out), torch_norm and torch_largest (the same of PyTorch's error).
+    out: [batch, num_heads, head_dim], with several query rows [batch * q_len, ...]. The others have no head_dim: lse (natural
+    log), norm and largest (2-norm and largest magnitude of out), torch_norm and torch_largest (the same of PyTorch's error).
     """
 
     out: torch.Tensor
@@ -38,7 +39,7 @@ class Reference:
 
 @dataclass(frozen=True)
 class InputSet:
-    """One layer's tensors: q [batch, num_heads, head_dim] and the caches in the case's layout, on one device.
+    """One layer's tensors: q, of the case's query_shape, and the caches in the case's layout, on one device.
 
     k, v: HND [pages, num_kv_heads, page_size, head_dim], NHD [pages, page_size, num_kv_heads, head_dim], or contiguous
     [batch, num_kv_heads, tokens, head_dim]. k_scale, v_scale: [1], [num_kv_heads], per token [pages, page_size, num_kv_heads]
@@ -72,17 +73,32 @@ class Pages:
 class Inputs:
     """What providers run on: the sets to rotate over, and the page table they share (None for a contiguous case).
 
-    references: what the correctness gate has computed of each set, by its index.
+    operands: what changes the scores, of all sets. references: what the correctness gate has computed of each set, by its index.
     """
 
     case: Case
     sets: tuple[InputSet, ...]
     pages: Pages | None
+    operands: ScoreOperands = NO_OPERANDS
     references: dict[int, Reference] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
     def softmax_scale(self) -> float:
         return self.case.head_dim**-0.5
+
+    def qo_indptr(self) -> torch.Tensor:
+        """Where the query rows of each request begin and end: int32 [batch + 1]."""
+        q = self.sets[0].q
+        return torch.arange(len(q) + 1, dtype=torch.int32, device=q.device) * self.case.q_rows
+
+    def plain(self) -> Inputs:
+        """The same caches for `case.plain`: the last query row of each request, and under a window the first tokens of a row."""
+        case, shape = self.case.plain, (self.case.batch_size, self.case.q_rows, self.case.num_heads, self.case.head_dim)
+        sets = tuple(replace(s, q=s.q.view(shape)[:, -1].contiguous()) for s in self.sets)
+        pages = self.pages
+        if pages is not None and case.lengths != self.case.lengths:
+            pages = first_tokens(pages, case)
+        return Inputs(case, sets, pages)
 
     def fill_unused(self, value: float) -> None:
         """Write `value` to every slot that no row owns, in all caches and scales per token (see storage.fill)."""
@@ -132,18 +148,20 @@ class Inputs:
         return slots[:, :, heads][ids].flatten(1, 2)[:, :tokens].transpose(1, 2).contiguous()
 
 
-def num_sets(kv_bytes: int, memory_bytes: int, rotated_bytes: int) -> int:
+def num_sets(kv_bytes: int, memory_bytes: int, rotated_bytes: int, set_bytes: int | None = None) -> int:
     """How many sets to rotate over: at least two and `rotated_bytes`, within `memory_bytes`.
 
-    Where memory is short, one set is enough if it exceeds `rotated_bytes` by itself. Raises MemoryError if that does not fit.
+    kv_bytes: what a step reads of a set; set_bytes: what a set takes, where that is more. Where memory is short, one set is
+    enough if it exceeds `rotated_bytes` by itself. Raises MemoryError if that does not fit.
     """
+    set_bytes = kv_bytes if set_bytes is None else set_bytes
     wanted = max(MIN_SETS, -(-rotated_bytes // kv_bytes))
-    fitting = memory_bytes // kv_bytes
+    fitting = memory_bytes // set_bytes
     if fitting >= wanted:
         return wanted
     if fitting >= 1 and fitting * kv_bytes >= rotated_bytes:
         return fitting
-    raise MemoryError(f"{wanted} sets of {kv_bytes} bytes exceed the {memory_bytes} bytes allowed for inputs")
+    raise MemoryError(f"{wanted} sets of {set_bytes} bytes exceed the {memory_bytes} bytes allowed for inputs")
 
 
 def make_inputs(case: Case, device: torch.device, memory_bytes: int, rotated_bytes: int = ROTATED_BYTES) -> Inputs:
@@ -174,12 +192,12 @@ def make_inputs(case: Case, device: torch.device, memory_bytes: int, rotated_byt
         return stored, scale
 
     def layer() -> InputSet:
-        q = normal(len(lengths), case.num_heads, case.head_dim)
+        q = normal(*case.query_shape)
         (k, k_scale), (v, v_scale) = cache(), cache()
         return InputSet(q, k, v, k_scale, v_scale)
 
-    layers = num_sets(case.kv_bytes, memory_bytes, rotated_bytes)
-    inputs = Inputs(case, tuple(layer() for _ in range(layers)), pages)
+    layers = num_sets(case.kv_bytes, memory_bytes, rotated_bytes, max(case.kv_bytes, case.cache_bytes))
+    inputs = Inputs(case, tuple(layer() for _ in range(layers)), pages, make_operands(case, device))
     inputs.fill_unused(float("nan"))
     return inputs
 
@@ -204,3 +222,19 @@ def make_pages(case: Case, device: torch.device) -> Pages:
         t.to(device, torch.int32) for t in (table, lengths, indptr, indices, last_page_len)
     )
     return Pages(table, lengths, indptr, indices, last_page_len, unused.to(device))
+
+
+def first_tokens(pages: Pages, case: Case) -> Pages:
+    """The page table of the same pages for rows of as many tokens as `case` has, of which each row has more."""
+    seq_lens = torch.tensor(case.tokens(), dtype=torch.int32)
+    counts = -(-seq_lens // case.page_size)
+    indptr = torch.cat([torch.zeros(1, dtype=torch.int32), counts.cumsum(0, dtype=torch.int32)])
+    last_page_len = seq_lens - (counts - 1) * case.page_size
+    device = pages.table.device
+    live = torch.arange(int(counts.max())) < counts[:, None]
+    table = pages.table[:, : live.shape[1]]
+    indices = table[live.to(device)]
+    seq_lens, indptr, last_page_len = (t.to(device) for t in (seq_lens, indptr, last_page_len))
+    return replace(
+        pages, table=table.contiguous(), seq_lens=seq_lens, indptr=indptr, indices=indices, last_page_len=last_page_len
+    )

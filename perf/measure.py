@@ -5,14 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
 
 from perf.append_inputs import AppendInputs
 from perf.case_sets import bar_of
-from perf.cases import Bar, Case
+from perf.cases import PLAIN, Bar, Case
 from perf.correctness import EXACT, OURS, GateResult, worst_of
 from perf.inputs import ROTATED_BYTES, Inputs
 from perf.operations import PROCEDURES
@@ -57,8 +57,9 @@ class Outcome:
     """What came of one provider on one case; a record is made of it.
 
     metric: "device"; "in_stream", what a call adds to a stream behind a kernel that writes its q; or "device." or "host." and
-    a step. us: microseconds of one call. Without it, `not_supported`, `error` or a failed gate says why. strict: whether a
-    failure makes the run fail. machine: as record.machine has it, read while what is timed was replayed.
+    a step. us: microseconds of one call. Without it, `not_supported`, `error` or a failed gate says why. read_us, others: those
+    of the case's floor, and of every provider, of the same metric in the same run. strict: whether a failure makes the run
+    fail. machine: as record.machine has it, read while what is timed was replayed.
     """
 
     case: Case
@@ -68,6 +69,7 @@ class Outcome:
     metric: str = DEVICE
     us: Timing | None = None
     read_us: float | None = None
+    others: Mapping[str, float] = field(default_factory=dict)
     gate: GateResult | None = None
     detail: dict[str, object] | None = None
     not_supported: str | None = None
@@ -78,6 +80,12 @@ class Outcome:
     def ratio_to_read(self) -> float | None:
         """Its time over that of the case's floor, the same metric on the same bytes in the same run."""
         return None if self.us is None or self.read_us is None else self.us.median / self.read_us
+
+    @property
+    def ratio_to_plain(self) -> float | None:
+        """Its time over that of plain decode on the same caches, the same metric in the same run."""
+        plain = self.others.get(PLAIN)
+        return None if self.us is None or plain is None else self.us.median / plain
 
     @property
     def failed(self) -> bool:
@@ -92,7 +100,7 @@ class Outcome:
     @property
     def bar_met(self) -> bool | None:
         """Whether the bar is met; None where there is no bar, or no time to hold against it."""
-        return None if self.bar is None or self.us is None else self.bar.met(self.us.median, self.read_us)
+        return None if self.bar is None or self.us is None else self.bar.met(self.us.median, self.read_us, self.others)
 
     @property
     def reason(self) -> str:
@@ -110,7 +118,8 @@ class Outcome:
             "us": self.us,
             "bytes": self.case.kv_bytes if self.metric in (DEVICE, IN_STREAM) else None,
             "ratio_to_read": self.ratio_to_read,
-            "bar": self.bar and vars(self.bar) | {"met": self.bar_met},
+            "ratio_to_plain": self.ratio_to_plain,
+            "bar": self.bar and self.bar.fields() | {"met": self.bar_met},
             "gate": self.gate,
             "not_supported": self.not_supported,
             "error": self.error,
@@ -166,10 +175,10 @@ def surviving(blank: Outcome, contenders: Sequence[Contender]) -> Iterator[None]
 
 
 def beside_the_floor(outcomes: Iterable[Outcome]) -> list[Outcome]:
-    """The outcomes of one metric of a case, each with the time of the case's floor among them, where it has one."""
+    """The outcomes of one metric of a case, each with the times of all, that of the case's floor by itself."""
     found = list(outcomes)
-    read_us = next((outcome.us.median for outcome in found if outcome.provider == outcome.case.floor and outcome.us), None)
-    return [replace(outcome, read_us=read_us) for outcome in found]
+    times = {outcome.provider: outcome.us.median for outcome in found if outcome.us}
+    return [replace(outcome, read_us=times.get(outcome.case.floor), others=times) for outcome in found]
 
 
 def enter(provider: Provider, blank: Outcome, inputs: Inputs | AppendInputs, limits: Limits, clock: Clock) -> Contender | Outcome:
@@ -201,10 +210,11 @@ def gate(provider: Provider, candidate: Candidate, inputs: Inputs | AppendInputs
     tolerance = candidate.tolerance or provider.tolerance
     if tolerance is None:
         return None
-    judge = PROCEDURES[inputs.case.operation].judge
+    judged = candidate.inputs or inputs
+    judge = PROCEDURES[judged.case.operation].judge
     results: list[GateResult] = []
-    for index, call in zip(range(len(inputs.sets)), candidate.calls, strict=True):
-        results.append(judge(inputs, index, call, tolerance))
+    for index, call in zip(range(len(judged.sets)), candidate.calls, strict=True):
+        results.append(judge(judged, index, call, tolerance))
         if not results[-1].passed:
             break
     return worst_of(results)
@@ -256,7 +266,7 @@ def beyond(blank: Outcome, together: Timing, alone: Timing) -> Outcome:
 
 def step_outcomes(contender: Contender, limits: Limits, clock: Clock) -> list[Outcome]:
     """The device and the host time of each step that the contender names, one outcome each; host times of small cases only."""
-    candidate, blank = contender.candidate, replace(contender.outcome, gate=None, read_us=None, detail=None)
+    candidate, blank = contender.candidate, replace(contender.outcome, gate=None, read_us=None, others={}, detail=None)
     timed: list[tuple[str, Callable[[], Timing]]] = [
         (f"{DEVICE}.{step}", partial(device_time, call, limits.replays, clock)) for step, call in candidate.device.items()
     ]

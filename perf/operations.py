@@ -8,7 +8,7 @@ from typing import Any
 
 from perf.append_inputs import judge_append, make_append_inputs
 from perf.cases import Operation
-from perf.correctness import GateResult, Tolerance, judge_decode
+from perf.correctness import GateResult, Tolerance, judge_attention
 from perf.inputs import make_inputs
 
 
@@ -27,6 +27,7 @@ class Procedure:
 
 
 PROCEDURES: dict[Operation, Procedure] = {
-    "decode": Procedure(make_inputs, judge_decode, has_query=True),
+    "decode": Procedure(make_inputs, judge_attention, has_query=True),
+    "attention": Procedure(make_inputs, judge_attention, has_query=True),
     "append": Procedure(make_append_inputs, judge_append, has_query=False),
 }

@@ -94,15 +94,15 @@ def bars(of_case: Mapping[str, Record]) -> list[Bar]:
 
 
 def default_cases(newest: Newest, kv_dtype: str = "bf16") -> list[str]:
-    """The cases of a bf16 q over such caches, without scales, with pages of 16 (else 64), that we and most peers have a time of.
+    """The decode cases of a bf16 q over such caches, without scales, with pages of 16 (else 64), at most MAX_CASES.
 
-    At most MAX_CASES, barred ones first.
+    They are those that we and most peers have a time of, barred ones first.
     """
     dtypes = "bf16" if kv_dtype == "bf16" else f"bf16 q, {kv_dtype} KV"
     for page in PAGES:
         timed: dict[str, list[Record]] = {}
         for name, of_case in newest.items():
-            records = [bar.record for bar in bars(of_case) if bar.share is not None]
+            records = [bar.record for bar in bars(of_case) if bar.share is not None and bar.record.case.operation == "decode"]
             if records and records[0].provider == "ours" and (records[0].dtypes, records[0].case.page_size) == (dtypes, page):
                 timed[name] = records
         best = sorted(timed, key=lambda name: (-len(timed[name]), timed[name][0].bar is None))[:MAX_CASES]

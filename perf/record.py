@@ -35,7 +35,7 @@ SMI_FIELDS = {
 def case_fields(case: Case) -> dict[str, object]:
     """What a record holds of its case: the name, the batch, and every field.
 
-    Left out: those of 8-bit caches where there are none, and the operation of a decode step.
+    Left out: those that are None, and the operation of a decode step.
     """
     fields = asdict(case) | {"lengths": {"rule": type(case.lengths).__name__, **asdict(case.lengths)}}
     stored = {name: value for name, value in fields.items() if value is not None and value != "decode"}

@@ -123,7 +123,7 @@ class Record:
         """What sets a case apart besides its rows, heads, dtypes and pages."""
         case = self.case
         tables = tuple(option.upper() for option in (case.layout, case.table_format) if option in ("NHD", "csr"))
-        return (*tables, *((case.lengths.kind,) if isinstance(case.lengths, Spread) else ()))
+        return (*tables, *((case.lengths.kind,) if isinstance(case.lengths, Spread) else ()), *case.score_labels)
 
     @property
     def traits(self) -> tuple[str, ...]:
@@ -195,7 +195,7 @@ def parse_fields(entry: Mapping[str, Any], path: Path, number: int) -> Record:
         ratio=None if ratio is None else positive("ratio_to_read", ratio),
         gate=None if gate is None else parse_gate(gate),
         reason=why,
-        bar=None if bar is None else Bar(bar["metric"], bar["limit"], bar.get("plus", 0.0)),
+        bar=None if bar is None else Bar(**{name: value for name, value in bar.items() if name != "met"}),
         bar_met=None if bar is None else bar.get("met"),
         gpu=str(entry.get("gpu") or ""),
         commit=str(entry.get("commit") or "unknown"),

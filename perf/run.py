@@ -46,7 +46,7 @@ def main(
     resume: Annotated[bool, typer.Option(help="Leave out cases that all providers have records of, at this commit.")] = False,
     list_only: Annotated[bool, typer.Option("--list", help="Print the chosen cases and stop.")] = False,
 ) -> None:
-    """Measure decode attention and appends.
+    """Measure attention and appends.
 
     Exit code 1 when a result is wrong, 2 when the request is, 3 when --minutes left cases over.
     """

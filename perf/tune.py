@@ -101,7 +101,7 @@ def tunable(cases: Iterable[Case]) -> tuple[list[Case], list[str]]:
     left_out = []
     for case in cases:
         if case.operation != "decode":
-            left_out.append(f"{case.name}: an append has nothing to tune")
+            left_out.append(f"{case.name}: {case.operation} is not tuned")
             continue
         problem = descriptor(case).problem
         key = (group_of(problem, "sm90"), problem.batch_size, problem.max_seq_len)

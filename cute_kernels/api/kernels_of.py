@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from ..append.descriptor import KVAppendDescriptor
 from ..append.variants import explain as explain_append
@@ -11,22 +12,38 @@ from ..attention.variants import explain
 from ..compile.operations import Spec
 from ..config.decode import TableFormat
 from ..errors import Unsupported
+from ..kv.rotary import Rotary
+from ..merge.descriptor import MergeStatesDescriptor
+from ..merge.variants import explain as explain_merge
 from ..planning.variants import Candidate, DeviceFacts, PlanPreference
 
 APPENDS: tuple[TableFormat, ...] = ("none", "dense")  # a slot for each token, or the end of each row of a table
 
 
-def specs_of(problems: Iterable[DecodeProblem], facts: DeviceFacts, preference: PlanPreference, append: bool) -> list[Spec]:
-    """What plans on such a device compile for each problem, once. append: also for appending a token a row to a paged cache.
+@dataclass(frozen=True)
+class Beside:
+    """What is compiled beside the attention of each problem.
+
+    append: what appends a token a row to a paged cache. rotary: the same with such an embedding of K, and of q. merges: merges
+    of so many states of the problem's output.
+    """
+
+    append: bool = False
+    rotary: Rotary | None = None
+    merges: tuple[int, ...] = ()
+
+
+def specs_of(problems: Iterable[DecodeProblem], facts: DeviceFacts, preference: PlanPreference, beside: Beside) -> list[Spec]:
+    """What plans on such a device compile for each problem, and for what is asked for beside it, once.
 
     Raises Unsupported where nothing serves a problem, or nothing that is compiled.
     """
     found: dict[Spec, None] = {}
     for problem in problems:
         choices = [explain(problem, facts, preference).chosen]
-        if append and problem.page_size:
-            appends = (_append_of(problem, table_format) for table_format in APPENDS)
-            choices += [explain_append(described, facts, preference).chosen for described in appends]
+        choices += [explain_append(each, facts, preference).chosen for each in _appends_of(problem, beside)]
+        merges = (_merge_of(problem, num_states) for num_states in beside.merges)
+        choices += [explain_merge(described, facts, preference).chosen for described in merges]
         found.update({_spec_of(chosen): None for chosen in choices})
     return list(found)
 
@@ -38,7 +55,13 @@ def _spec_of(chosen: Candidate) -> Spec:
     return spec
 
 
-def _append_of(problem: DecodeProblem, table_format: TableFormat) -> KVAppendDescriptor:
+def _appends_of(problem: DecodeProblem, beside: Beside) -> list[KVAppendDescriptor]:
+    """The appends to the problem's cache; none where it is contiguous."""
+    embeddings = [None] * beside.append + [beside.rotary] * (beside.rotary is not None)
+    return [_append_of(problem, form, rotary) for rotary in embeddings for form in APPENDS] if problem.page_size else []
+
+
+def _append_of(problem: DecodeProblem, table_format: TableFormat, rotary: Rotary | None) -> KVAppendDescriptor:
     """An append of a token a row to the problem's cache."""
     return KVAppendDescriptor(
         num_tokens=problem.batch_size,
@@ -51,4 +74,11 @@ def _append_of(problem: DecodeProblem, table_format: TableFormat) -> KVAppendDes
         k_scale=problem.k_scale,
         v_scale=problem.v_scale,
         table_format=table_format,
+        rotary=rotary,
     )
+
+
+def _merge_of(problem: DecodeProblem, num_states: int) -> MergeStatesDescriptor:
+    """A merge of states that plans of the problem gave."""
+    shape = (problem.batch_size, problem.num_heads, problem.head_dim)
+    return MergeStatesDescriptor(num_states, *shape, problem.q_dtype, problem.lse_base)

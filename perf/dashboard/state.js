@@ -39,7 +39,7 @@ function go(state, step) {
 function matches(item, state) {
   const words = state.q.toLowerCase().split(/\s+/).filter(Boolean);
   const text = [item.name, item.heads, item.rows, item.options, item.dtypes, item.pages].join(" ").toLowerCase();
-  const bar = item.bar ? (item.bar_met ? "met" : "missed") : "none";
+  const bar = item.bar && item.bar_met !== null ? (item.bar_met ? "met" : "missed") : "none";
   return (
     words.every((word) => text.includes(word)) &&
     ["dtypes", "pages", "heads"].every((name) => !state[name] || state[name] === item[name]) &&

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from perf.case_sets import case_sets
-from perf.cases import FLOORS, READ
+from perf.cases import FLOORS, PLAIN, READ
 from perf.compare import Comparison, changes, compare_revisions
 from perf.history import Key, Revision, by_gpu, revisions
 from perf.measure import DEVICE, IN_STREAM
@@ -71,8 +71,8 @@ class CaseView:
 
     @property
     def has_peers(self) -> bool:
-        """Whether anyone but us and the plain read has a result."""
-        return any(provider not in (OURS, *FLOORS.values()) for provider in self.results)
+        """Whether anyone but us and the floor has a result."""
+        return any(provider not in (OURS, PLAIN, *FLOORS.values()) for provider in self.results)
 
 
 @dataclass(frozen=True)
@@ -175,6 +175,8 @@ def gpu_view(name: str, records: Sequence[Record]) -> GpuView:
 
 def label_of(provider: str) -> str:
     """A provider's name as people write it."""
+    if provider == PLAIN:
+        return "our plain decode"
     return PROVIDERS[provider][0].split(",")[0] if provider in PROVIDERS else provider
 
 

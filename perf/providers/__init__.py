@@ -5,28 +5,37 @@ One name may stand for a competitor in each operation.
 
 from collections.abc import Sequence
 
+from perf.cases import PLAIN
 from perf.providers.append import Copy, OursAppend, OursSm80Append
 from perf.providers.base import Candidate, CompilesAhead, NotSupported, Provider
-from perf.providers.flash_attention import FlashAttention3
+from perf.providers.flash_attention import FlashAttention3, FlashAttention3Attention
 from perf.providers.flashinfer import FlashInferFa2, FlashInferXqa
-from perf.providers.ours import Ours, OursSm80
-from perf.providers.read import Read
+from perf.providers.flashinfer_attention import Fa2Attention, XqaAttention
+from perf.providers.ours import Ours, OursAttention, OursPlain, OursSm80, OursSm80Attention
+from perf.providers.read import Read, ReadAttention
 from perf.providers.sdpa import Sdpa
 from perf.providers.vllm_triton import VllmTriton
 
 PEER_DECODERS: tuple[type[Provider], ...] = (FlashInferFa2, FlashInferXqa, FlashAttention3, VllmTriton)
 DECODERS: tuple[type[Provider], ...] = (Ours, OursSm80, Read, Sdpa, *PEER_DECODERS)
+OURS_ATTENDING: tuple[type[Provider], ...] = (OursAttention, OursPlain, OursSm80Attention, ReadAttention)
+ATTENDERS: tuple[type[Provider], ...] = (*OURS_ATTENDING, Fa2Attention, XqaAttention, FlashAttention3Attention)
 APPENDERS: tuple[type[Provider], ...] = (OursAppend, OursSm80Append, Copy)
+ALL = (*DECODERS, *ATTENDERS, *APPENDERS)
 PROVIDERS: dict[str, type[Provider]] = {cls.name: cls for cls in DECODERS}
-PROVIDER_NAMES = tuple(dict.fromkeys(cls.name for cls in (*DECODERS, *APPENDERS)))
+PROVIDER_NAMES = tuple(dict.fromkeys(cls.name for cls in ALL))
 
 
 def providers_of(names: Sequence[str]) -> list[Provider]:
-    """One of each competitor with such a name, in every operation. Raises ValueError for a name that none has."""
+    """One of each competitor with such a name, in every operation. Raises ValueError for a name that none has.
+
+    Plain decode comes with `ours`, whose attention is held against it.
+    """
     for name in names:
         if name not in PROVIDER_NAMES:
             raise ValueError(f"providers: {name!r} is none of {', '.join(PROVIDER_NAMES)}")
-    return [cls() for cls in (*DECODERS, *APPENDERS) if cls.name in names]
+    wanted = {*names, PLAIN} if Ours.name in names else {*names}
+    return [cls() for cls in ALL if cls.name in wanted]
 
 
 __all__ = ["PROVIDERS", "PROVIDER_NAMES", "Candidate", "CompilesAhead", "NotSupported", "Provider", "providers_of"]

@@ -12,7 +12,7 @@ from perf.cases import Case, EightBit, Operation
 from perf.correctness import Tolerance
 from perf.inputs import Inputs, Pages
 
-# out [batch, num_heads, head_dim] and, where its natural logarithm is promised, lse f32 [batch, num_heads]
+# out, of the case's query_shape or with its query rows in one axis, and, where it is promised, lse f32 [rows, num_heads], base e
 Result = tuple[torch.Tensor, torch.Tensor | None]
 
 
@@ -29,7 +29,8 @@ class Candidate:
     detail: what a record says of it, and how a provider's candidates differ. host: steps by name whose host time is recorded.
     device: steps by name whose device time is recorded beside that of the calls, which have no part in them. Both have what an
     engine makes once a model step, however many layers it has, as the step "plan".
-    tolerance: what the gate allows on this case where that is not what it allows the provider.
+    tolerance: what the gate allows on this case where that is not what it allows the provider. inputs: what the results are
+    judged by, where the calls are not of the case itself.
     """
 
     calls: Sequence[Callable[[], Result | None]]
@@ -37,6 +38,7 @@ class Candidate:
     host: Mapping[str, Callable[[], object]] = field(default_factory=dict)
     device: Mapping[str, Callable[[], object]] = field(default_factory=dict)
     tolerance: Tolerance | None = None
+    inputs: Inputs | None = None
 
 
 class Provider(Protocol):
@@ -95,6 +97,14 @@ def paged(inputs: Inputs) -> Pages:
 def tokens_first(cache: torch.Tensor, case: Case) -> torch.Tensor:
     """A paged cache as a view [pages, page_size, num_kv_heads, head_dim]."""
     return cache.transpose(1, 2) if case.layout == "HND" else cache
+
+
+def require_scores(case: Case, *known: str) -> None:
+    """Raise NotSupported where a case has another modifier than `known`: of window_left, softcap, alibi, sinks and tree_mask."""
+    words = {"window_left": "window", "softcap": "soft cap", "alibi": "ALiBi", "sinks": "sinks", "tree_mask": "tree mask"}
+    for name, what in words.items():
+        if getattr(case, name) is not None and name not in known:
+            raise NotSupported(f"it has no {what}")
 
 
 def require_sm90() -> str | None:

@@ -18,7 +18,17 @@ import torch
 from perf.cases import Case, Operation
 from perf.correctness import FP8_QUERY, PEERS, Tolerance
 from perf.inputs import DTYPES, Inputs, Pages
-from perf.providers.base import Candidate, Result, paged, require_sm90, require_storage, tokens_first
+from perf.providers.base import (
+    Candidate,
+    NotSupported,
+    Result,
+    paged,
+    require,
+    require_scores,
+    require_sm90,
+    require_storage,
+    tokens_first,
+)
 from perf.record import digest, package_version
 
 NUM_SPLITS = (0, 1, 2, 4, 8, 16, 32)  # 0: its own choice
@@ -29,7 +39,8 @@ Schedule = Callable[[], torch.Tensor]
 class Step:
     """What the calls on all input sets share. descale: f32 [batch, num_kv_heads], of q, K and V, where q is e4m3.
 
-    metadata: the scheduler's, int32, which serves every layer of a model step; without it each call makes its own.
+    metadata: the scheduler's, int32, which serves every layer of a model step; without it each call makes its own. window: keys
+    before and after its own that a query row sees, -1 for all. softcap: 0 for none. sinks: bf16 [num_heads].
     """
 
     table: torch.Tensor
@@ -38,10 +49,14 @@ class Step:
     num_splits: int
     descale: torch.Tensor | None
     metadata: torch.Tensor | None = None
+    causal: bool = False
+    window: tuple[int, int] = (-1, -1)
+    softcap: float = 0.0
+    sinks: torch.Tensor | None = None
 
 
 class FlashAttention3:
-    """One query token a row, num_splits swept. Over an e4m3 cache it wants an e4m3 q, which is rounded outside the timing.
+    """num_splits swept. Over an e4m3 cache it wants an e4m3 q, which is rounded outside the timing.
 
     The scheduler's metadata is made beforehand, as vLLM does once a model step, and timed as the step "plan"; a build without
     the operator that makes it has it in every call.
@@ -75,6 +90,7 @@ class FlashAttention3:
     def prepare(self, inputs: Inputs) -> Sequence[Candidate]:
         case, pages = inputs.case, paged(inputs)
         require_storage(case, "e4m3")
+        require_scores(case, "window_left", "softcap", "sinks")
         table = pages.table.clamp_min(0)
         bind, scheduling = installed, installed_schedule
         if not find_spec("flash_attn_interface"):
@@ -85,8 +101,8 @@ class FlashAttention3:
         rounded = {"q_dtype": "e4m3"} if case.kv_dtype else {}
         candidates = []
         for num_splits in NUM_SPLITS:
-            step = Step(table, pages.seq_lens, inputs.softmax_scale, num_splits, descale)
-            plan = scheduling(case, pages, num_splits)
+            step = Step(table, pages.seq_lens, inputs.softmax_scale, num_splits, descale, **score_options(inputs))
+            plan = scheduling(case, pages, step)
             if plan is not None:
                 step = replace(step, metadata=plan())
             calls = [bind(step, *qkv) for qkv in operands]
@@ -96,6 +112,15 @@ class FlashAttention3:
         return candidates
 
 
+class FlashAttention3Attention(FlashAttention3):
+    """Several query rows, windows, soft caps and sinks."""
+
+    operation: ClassVar[Operation] = "attention"
+
+    def prepare(self, inputs: Inputs) -> Sequence[Candidate]:
+        return refusing(lambda: super(FlashAttention3Attention, self).prepare(inputs))
+
+
 @cache
 def file_digest(path: Path) -> str:
     """Eight hexadecimal digits of the SHA-256 of a file."""
@@ -103,20 +128,39 @@ def file_digest(path: Path) -> str:
 
 
 def query(q: torch.Tensor, case: Case) -> torch.Tensor:
-    """q as FlashAttention takes it: [batch, 1, num_heads, head_dim], of the cache's dtype."""
-    return q[:, None].to(torch.float8_e4m3fn) if case.kv_dtype else q[:, None]
+    """q as FlashAttention takes it: [batch, q rows, num_heads, head_dim], of the cache's dtype."""
+    rows = q.view(case.batch_size, case.q_rows, case.num_heads, case.head_dim)
+    return rows.to(torch.float8_e4m3fn) if case.kv_dtype else rows
+
+
+def score_options(inputs: Inputs) -> dict[str, Any]:
+    """The fields of a step that say what changes the scores."""
+    case, sinks = inputs.case, inputs.operands.sinks
+    window = (-1, -1) if case.window_left is None else (case.window_left, 0)
+    causal = case.q_rows > 1 or case.window_left is not None
+    return {
+        "causal": causal,
+        "window": window,
+        "softcap": case.softcap or 0.0,
+        "sinks": None if sinks is None else sinks.bfloat16(),
+    }
 
 
 def installed(step: Step, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Callable[[], Result]:
-    """A call of flash_attn_with_kvcache: q [batch, 1, num_heads, head_dim]."""
+    """A call of flash_attn_with_kvcache: q [batch, q rows, num_heads, head_dim]."""
     from flash_attn_interface import flash_attn_with_kvcache
 
+    require(step.sinks is None, "the package's interface has no sinks")
     options: dict[str, object] = {"cache_seqlens": step.seq_lens, "page_table": step.table}
     options |= {"softmax_scale": step.scale, "num_splits": step.num_splits}
     options |= {f"{name}_descale": step.descale for name in "qkv"}
     if step.metadata is not None:
         options["scheduler_metadata"] = step.metadata
-    return lambda: (flash_attn_with_kvcache(q, k, v, **options)[:, 0], None)
+    if step.causal:
+        options |= {"causal": True, "window_size": step.window}
+    if step.softcap:
+        options["softcap"] = step.softcap
+    return lambda: (flash_attn_with_kvcache(q, k, v, **options).flatten(0, 1), None)
 
 
 def extension(step: Step, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Callable[[], Result]:
@@ -125,21 +169,34 @@ def extension(step: Step, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> 
     cache = (q, k, v, None, None, None, out)  # k_new, v_new, q_v
     lengths = (None, None, None, None, step.seq_lens, None, None)  # cu_seqlens q, k, k_new; seqused q, k; max_seqlen q, k
     placement = (step.table, None, None, None, None, None, *[step.descale] * 3)  # kv_batch_idx, leftpad, 3 rotary; q, k, v
-    softmax = (step.scale, False, -1, -1, 0.0, True)  # causal, window left and right, softcap, rotary_interleaved
-    schedule = (step.metadata, step.num_splits, None, 0, None, 1, 0, None)  # splits, pack_gqa, sm_margin, s_aux, 3 of cp
+    softmax = (step.scale, step.causal, *step.window, step.softcap, True)  # window left and right; rotary_interleaved
+    schedule = (step.metadata, step.num_splits, None, 0, step.sinks, 1, 0, None)  # splits, pack_gqa, sm_margin, s_aux, 3 of cp
 
     def run() -> Result:
         torch.ops._vllm_fa3_C.fwd(*cache, *lengths, *placement, *softmax, *schedule)
-        return out[:, 0], None
+        return out.flatten(0, 1), None
 
     return run
+
+
+def refusing(prepare: Callable[[], Sequence[Candidate]]) -> Sequence[Candidate]:
+    """The candidates, of which one was called once. Raises NotSupported with the words of a build that lacks the kernel."""
+    try:
+        candidates = prepare()
+        candidates[0].calls[0]()
+    except RuntimeError as error:
+        said = str(error).splitlines()[0] if str(error) else ""
+        if "support" not in said:
+            raise
+        raise NotSupported(said) from error
+    return candidates
 
 
 def scheduled(case: Case, pages: Pages) -> dict[str, object]:
     """The keywords that both makers of metadata share. The lengths' bound is what a call takes from its page table."""
     return {
         "batch_size": case.batch_size,
-        "max_seqlen_q": 1,
+        "max_seqlen_q": case.q_rows,
         "max_seqlen_k": pages.table.shape[1] * case.page_size,
         "headdim": case.head_dim,
         "qkv_dtype": torch.float8_e4m3fn if case.kv_dtype else DTYPES[case.dtype],
@@ -147,18 +204,22 @@ def scheduled(case: Case, pages: Pages) -> dict[str, object]:
     }
 
 
-def installed_schedule(case: Case, pages: Pages, num_splits: int) -> Schedule | None:
+def installed_schedule(case: Case, pages: Pages, step: Step) -> Schedule | None:
     """What makes the metadata with flash_attn_interface; None for a version that does not."""
     import flash_attn_interface
 
     make = getattr(flash_attn_interface, "get_scheduler_metadata", None)
     if make is None:
         return None
-    heads = {"num_heads_q": case.num_heads, "num_heads_kv": case.num_kv_heads}
-    return partial(make, **scheduled(case, pages), **heads, cache_seqlens=pages.seq_lens, num_splits=num_splits)
+    options: dict[str, object] = {"num_heads_q": case.num_heads, "num_heads_kv": case.num_kv_heads}
+    if step.causal:
+        options |= {"causal": True, "window_size": step.window}
+    if step.softcap:
+        options["has_softcap"] = True
+    return partial(make, **scheduled(case, pages), **options, cache_seqlens=pages.seq_lens, num_splits=step.num_splits)
 
 
-def extension_schedule(case: Case, pages: Pages, num_splits: int) -> Schedule | None:
+def extension_schedule(case: Case, pages: Pages, step: Step) -> Schedule | None:
     """What makes the metadata with the extension's operator, none of whose arguments has a default; None where it lacks it."""
     make: Any = getattr(torch.ops._vllm_fa3_C, "get_scheduler_metadata", None)
     if make is None:
@@ -166,6 +227,7 @@ def extension_schedule(case: Case, pages: Pages, num_splits: int) -> Schedule | 
     names = ("cu_seqlens_q", "cu_seqlens_k", "cu_seqlens_k_new", "seqused_q", "leftpad_k", "pack_gqa")
     absent: dict[str, object] = dict.fromkeys(names)
     shape = {"num_heads": case.num_heads, "num_heads_k": case.num_kv_heads, "headdim_v": case.head_dim, "max_seqlen_k_new": 0}
-    mask = {"is_causal": False, "window_size_left": -1, "window_size_right": -1, "has_softcap": False}
+    left, right = step.window
+    mask = {"is_causal": step.causal, "window_size_left": left, "window_size_right": right, "has_softcap": bool(step.softcap)}
     fixed = absent | scheduled(case, pages) | shape | mask | {"sm_margin": 0}
-    return partial(make, seqused_k=pages.seq_lens, num_splits=num_splits, **fixed)
+    return partial(make, seqused_k=pages.seq_lens, num_splits=step.num_splits, **fixed)

@@ -15,11 +15,13 @@ from cute_kernels import KVDtype
 from perf.cases import Case, Operation
 from perf.correctness import FP8_QUERY, PEERS, Tolerance
 from perf.inputs import DTYPES, Inputs
-from perf.providers.base import Candidate, Result, paged, require, require_sm90, require_storage
+from perf.providers.base import Candidate, Result, paged, require, require_scores, require_sm90, require_storage
 from perf.record import package_version
+from perf.scores import chain_rows, packed
 
 WORKSPACE_BYTES = 512 * 2**20  # zeroed once: FlashInfer asks for that
 XQA_PAGES = (16, 32, 64, 128)
+ALIBI = 2  # of its PosEncodingMode
 BUILDS = 6  # at a time: each is a few compilers of up to 2 GB
 
 
@@ -54,6 +56,7 @@ class FlashInferFa2(_FlashInfer):
 
         case, pages = inputs.case, paged(inputs)
         require_storage(case, "e4m3", "e5m2")
+        require_scores(case, "window_left", "softcap", "alibi")
         wrapper = BatchDecodeWithPagedKVCacheWrapper(
             torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=pages.table.device),
             kv_layout=case.layout,
@@ -66,23 +69,20 @@ class FlashInferFa2(_FlashInfer):
         )
         shape = (case.num_heads, case.num_kv_heads, case.head_dim, case.page_size)
         table = (pages.indptr, pages.indices, pages.last_page_len)
-        plan = partial(wrapper.plan, *table, *shape, q_data_type=DTYPES[case.dtype], kv_data_type=inputs.sets[0].k.dtype)
-        plan()
-        out = torch.empty_like(inputs.sets[0].q)
-
-        def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Callable[[], Result]:
-            return lambda: (wrapper.run(q, (k, v), out=out), None)
-
-        calls = [call(s.q, s.k, s.v) for s in inputs.sets]
-        return [Candidate(calls, host={"run": calls[0], "plan": plan})]
+        types = {"q_data_type": DTYPES[case.dtype], "kv_data_type": inputs.sets[0].k.dtype}
+        return planned(inputs, wrapper, partial(wrapper.plan, *table, *shape, **types, **plan_options(case)))
 
     def builds(self, cases: Sequence[Case]) -> Iterable[Callable[[], object]]:
         from flashinfer.prefill import get_batch_prefill_module  # what a wrapper with tensor cores plans with
 
-        fixed: tuple[Any, ...] = (0, False, False, False)  # positions, window, softcap, f16 scores
-        keys = {(DTYPES[c.dtype], cache_dtype(c), c.head_dim) for c in cases if c.kv_dtype != "int8"}
-        for q_dtype, kv_dtype, head_dim in keys:
-            yield partial(get_batch_prefill_module, "fa2", q_dtype, kv_dtype, q_dtype, torch.int32, head_dim, head_dim, *fixed)
+        keys = {
+            (DTYPES[c.dtype], cache_dtype(c), c.head_dim, ALIBI if c.alibi else 0, c.window_left is not None, bool(c.softcap))
+            for c in cases
+            if c.kv_dtype != "int8" and not c.sinks
+        }
+        for q_dtype, kv_dtype, head_dim, *scores in keys:
+            shape = ("fa2", q_dtype, kv_dtype, q_dtype, torch.int32, head_dim, head_dim)
+            yield partial(get_batch_prefill_module, *shape, *scores, False)  # positions, window, softcap, f16 scores
 
 
 class FlashInferXqa(_FlashInfer):
@@ -97,11 +97,14 @@ class FlashInferXqa(_FlashInfer):
         require_storage(case, "e4m3")
         require(case.page_size in XQA_PAGES, f"page_size {case.page_size} is not one of {XQA_PAGES}")
         require(case.head_dim % 16 == 0, f"head_dim {case.head_dim} is not a multiple of 16")
+        require_scores(case, "window_left", "sinks", "tree_mask")
+        require(case.tree_mask is None or case.window_left is None, "no tree of drafts under a window")
         workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=pages.table.device)
         table = pages.table.clamp_min(0)
         seq_lens = pages.seq_lens.view(torch.uint32)
         max_seq_len = max(case.tokens())
         out = torch.empty_like(inputs.sets[0].q)
+        options = xqa_options(inputs)
 
         def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Callable[[], Result]:
             def run() -> Result:
@@ -115,24 +118,75 @@ class FlashInferXqa(_FlashInfer):
                     bmm1_scale=inputs.softmax_scale,
                     kv_layout=case.layout,
                     out=out,
+                    **options,
                 )
                 return out, None
 
             return run
 
-        calls = [call(s.q, s.k, s.v) for s in inputs.sets]
+        calls = [call(s.q.flatten(0, -3), s.k, s.v) for s in inputs.sets]
         return [Candidate(calls, {"q_dtype": "e4m3"}, tolerance=FP8_QUERY) if case.kv_dtype else Candidate(calls)]
 
     def builds(self, cases: Sequence[Case]) -> Iterable[Callable[[], object]]:
         from flashinfer.xqa import get_xqa_module
 
         keys = {
-            (DTYPES[c.dtype], cache_dtype(c), c.page_size, c.head_dim, c.num_heads // c.num_kv_heads)
+            (
+                DTYPES[c.dtype],
+                cache_dtype(c),
+                c.page_size,
+                c.head_dim,
+                c.num_heads // c.num_kv_heads,
+                c.window_left is not None,
+                c.q_rows,
+            )
             for c in cases
-            if c.kv_dtype in (None, "e4m3") and c.page_size in XQA_PAGES and c.head_dim % 16 == 0
+            if c.kv_dtype in (None, "e4m3") and c.page_size in XQA_PAGES and c.head_dim % 16 == 0 and not (c.softcap or c.alibi)
         }
-        for key in keys:
-            yield partial(get_xqa_module, *key, False, key[0], 1, False)  # window, out, query tokens, ragged
+        for *key, q_rows in keys:
+            yield partial(get_xqa_module, *key, key[0], q_rows, False)  # window; out, query tokens, ragged
+
+
+def plan_options(case: Case) -> dict[str, object]:
+    """What fa2's decode plan is told of query rows and scores; nothing of plain decode."""
+    options: dict[str, object] = {}
+    if case.q_rows > 1:
+        options["q_len_per_req"] = case.q_rows
+    if case.window_left is not None:
+        options["window_left"] = case.window_left
+    if case.softcap is not None:
+        options["logits_soft_cap"] = case.softcap
+    if case.alibi:
+        options["pos_encoding_mode"] = "ALIBI"  # its own slopes: 2 ** (-8 / num_heads * head), head from 1 on
+    return options
+
+
+def planned(inputs: Inputs, wrapper: Any, plan: Callable[[], object], *more: object) -> Sequence[Candidate]:
+    """The calls of a wrapper after its plan. more: what its run takes behind the caches."""
+    plan()
+    out = torch.empty_like(inputs.sets[0].q.flatten(0, -3))
+
+    def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Callable[[], Result]:
+        return lambda: (wrapper.run(q, (k, v), *more, out=out), None)
+
+    calls = [call(s.q.flatten(0, -3), s.k, s.v) for s in inputs.sets]
+    return [Candidate(calls, host={"run": calls[0], "plan": plan})]
+
+
+def xqa_options(inputs: Inputs) -> dict[str, object]:
+    """What XQA is told of query rows and scores; nothing of plain decode. Drafts need a mask, a chain's too: 16 bits a word."""
+    case, operands = inputs.case, inputs.operands
+    options: dict[str, object] = {}
+    if case.window_left is not None:
+        options["window_left"] = case.window_left
+    if operands.sinks is not None:
+        options["sinks"] = operands.sinks
+    if case.q_rows > 1:
+        chain = torch.tensor(packed(chain_rows(case.q_rows)), dtype=torch.int32, device=inputs.sets[0].q.device)
+        words = chain.repeat(case.batch_size, 1) if operands.tree_mask is None else operands.tree_mask
+        mask = words.view(case.batch_size, case.q_rows, -1).view(torch.uint16)
+        options |= {"q_len_per_req": case.q_rows, "mask": mask}
+    return options
 
 
 def cache_dtype(case: Case) -> torch.dtype:

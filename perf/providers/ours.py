@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 
@@ -15,11 +16,14 @@ from cute_kernels.attention.variants import explain
 from cute_kernels.compile.kernels import compile_ahead
 from cute_kernels.config.decode import DecodeConfig, KernelSpec
 from cute_kernels.planning.variants import DeviceFacts, VariantArch
-from perf.cases import Case, Operation
+from perf.cases import PLAIN, Case, Operation
 from perf.correctness import OURS, Tolerance
 from perf.inputs import DTYPES, Inputs, InputSet, Pages
 from perf.providers.base import Candidate, NotSupported, Result
 from perf.storage import storage
+
+Plan: TypeAlias = "ck.PagedDecodePlan | ck.FlashDecodingPlan | ck.PagedAttentionPlan"
+Descriptor: TypeAlias = "ck.PagedDecodeDescriptor | ck.FlashDecodingDescriptor | ck.PagedAttentionDescriptor"
 
 
 class Ours:
@@ -41,11 +45,14 @@ class Ours:
         plan = self.select(inputs)
         run: Callable[..., Result] = plan.run
         size, device = plan.workspace_size(), plan.device
-        out = torch.empty_like(inputs.sets[0].q)
-        lse = torch.empty(out.shape[:2], dtype=torch.float32, device=device)
-        workspace = plan.new_workspace() if size else None
+        queries = [query(inputs.case, s.q) for s in inputs.sets]
+        out = torch.empty_like(queries[0])
+        lse = torch.empty(out.flatten(0, -3).shape[:2], dtype=torch.float32, device=device)
         tables = () if inputs.pages is None else (page_table(inputs.case, inputs.pages),)
-        calls = [partial(run, s.q, s.k, s.v, *tables, **scales(s), out=out, lse=lse, workspace=workspace) for s in inputs.sets]
+        fixed = {**inputs.operands.given(), "out": out, "lse": lse, "workspace": plan.new_workspace() if size else None}
+        if inputs.case.query == "ragged":
+            fixed["qo_indptr"] = inputs.qo_indptr()
+        calls = [partial(run, q, s.k, s.v, *tables, **scales(s), **fixed) for q, s in zip(queries, inputs.sets, strict=True)]
         again: Callable[..., object] = type(plan).select
         select = partial(again, plan.descriptor, device, ck.PlanPreference(arch=self.arch))  # of a known descriptor
         host: dict[str, Callable[[], object]] = {"run": calls[0], "select": select}
@@ -57,20 +64,17 @@ class Ours:
         chosen = (spec_of(descriptor(case).problem, facts, self.arch) for case in cases)
         compile_ahead(spec for spec in chosen if spec is not None)
 
-    def select(self, inputs: Inputs) -> ck.PagedDecodePlan | ck.FlashDecodingPlan:
+    def select(self, inputs: Inputs) -> Plan:
         """The plan for the case of `inputs`. Raises NotSupported with the plan's own reasons."""
         described = descriptor(inputs.case)
-        plan = ck.PagedDecodePlan if isinstance(described, ck.PagedDecodeDescriptor) else ck.FlashDecodingPlan
         try:
-            return self.make(plan, described, inputs.sets[0].q.device, ck.PlanPreference(arch=self.arch))
+            return self.make(plan_class(described), described, inputs.sets[0].q.device, ck.PlanPreference(arch=self.arch))
         except ck.Unsupported as unsupported:
             raise NotSupported(str(unsupported)) from unsupported
 
-    def make(
-        self, plan: Any, described: Any, device: torch.device, preference: ck.PlanPreference
-    ) -> ck.PagedDecodePlan | ck.FlashDecodingPlan:
+    def make(self, plan: Any, described: Any, device: torch.device, preference: ck.PlanPreference) -> Plan:
         """The plan of `described`, of the class `plan`."""
-        chosen: ck.PagedDecodePlan | ck.FlashDecodingPlan = plan.select(described, device=device, preference=preference)
+        chosen: Plan = plan.select(described, device=device, preference=preference)
         return chosen
 
 
@@ -81,17 +85,42 @@ class OursSm80(Ours):
     arch: ClassVar[VariantArch | None] = "sm80"
 
 
+class OursAttention(Ours):
+    """Several query rows, and modifiers of one."""
+
+    operation: ClassVar[Operation] = "attention"
+
+
+class OursSm80Attention(OursSm80):
+    """The same by the SM80 variant."""
+
+    operation: ClassVar[Operation] = "attention"
+
+
+class OursPlain(Ours):
+    """Plain decode over the caches of a case of attention: what several query rows and modifiers are held against."""
+
+    name: ClassVar[str] = PLAIN
+    operation: ClassVar[Operation] = "attention"
+
+    def prepare(self, inputs: Inputs) -> Sequence[Candidate]:
+        plain = inputs.plain()
+        return [replace(candidate, inputs=plain) for candidate in super().prepare(plain)]
+
+    def compile_ahead(self, cases: Sequence[Case]) -> None:
+        """As CompilesAhead."""
+        super().compile_ahead([case.plain for case in cases])
+
+
 class Configured(Ours):
     """The variant that a plan selects, with a configuration of the tuner's. config: None for the heuristic's choice."""
 
     def __init__(self, config: DecodeConfig | None) -> None:
         self.config = config
 
-    def make(
-        self, plan: Any, described: Any, device: torch.device, preference: ck.PlanPreference
-    ) -> ck.PagedDecodePlan | ck.FlashDecodingPlan:
+    def make(self, plan: Any, described: Any, device: torch.device, preference: ck.PlanPreference) -> Plan:
         with tuned.forced(self.config):  # made anew: `select` would remember it
-            chosen: ck.PagedDecodePlan | ck.FlashDecodingPlan = plan(described, device, preference)
+            chosen: Plan = plan(described, device, preference)
         return chosen
 
 
@@ -103,31 +132,48 @@ def spec_of(problem: DecodeProblem, facts: DeviceFacts, arch: VariantArch | None
         return None
 
 
-def descriptor(case: Case) -> ck.PagedDecodeDescriptor | ck.FlashDecodingDescriptor:
+def descriptor(case: Case) -> Descriptor:
     """The descriptor of a case."""
     return paged_descriptor(case) if case.page_size else contiguous_descriptor(case)
 
 
-def paged_descriptor(case: Case) -> ck.PagedDecodeDescriptor:
-    """The descriptor of a paged case; the longest row is its hint."""
-    return ck.PagedDecodeDescriptor(
-        batch_size=case.batch_size,
-        num_heads=case.num_heads,
-        num_kv_heads=case.num_kv_heads,
-        head_dim=case.head_dim,
-        page_size=case.page_size,
-        q_dtype=DTYPES[case.dtype],
+def plan_class(described: Descriptor) -> type[Plan]:
+    """The class whose plans are of such a descriptor."""
+    if isinstance(described, ck.FlashDecodingDescriptor):
+        return ck.FlashDecodingPlan
+    return ck.PagedDecodePlan if isinstance(described, ck.PagedDecodeDescriptor) else ck.PagedAttentionPlan
+
+
+def paged_descriptor(case: Case) -> ck.PagedDecodeDescriptor | ck.PagedAttentionDescriptor:
+    """The descriptor of a paged case; the longest row is its hint. Several query rows see no later token."""
+    fields: dict[str, Any] = {
+        "batch_size": case.batch_size,
+        "num_heads": case.num_heads,
+        "num_kv_heads": case.num_kv_heads,
+        "head_dim": case.head_dim,
+        "page_size": case.page_size,
+        "q_dtype": DTYPES[case.dtype],
         **storage(case),
-        layout=ck.KVLayout(case.layout),
-        table_format="csr" if case.table_format == "csr" else "dense",
-        max_seq_len=max(case.tokens()),
-    )
+        "layout": ck.KVLayout(case.layout),
+        "table_format": "csr" if case.table_format == "csr" else "dense",
+        "max_seq_len": max(case.tokens()),
+    }
+    modifiers = {name: getattr(case, name) for name in ("window_left", "softcap", "alibi", "sinks", "tree_mask")}
+    fields |= {name: value for name, value in modifiers.items() if value is not None}
+    if case.q_len is None:
+        return ck.PagedDecodeDescriptor(**fields)
+    return ck.PagedAttentionDescriptor(**fields, max_q_len=case.q_len, query_format=case.query or "uniform")
 
 
 def contiguous_descriptor(case: Case) -> ck.FlashDecodingDescriptor:
     """The descriptor of a contiguous case."""
     shape = (case.batch_size, case.num_heads, case.num_kv_heads, case.tokens()[0], case.head_dim, DTYPES[case.dtype])
     return ck.FlashDecodingDescriptor(*shape, **storage(case))
+
+
+def query(case: Case, q: torch.Tensor) -> torch.Tensor:
+    """q as a run is given it: the query rows of all requests in one axis where they are ragged."""
+    return q.flatten(0, 1) if case.query == "ragged" else q
 
 
 def scales(layer: InputSet) -> dict[str, torch.Tensor]:

@@ -17,6 +17,8 @@ from perf.providers.base import Candidate, require_sm90
 class Read:
     """perf.read_kernel over the first kv_bytes / 2 bytes of K and of V, each with its scales, in several launch shapes.
 
+    Of attention it reads as many bytes of q beside each: for q, and for the result.
+
     Version 2 has them with programmatic dependent launch too, which lowers the floor of small cases.
     """
 
@@ -35,8 +37,10 @@ class Read:
         from perf.read_kernel import READ_SHAPES, VECTOR_BYTES, compile_read
 
         num_vectors = inputs.case.kv_bytes // (2 * VECTOR_BYTES)
-        pairs = [((s.k, s.k_scale), (s.v, s.v_scale)) for s in inputs.sets]
-        buffers = [(vectors(*k, num_vectors), vectors(*v, num_vectors)) for k, v in pairs]
+        buffers = []
+        for s in inputs.sets:
+            beside = (s.q,) if inputs.case.operation == "attention" else ()
+            buffers.append((vectors(s.k, s.k_scale, num_vectors, *beside), vectors(s.v, s.v_scale, num_vectors, *beside)))
         device = inputs.sets[0].k.device
         sink = torch.zeros(1, dtype=torch.int32, device=device)
         sm_count = torch.cuda.get_device_properties(device).multi_processor_count
@@ -49,9 +53,19 @@ class Read:
         return candidates
 
 
-def vectors(cache: torch.Tensor, scale: torch.Tensor | None, count: int) -> torch.Tensor:
-    """The first `count` 16-byte vectors of a compact cache, as int32 [count, 4]; of a copy of both where it has scales."""
-    stream = cache.view(-1).view(torch.uint8)
-    if scale is not None:
-        stream = torch.cat([scale.view(-1).view(torch.uint8), stream])
+class ReadAttention(Read):
+    """The same of attention."""
+
+    operation: ClassVar[Operation] = "attention"
+
+
+def vectors(cache: torch.Tensor, scale: torch.Tensor | None, count: int, *beside: torch.Tensor) -> torch.Tensor:
+    """The first `count` 16-byte vectors of a compact cache, as int32 [count, 4].
+
+    Of a copy of it behind its scales, where it has any, and behind what else is read.
+    """
+    stream = cache.view(-1).view(torch.uint8)[: 16 * count]
+    parts = [tensor.view(-1).view(torch.uint8) for tensor in (scale, *beside) if tensor is not None]
+    if parts:
+        stream = torch.cat([*parts, stream])
     return stream[: 16 * count].view(torch.int32).view(-1, 4)

@@ -10,7 +10,17 @@ from typing import TYPE_CHECKING
 import pytest
 
 from perf.dashboard.page import build
-from tests.support.dashboard_records import CASES, EIGHT_BIT, HALF, RAGGED, SCRIPT, SPREAD, make_results
+from tests.support.dashboard_records import (
+    CASES,
+    EIGHT_BIT,
+    HALF,
+    RAGGED,
+    SCRIPT,
+    SPREAD,
+    VERIFY,
+    make_attention_results,
+    make_results,
+)
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Locator, Page
@@ -41,10 +51,14 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture(scope="session")
 def url(tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder: Path = tmp_path_factory.mktemp("page")
-    html, _ = build(make_results(folder))
-    (folder / "page.html").write_text(html, encoding="utf-8")
-    return (folder / "page.html").as_uri()
+    return page_at(make_results(tmp_path_factory.mktemp("page")))
+
+
+def page_at(results: Path) -> str:
+    """The address of the page of a folder's records, beside them."""
+    html, _ = build(results)
+    (results / "page.html").write_text(html, encoding="utf-8")
+    return (results / "page.html").as_uri()
 
 
 Open = Callable[..., "Page"]
@@ -236,3 +250,22 @@ def test_the_theme_can_be_chosen(visit: Open) -> None:
     page.get_by_role("button", name="Switch between light and dark").click()
     expect(page.locator("html")).to_have_attribute("data-theme", "dark")
     assert page.locator("body").evaluate(background) != light
+
+
+def test_several_query_rows_and_modifiers(visit: Open, tmp_path: Path) -> None:
+    page = visit()
+    page.goto(page_at(make_attention_results(tmp_path)))
+    expect(cells(page)).to_have_count(2)
+    expect(page.locator(".card.alert")).to_have_count(0)
+    rows = page.locator(".gpu:not([hidden]) .peers tbody tr:visible")
+    expect(rows).to_have_count(1)
+    expect(rows).to_contain_text("q4")
+    expect(rows.locator('[data-label="our plain decode"]')).to_contain_text("0.97\N{MULTIPLICATION SIGN}")
+    for value, count in (("met", 1), ("missed", 0), ("none", 1), ("", 2)):
+        control(page, "bar").select_option(value)
+        expect(cells(page)).to_have_count(count)
+    cells(page).filter(has_text="1.051").click()
+    expect(dialog(page).locator("h2")).to_contain_text("64 x 8k, 32/8/128, bf16, pages of 16")
+    expect(dialog(page).locator(".name")).to_have_text(VERIFY.name)
+    expect(dialog(page)).to_contain_text("bar 1.05 x ours-plain, flashinfer-fa2: met")
+    expect_painted(page, "#case-samples")

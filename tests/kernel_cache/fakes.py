@@ -63,8 +63,10 @@ class Compiles:
 
 
 def environment(folder: Path) -> dict[str, str]:
-    """Of another process whose kernels are in `folder`."""
-    return {**os.environ, ENVIRONMENT: str(folder), "PYTHONPATH": str(PACKAGE.parent)}
+    """Of another process whose kernels are in `folder`: it imports this package, and else what this process can import."""
+    inherited = os.environ.get("PYTHONPATH")
+    path = os.pathsep.join([str(PACKAGE.parent), *([inherited] if inherited else [])])
+    return {**os.environ, ENVIRONMENT: str(folder), "PYTHONPATH": path}
 
 
 def give_away(path: Path, patch: pytest.MonkeyPatch) -> int:

@@ -7,17 +7,24 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
 
 from cute_kernels import cli
-from cute_kernels.api.kernels_of import specs_of
+from cute_kernels.api.kernels_of import Beside, specs_of
+from cute_kernels.append.descriptor import KVAppendDescriptor
+from cute_kernels.append.variants import explain as explain_append
 from cute_kernels.compile import kernels as compiler
 from cute_kernels.compile.cache import ENVIRONMENT
 from cute_kernels.compile.disk import Folder
 from cute_kernels.compile.key import key_of
 from cute_kernels.compile.operations import Spec
-from cute_kernels.config.append import AppendSpec
+from cute_kernels.config.append import AppendSpec, RotarySpec
 from cute_kernels.config.decode import KernelSpec
+from cute_kernels.config.merge import MergeSpec
+from cute_kernels.kv.rotary import Rotary
 from cute_kernels.kv.types import KVDtype
+from cute_kernels.merge.descriptor import MergeStatesDescriptor
+from cute_kernels.merge.variants import explain as explain_merge
 from cute_kernels.planning.variants import PRETEND, PlanPreference
 from tests.kernel_cache.fakes import code_of
 
@@ -55,7 +62,7 @@ def planned() -> set[Spec]:
     """What plans would choose for MANY."""
     shape = cli.Shape(32, 8, 128, 16, cli.Scales.none, "dense", 16)
     each = itertools.product((1, 256), (4096,), (cli.Dtype.bf16,), (KVDtype.BF16, KVDtype.E4M3))
-    return set(specs_of([shape.problem(*problem) for problem in each], PRETEND["h200"], PlanPreference(), append=True))
+    return set(specs_of([shape.problem(*problem) for problem in each], PRETEND["h200"], PlanPreference(), Beside(append=True)))
 
 
 def test_compile_fills_a_folder_that_plans_then_find(run, built: list[Spec], tmp_path: Path) -> None:
@@ -68,6 +75,48 @@ def test_compile_fills_a_folder_that_plans_then_find(run, built: list[Spec], tmp
     assert out.count("compiled: ") == len(expected) and f"{len(expected)} kernels are in {folder.path}" in out
     code, out, _ = run("compile", *MANY, "--out", str(folder.path), "--processes", "1")
     assert code == 0 and len(built) == len(expected) and out.count("was there: ") == len(expected)
+
+
+def test_merges_are_compiled_beside(run, built: list[Spec], tmp_path: Path) -> None:
+    """By the number of states, of the output's dtype: up to 8 are in flight, more come in chunks."""
+    counts = ["--merge", "2", "--merge", "5", "--merge", "8", "--merge", "40"]
+    code, _, _ = run("compile", *MODEL, *counts, "--out", str(tmp_path / "model"), "--processes", "1")
+    decode, *merges = built
+    assert code == 0 and isinstance(decode, KernelSpec)
+    assert all(isinstance(spec, MergeSpec) and (spec.element_type, spec.head_dim) == ("bf16", 128) for spec in merges)
+    assert [(spec.in_flight, spec.chunked) for spec in merges] == [(2, False), (8, False), (8, True)]
+    plan = MergeStatesDescriptor(40, 1, 32, 128, torch.bfloat16)
+    assert explain_merge(plan, PRETEND["h200"]).chosen.spec == merges[-1]
+
+
+@pytest.mark.parametrize(("pairing", "plain"), [("half", False), ("interleaved", True)])
+def test_appends_with_a_rotary_embedding_are_compiled_beside(
+    run, built: list[Spec], tmp_path: Path, pairing: str, plain: bool
+) -> None:
+    """By slots and by a dense table, of K and q; with --append the plain ones too."""
+    options = ["--rotary-dim", "64", "--pairing", pairing, *["--append"][:plain]]
+    code, _, _ = run("compile", *MODEL, *options, "--out", str(tmp_path / "model"), "--processes", "1")
+    appends = [spec for spec in built if isinstance(spec, AppendSpec)]
+    embedding = RotarySpec(half=pairing == "half", rotary_dim=64, queries=True, position_type="i64")
+    assert code == 0 and [spec.table_format for spec in appends if spec.rotary == embedding] == ["none", "dense"]
+    assert [spec.table_format for spec in appends if spec.rotary is None] == ["none", "dense"] * plain
+    assert len(appends) == 2 + 2 * plain
+    described = KVAppendDescriptor(1, 8, 128, 16, torch.bfloat16, rotary=Rotary(pairing, 64, num_heads=32))
+    assert explain_append(described, PRETEND["h200"]).chosen.spec in appends
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--rotary-dim", "63"], "InvalidProblem: rotary.rotary_dim = 63: must be an even int"),
+        (["--rotary-dim", "256"], "InvalidProblem: rotary.rotary_dim = 256: must be even and at most head_dim = 128"),
+        (["--merge", "0"], "InvalidProblem: num_states = 0"),
+    ],
+)
+def test_what_no_descriptor_takes_is_one_line(run, built: list[Spec], options: list[str], message: str) -> None:
+    code, _, err = run("compile", *MODEL, *options)
+    assert code == 2 and err.count("\n") == 1 and err.startswith(f"error: {message}"), err
+    assert built == []
 
 
 def test_a_kernel_that_fails_is_named_and_the_others_are_kept(run, monkeypatch, tmp_path: Path) -> None:

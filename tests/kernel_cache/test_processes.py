@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -71,3 +72,25 @@ def test_a_real_kernel_is_loaded_by_a_process_that_compiles_nothing(
         assert "4 parameters" in done.stdout and "outs: Tensor(" in done.stdout
         assert done.stdout.split()[-1] == str(imports_the_compiler)
         assert done.stderr == ""
+
+
+@pytest.mark.parametrize("inherited", [None, "one folder", "two folders"])
+def test_another_process_imports_this_package_and_what_this_process_can(
+    inherited: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where packages come through PYTHONPATH, the compiler does too; the repository stands before them."""
+    folders = {None: [], "one folder": ["first"], "two folders": ["first", "second"]}[inherited]
+    for name in folders:
+        (tmp_path / name / "cute_kernels").mkdir(parents=True)  # one that must not win
+        (tmp_path / name / "cute_kernels" / "__init__.py").write_text("")
+        (tmp_path / name / f"only_in_{name}.py").write_text("")
+    if folders:
+        monkeypatch.setenv("PYTHONPATH", os.pathsep.join(str(tmp_path / name) for name in folders))
+    else:
+        monkeypatch.delenv("PYTHONPATH", raising=False)
+    wanted = ", ".join(["cute_kernels", *(f"only_in_{name}" for name in folders)])
+    program = f"import {wanted}; print(cute_kernels.__file__)"
+    command, env = [sys.executable, "-c", program], environment(tmp_path / "kernels")
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert Path(done.stdout.strip()) == PACKAGE / "__init__.py"

@@ -18,7 +18,18 @@ from perf.dashboard.page import data_of, echarts, render
 from perf.dashboard.view import Page, page_of
 from perf.record import ROOT
 from perf.records import read_records
-from tests.support.dashboard_records import CASES, EIGHT_BIT, LARGE, RAGGED, SMALL, SPREAD, make_results
+from tests.support.dashboard_records import (
+    CASES,
+    EIGHT_BIT,
+    LARGE,
+    RAGGED,
+    SMALL,
+    SOFTCAP,
+    SPREAD,
+    VERIFY,
+    make_attention_results,
+    make_results,
+)
 
 
 @pytest.fixture(scope="module")
@@ -205,3 +216,21 @@ def test_the_command_without_a_checkout(monkeypatch: pytest.MonkeyPatch, capfd) 
     monkeypatch.setattr(builtins, "__import__", without_perf)
     assert run_cli(monkeypatch) == 2
     assert capfd.readouterr().err.startswith("error: MissingDependency: perf: the dashboard is part of the checkout")
+
+
+def test_several_query_rows_and_modifiers(tmp_path: Path) -> None:
+    """Plain decode of ours is a column, and no peer; a bar is met by the times of its run."""
+    records, problems = read_records([make_attention_results(tmp_path) / "h200.jsonl"])
+    assert problems == []
+    (gpu,) = page_of(records, problems).gpus
+    verify, softcap = gpu.cases[VERIFY.name], gpu.cases[SOFTCAP.name]
+    assert (verify.options, verify.rows, softcap.options, softcap.dtypes) == ("q4", "64 x 8k", "softcap50", "bf16 q, e4m3 KV")
+    assert (verify.bar, verify.bar_met) == ("1.05 x ours-plain, flashinfer-fa2", True)
+    assert (softcap.bar, softcap.bar_met) == ("1.05 x ours-plain", None)
+    assert verify.has_peers and not softcap.has_peers
+    assert (
+        verify.results["ours-plain"].faster == pytest.approx(100 / 103) and gpu.providers["ours-plain"][0] == "our plain decode"
+    )
+    assert VERIFY.name not in gpu.missing and len(verify.results) == 4
+    text = render(page_of(records, problems), "/* charts */")
+    assert "our plain decode" in text and VERIFY.name in text

@@ -40,7 +40,11 @@ def test_what_is_rotated_over_exceeds_an_l2_many_times():
     rotated = Limits(replays=21, trials=5, memory_bytes=2**36).rotated_bytes
     for make in (make_inputs, make_append_inputs):
         assert inspect.signature(make).parameters["rotated_bytes"].default == rotated
-    cases = [case for name in ("throughput", "eight_bit", "append", "peers", "core") for case in case_sets()[name]]
+    cases = [
+        case
+        for name in ("throughput", "eight_bit", "append", "verify", "modifiers", "peers", "core")
+        for case in case_sets()[name]
+    ]
     sizes = {case.kv_bytes for case in cases if case.kv_bytes < 2**30}
     assert len(sizes) > 20 and min(sizes) < 2**20
     for kv_bytes in sizes:

@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 import pytest
 import typer
 
-from perf.cases import Case, Rows, Spread, fixed
+from perf.cases import Case, Rows, Spread, attention_case, fixed
 from perf.picture import BARS_LEFT, BARS_RIGHT, MAX_CASES, default_cases, main, matching_cases, newest_of
 from perf.records import read_records
 from tests.support.perf_lines import record, write
@@ -123,12 +123,13 @@ def test_a_bad_line_is_reported_and_the_rest_used(tmp_path: Path, capsys) -> Non
 def test_default_cases_are_the_most_compared(tmp_path: Path) -> None:
     cases = [Case(32, 8, 128, 16, fixed(batch, 1024)) for batch in range(1, MAX_CASES + 4)]
     others = [Case(32, 8, 128, 16, fixed(64, 1024), "f16"), Case(32, 8, 128, 64, fixed(64, 1024))]
+    others.append(attention_case(fixed(64, 1024), q_len=4))
     path = write(tmp_path / "r.jsonl", *(record(case, "ours", 500.0, 400.0) for case in (*others, *cases[:-2])))
     write(path, record(cases[-2], "ours", 500.0, 400.0, bar={"metric": "ratio", "limit": 1.3, "met": True}))
     write(path, record(cases[-1], "ours", 500.0, 400.0), record(cases[-1], "fa3", 500.0, 400.0))
     newest = newest_of(read_records([path])[0])
     assert default_cases(newest) == [case.name for case in (*cases[: MAX_CASES - 2], *cases[-2:])]
-    assert default_cases({name: newest[name] for name in (others[0].name, others[1].name)}) == [others[1].name]
+    assert default_cases({name: newest[name] for name in (case.name for case in others)}) == [others[1].name]
 
 
 def test_a_picture_of_8_bit_caches(tmp_path: Path) -> None:

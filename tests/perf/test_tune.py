@@ -158,7 +158,7 @@ def test_what_a_plan_table_cannot_tell_apart_is_left_out() -> None:
     ragged = replace(CASE, lengths=Rows(((1, 40), (1, 4))))
     again = replace(CASE, layout="NHD")
     kept, left_out = tunable([CASE, ragged, again, replace(CASE, page_size=32)])
-    assert tunable([append_case(64)]) == ([], [f"{append_case(64).name}: an append has nothing to tune"])
+    assert tunable([append_case(64)]) == ([], [f"{append_case(64).name}: append is not tuned"])
     assert kept == [CASE, replace(CASE, page_size=32)]
     assert ["different lengths" in line for line in left_out] == [True, False]
     assert CASE.name in left_out[1]

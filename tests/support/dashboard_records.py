@@ -7,7 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
-from perf.cases import READ, Bar, Case, Rows, Spread, fixed
+from perf.attention_cases import FEW_ROWS_BAR
+from perf.cases import PLAIN, READ, Bar, Case, Rows, Spread, attention_case, fixed
 from tests.support.perf_lines import GATE, record, write
 
 LARGE = Case(32, 8, 128, 16, fixed(64, 8192))
@@ -17,6 +18,8 @@ HALF = Case(32, 8, 128, 16, fixed(64, 8192), "f16")
 QUANTISED = replace(LARGE, kv_dtype="e4m3", kv_scale="token-f16")
 EIGHT_BIT = QUANTISED.name
 SPREAD = Case(8, 1, 128, 16, Spread("uniform", 64, 1, 8192))
+VERIFY = attention_case(fixed(64, 8192), q_len=4)
+SOFTCAP = attention_case(fixed(64, 8192), softcap=50.0, kv_dtype="e4m3")
 CASES = (LARGE, SMALL, RAGGED, HALF, replace(LARGE, num_kv_heads=4), replace(LARGE, num_heads=64))
 TIMES = {"first": "2026-01-01T00:00:00+00:00", "second": "2026-01-02T00:00:00+00:00", "third": "2026-01-03T00:00:00+00:00"}
 LATER = "2026-01-03T01:00:00+00:00"  # another run of the third
@@ -68,4 +71,20 @@ def make_results(folder: Path) -> Path:
         file.write('{"truncated": \n')
     write(path, *last)
     write(folder / "h100.jsonl", *(record(SMALL, who, 20.0, 10.0, gpu="NVIDIA H100 80GB HBM3") for who in ("ours", READ)))
+    return folder
+
+
+def make_attention_results(folder: Path) -> Path:
+    """Fills a folder: four query rows beside plain decode and a peer, and a soft cap whose bar nothing was timed for."""
+    met = FEW_ROWS_BAR.fields() | {"met": True}
+    unknown = Bar("ratio", 1.05, beside=PLAIN).fields() | {"met": None}
+    write(
+        folder / "h200.jsonl",
+        line(VERIFY, "ours", 103.0, 98.0, "third", bar=met, ratio_to_plain=1.03),
+        line(VERIFY, PLAIN, 100.0, 98.0, "third", ratio_to_plain=1.0),
+        line(VERIFY, "flashinfer-fa2", 104.0, 98.0, "third"),
+        line(VERIFY, READ, 98.0, 98.0, "third"),
+        line(SOFTCAP, "ours", 53.0, 49.0, "third", bar=unknown),
+        line(SOFTCAP, PLAIN, 52.0, 49.0, "third"),
+    )
     return folder

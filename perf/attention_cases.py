@@ -1,0 +1,67 @@
+"""Attention of several query rows, and of one with modified scores: the cases, the most important first, and their bars."""
+
+from __future__ import annotations
+
+from itertools import product
+
+from perf.cases import PLAIN, Bar, Case, EightBit, Scale, attention_case, fixed
+
+K = 1024
+FA2 = "flashinfer-fa2"
+PAGES = (16, 64)
+STORAGE: tuple[tuple[EightBit | None, Scale | None], ...] = ((None, None), ("e4m3", None), ("int8", "token-f16"))
+
+# speculative decoding: every request verifies as many new tokens as it has query rows
+VERIFY_ROWS = (fixed(64, 8 * K), fixed(8, 8 * K), fixed(64, K), fixed(1, 8 * K))
+VERIFY_HEADS = ((32, 8), (8, 1), (64, 8))
+VERIFY_LENGTHS = (4, 2, 8, 16, 1)  # query rows a request
+FEW_ROWS = 16  # packed rows that take no longer than one query row
+FEW_ROWS_AT = VERIFY_ROWS[:2]
+FEW_ROWS_BAR = Bar("ratio", 1.05, beside=PLAIN, peer=FA2)
+VERIFY_BAR = Bar("ratio", 1.0, beside=FA2)
+RAGGED = ((64, 8 * K), (8, 8 * K))  # batch, tokens: some of them with q handed over as ragged rows
+
+WINDOW = 1023  # tokens before its own that a row of 32k sees: it is held against 1k without a window
+WINDOW_BAR = Bar("ratio", 1.15, beside=PLAIN)
+LARGE_ROWS = (fixed(64, 8 * K), fixed(128, 4 * K))
+ONE_ROW: tuple[dict[str, object], ...] = ({"softcap": 50.0}, {"alibi": True}, {"sinks": True})
+ONE_ROW_BARS = {2: Bar("ratio", 1.02, beside=PLAIN), 1: Bar("ratio", 1.05, beside=PLAIN)}  # by the bytes of an element
+TREE_ROWS = (fixed(8, 8 * K), fixed(64, K))
+TREE = 32  # new tokens
+
+
+def verify_cases() -> dict[Case, Bar | None]:
+    """Several query rows, causal. First those that are held against one row, then other heads and lengths; pages of 64 last."""
+    found: dict[Case, Bar | None] = {}
+    for page, (kv_dtype, kv_scale), heads, rows, q_len in product(PAGES, STORAGE, VERIFY_HEADS, VERIFY_ROWS, VERIFY_LENGTHS):
+        shape = {"num_heads": heads[0], "num_kv_heads": heads[1], "page_size": page}
+        case = attention_case(rows, **shape, kv_dtype=kv_dtype, kv_scale=kv_scale, q_len=q_len)
+        found[case] = verify_bar(case)
+    for (batch, tokens), kv_dtype in product(RAGGED, (None, "e4m3")):
+        case = attention_case(fixed(batch, tokens), kv_dtype=kv_dtype, q_len=4, query="ragged")
+        found[case] = verify_bar(case)
+    order = sorted(found, key=lambda case: (case.page_size, found[case] != FEW_ROWS_BAR, bool(case.query)))
+    return {case: found[case] for case in order}
+
+
+def verify_bar(case: Case) -> Bar | None:
+    """What a verify case must reach: the time of one query row where that hides them, the peer's everywhere; it has no int8."""
+    if case.kv_dtype == "int8":
+        return None
+    return FEW_ROWS_BAR if case.packed_rows <= FEW_ROWS and case.lengths in FEW_ROWS_AT else VERIFY_BAR
+
+
+def modifier_cases() -> dict[Case, Bar | None]:
+    """A window, a soft cap, ALiBi and sinks of one query row, then a tree of drafts; in bf16 and e4m3."""
+    kv_dtypes: tuple[EightBit | None, ...] = (None, "e4m3")
+    found: dict[Case, Bar | None] = {}
+    for page in PAGES:
+        for kv_dtype in kv_dtypes:
+            stored = {"kv_dtype": kv_dtype, "page_size": page}
+            found[attention_case(fixed(64, 32 * K), window_left=WINDOW, **stored)] = WINDOW_BAR
+        for rows, modifier, kv_dtype in product(LARGE_ROWS, ONE_ROW, kv_dtypes):
+            stored = {"kv_dtype": kv_dtype, "page_size": page}
+            found[attention_case(rows, **modifier, **stored)] = ONE_ROW_BARS[1 if kv_dtype else 2]
+        for rows, kv_dtype in product(TREE_ROWS, kv_dtypes):
+            found[attention_case(rows, q_len=TREE, tree_mask=True, kv_dtype=kv_dtype, page_size=page)] = None
+    return found

@@ -1,0 +1,93 @@
+"""FlashInfer on several query rows, masks and score modifiers: by the same kernels, or by two more wrappers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+
+from perf.cases import Operation
+from perf.inputs import DTYPES, Inputs
+from perf.providers.base import Candidate, paged, require, require_scores, require_storage
+from perf.providers.flashinfer import WORKSPACE_BYTES, FlashInferFa2, FlashInferXqa, planned
+from perf.scores import visible
+
+MASK_SLACK = 64  # bytes behind a packed mask that a kernel may read
+
+
+class Fa2Attention(FlashInferFa2):
+    """Its decode wrapper; its prefill wrapper for a tree of drafts, and that with sinks for sinks."""
+
+    operation: ClassVar[Operation] = "attention"
+
+    def prepare(self, inputs: Inputs) -> Sequence[Candidate]:
+        if inputs.case.sinks:
+            return self.with_sinks(inputs)
+        return self.with_tree(inputs) if inputs.case.tree_mask else super().prepare(inputs)
+
+    def with_sinks(self, inputs: Inputs) -> Sequence[Candidate]:
+        """BatchAttentionWithAttentionSinkWrapper, which is compiled for q's and the cache's dtype, and named by q's alone."""
+        from flashinfer import BatchAttentionWithAttentionSinkWrapper
+
+        case = inputs.case
+        require_scores(case, "window_left", "sinks")
+        require(case.kv_dtype is None, "its kernel with sinks is named by q's dtype alone: one cache dtype a process")
+        dtype = DTYPES[case.dtype]
+        window = -1 if case.window_left is None else case.window_left
+        types = {"q_data_type": dtype, "kv_data_type": dtype}
+        wrapper = BatchAttentionWithAttentionSinkWrapper(
+            **buffers(inputs), **types, head_dim_qk=case.head_dim, head_dim_vo=case.head_dim, window_left=window
+        )
+        plan = partial(wrapper.plan, *table(inputs), causal=True, window_left=window, **types)
+        return planned(inputs, wrapper, plan, inputs.operands.sinks, inputs.softmax_scale)
+
+    def with_tree(self, inputs: Inputs) -> Sequence[Candidate]:
+        """BatchPrefillWithPagedKVCacheWrapper with a mask over all keys of each request."""
+        from flashinfer import BatchPrefillWithPagedKVCacheWrapper
+
+        case = inputs.case
+        require_storage(case, "e4m3", "e5m2")
+        require_scores(case, "tree_mask")
+        device = inputs.sets[0].q.device
+        masks = [visible(case, inputs.operands, [row], tokens, device).flatten() for row, tokens in enumerate(case.tokens())]
+        packed_bytes = sum(-(-mask.numel() // 8) for mask in masks)
+        mask_buffers = {
+            "custom_mask_buf": torch.zeros(packed_bytes + MASK_SLACK, dtype=torch.uint8, device=device),
+            "mask_indptr_buf": torch.zeros(case.batch_size + 1, dtype=torch.int32, device=device),
+        }
+        wrapper = BatchPrefillWithPagedKVCacheWrapper(**buffers(inputs), **mask_buffers)
+        types = {"q_data_type": DTYPES[case.dtype], "kv_data_type": inputs.sets[0].k.dtype}
+        mask = torch.cat(masks)
+        return planned(
+            inputs, wrapper, partial(wrapper.plan, *table(inputs), custom_mask=mask, uniform_q_len=case.q_rows, **types)
+        )
+
+
+class XqaAttention(FlashInferXqa):
+    """Drafts with their mask, windows and sinks."""
+
+    operation: ClassVar[Operation] = "attention"
+
+
+def table(inputs: Inputs) -> tuple[object, ...]:
+    """What a prefill plan takes of the query rows, the page table and the shape."""
+    case, pages = inputs.case, paged(inputs)
+    shape = (case.num_heads, case.num_kv_heads, case.head_dim, case.page_size)
+    return inputs.qo_indptr(), pages.indptr, pages.indices, pages.last_page_len, *shape
+
+
+def buffers(inputs: Inputs) -> dict[str, Any]:
+    """What a prefill wrapper in a CUDA graph keeps."""
+    pages = paged(inputs)
+    return {
+        "float_workspace_buffer": torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=pages.table.device),
+        "kv_layout": inputs.case.layout,
+        "use_cuda_graph": True,
+        "qo_indptr_buf": inputs.qo_indptr(),
+        "paged_kv_indptr_buf": pages.indptr.clone(),
+        "paged_kv_indices_buf": pages.indices.clone(),
+        "paged_kv_last_page_len_buf": pages.last_page_len.clone(),
+        "backend": "fa2",
+    }
