@@ -323,7 +323,7 @@ def demo(
     device: Annotated[str, typer.Option(help="cuda or cpu; default: the GPU where there is one.")] = "",
     max_new_tokens: Annotated[int, typer.Option(help="Tokens to add to each prompt.")] = 120,
 ) -> None:
-    """A small language model continues several prompts at once through plan.run."""
+    """A small language model continues several prompts at once through plan.run, then with speculation."""
     from .demo.run import run_demo
 
     raise typer.Exit(run_demo(device or None, max_new_tokens))

@@ -1,4 +1,4 @@
-"""Decodes a batch of rows of different lengths through a paged KV cache and a PagedDecodePlan."""
+"""The model over a paged KV cache: one new token a row through a PagedDecodePlan, several through a PagedAttentionPlan."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from .model import ByteLM, attend_whole_prefix
 PAGE_SIZE = 16
 
 
-class PagedDecoder:
-    """The model, one pool of f16 pages a layer, and the plan that attends over them.
+class PagedModel:
+    """The model, and one pool of f16 pages a layer.
 
     Pools are HND [num_layers, pages, num_kv_heads, page_size, head_dim]. Rows own shuffled pages, the same ones in each layer.
     """
@@ -25,6 +25,47 @@ class PagedDecoder:
         """capacity: tokens that a row can hold."""
         config, max_pages = model.config, -(-capacity // PAGE_SIZE)
         self.model, self.device = model, device
+        num_pages = batch_size * max_pages
+        pool = (config.num_layers, num_pages, config.num_kv_heads, PAGE_SIZE, config.head_dim)
+        self.k_cache = torch.zeros(pool, dtype=torch.float16, device=device)
+        self.v_cache = torch.zeros_like(self.k_cache)
+        pages = torch.randperm(num_pages, generator=torch.Generator().manual_seed(0)).int()
+        self.table = pages.view(batch_size, max_pages).to(device)
+        self.seq_lens = torch.zeros(batch_size, dtype=torch.int32, device=device)
+        self.page_table = ck.PageTable.dense(self.table, self.seq_lens)
+
+    def prefill(self, prompts: Sequence[bytes]) -> Tensor:
+        """Fills the cache with the prompts, one a row, and returns the logits f32 [batch, 256] of what follows them."""
+        last = []
+        for row, prompt in enumerate(prompts):
+            tokens = torch.tensor([list(prompt)], device=self.device)
+            positions = torch.arange(len(prompt), device=self.device)
+            attend = partial(self._attend_prompt, torch.full_like(positions, row), positions)
+            last.append(self.model(tokens, positions[None], attend)[0, -1])
+        self.seq_lens.copy_(torch.tensor([len(p) for p in prompts], dtype=torch.int32))
+        return torch.stack(last)
+
+    def append(self, layer: int, rows: Tensor, positions: Tensor, k: Tensor, v: Tensor) -> None:
+        """Stores k and v [n, num_kv_heads, head_dim] as f16 at int64 [n] positions of rows [n]."""
+        pages, slots = self.slots(rows, positions)
+        self.k_cache[layer, pages, :, slots] = k.half()
+        self.v_cache[layer, pages, :, slots] = v.half()
+
+    def slots(self, rows: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Pages and slots in them, int64 [n] each, of positions [n] of rows [n]."""
+        return self.table[rows, positions // PAGE_SIZE].long(), positions % PAGE_SIZE
+
+    def _attend_prompt(self, rows: Tensor, positions: Tensor, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        self.append(layer, rows, positions, k[0], v[0])
+        return attend_whole_prefix(layer, q, k, v)
+
+
+class PagedDecoder(PagedModel):
+    """One new token a row and step, through a PagedDecodePlan."""
+
+    def __init__(self, model: ByteLM, batch_size: int, capacity: int, device: str) -> None:
+        super().__init__(model, batch_size, capacity, device)
+        config = model.config
         self.plan = ck.PagedDecodePlan.select(
             ck.PagedDecodeDescriptor(
                 batch_size=batch_size,
@@ -38,29 +79,10 @@ class PagedDecoder:
             ),
             device=device,
         )
-        num_pages = batch_size * max_pages
-        pool = (config.num_layers, num_pages, config.num_kv_heads, PAGE_SIZE, config.head_dim)
-        self.k_cache = torch.zeros(pool, dtype=torch.float16, device=device)
-        self.v_cache = torch.zeros_like(self.k_cache)
-        pages = torch.randperm(num_pages, generator=torch.Generator().manual_seed(0)).int()
-        self.table = pages.view(batch_size, max_pages).to(device)
-        self.seq_lens = torch.zeros(batch_size, dtype=torch.int32, device=device)
-        self.page_table = ck.PageTable.dense(self.table, self.seq_lens)
         self.rows = torch.arange(batch_size, device=device)
         self.out = torch.empty(batch_size, config.num_heads, config.head_dim, dtype=torch.float16, device=device)
         self.lse = torch.empty(batch_size, config.num_heads, dtype=torch.float32, device=device)
-        self.workspace = torch.empty(self.plan.workspace_size(), dtype=torch.uint8, device=device)
-
-    def prefill(self, prompts: Sequence[bytes]) -> Tensor:
-        """Fills the cache with the prompts, one a row, and returns the logits f32 [batch, 256] of what follows them."""
-        last = []
-        for row, prompt in enumerate(prompts):
-            tokens = torch.tensor([list(prompt)], device=self.device)
-            positions = torch.arange(len(prompt), device=self.device)
-            attend = partial(self._attend_prompt, torch.full_like(positions, row), positions)
-            last.append(self.model(tokens, positions[None], attend)[0, -1])
-        self.seq_lens.copy_(torch.tensor([len(p) for p in prompts], dtype=torch.int32))
-        return torch.stack(last)
+        self.workspace = self.plan.new_workspace()
 
     def step(self, tokens: Tensor) -> Tensor:
         """Appends one token a row, int64 [batch], and returns the logits f32 [batch, 256] of the next. No host-device sync."""
@@ -68,12 +90,8 @@ class PagedDecoder:
         self.seq_lens += 1
         return self.model(tokens[:, None], positions[:, None], self._attend_paged)[:, 0]
 
-    def _attend_prompt(self, rows: Tensor, positions: Tensor, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        self._append(layer, rows, positions, k[0], v[0])
-        return attend_whole_prefix(layer, q, k, v)
-
     def _attend_paged(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        self._append(layer, self.rows, self.seq_lens.long() - 1, k[:, 0], v[:, 0])
+        self.append(layer, self.rows, self.seq_lens.long() - 1, k[:, 0], v[:, 0])
         out, _ = self.plan.run(
             q[:, 0].half(),
             self.k_cache[layer],
@@ -85,8 +103,77 @@ class PagedDecoder:
         )
         return out[:, None].float()
 
-    def _append(self, layer: int, rows: Tensor, positions: Tensor, k: Tensor, v: Tensor) -> None:
-        """Stores k and v [n, num_kv_heads, head_dim] as f16 at int64 [n] positions of rows [n]."""
-        pages, slots = self.table[rows, positions // PAGE_SIZE].long(), positions % PAGE_SIZE
-        self.k_cache[layer, pages, :, slots] = k.half()
-        self.v_cache[layer, pages, :, slots] = v.half()
+
+class PagedVerifier(PagedModel):
+    """Several new tokens a row and step, another number a row, through one run of a PagedAttentionPlan a layer."""
+
+    def __init__(self, model: ByteLM, batch_size: int, capacity: int, device: str, max_new: int, tree_mask: bool = False) -> None:
+        """max_new: new tokens that a row may have in a step. tree_mask: they may be a tree of continuations, not only a chain."""
+        super().__init__(model, batch_size, capacity, device)
+        config = model.config
+        self.plan = ck.PagedAttentionPlan.select(
+            ck.PagedAttentionDescriptor(
+                batch_size=batch_size,
+                num_heads=config.num_heads,
+                num_kv_heads=config.num_kv_heads,
+                head_dim=config.head_dim,
+                page_size=PAGE_SIZE,
+                q_dtype=torch.float16,
+                max_q_len=max_new,
+                query_format="ragged",
+                layout=ck.KVLayout.HND,
+                max_seq_len=capacity,
+                causal="bottom_right",
+                tree_mask=tree_mask,
+            ),
+            device=device,
+        )
+        self.workspace = self.plan.new_workspace()
+
+    def verify(
+        self, fed: Sequence[bytes], depths: Sequence[Sequence[int]] | None = None, tree_mask: Tensor | None = None
+    ) -> Tensor:
+        """Appends the tokens of `fed`, none or more a row, and returns the logits f32 [total, 256] of what follows each.
+
+        The rows' tokens lie end to end. depths: how many positions a token stands behind its row's first one (None: a chain's
+        0, 1, 2 ...). tree_mask: int32 [total, words], which new tokens of its row each sees (None: those up to itself).
+        """
+        counts = torch.tensor([len(tokens) for tokens in fed])
+        ends = counts.cumsum(0)
+        rows = torch.arange(len(fed)).repeat_interleave(counts)
+        offsets = torch.arange(len(rows)) - (ends - counts)[rows]  # of a token among the new ones of its row
+        tokens = torch.tensor(list(b"".join(fed)), device=self.device)
+        turns = offsets if depths is None else torch.tensor([depth for row in depths for depth in row])
+        qo_indptr = torch.cat([torch.zeros(1, dtype=torch.int32), ends.int()]).to(self.device)
+        rows, offsets, turns = (t.to(self.device) for t in (rows, offsets, turns))
+        before = self.seq_lens.long()[rows]
+        self.seq_lens += counts.int().to(self.device)
+        attend = partial(self._attend_new, rows, before + offsets, qo_indptr, tree_mask)
+        return self.model(tokens[None], (before + turns)[None], attend)[0]
+
+    def drop(self, counts: Sequence[int]) -> None:
+        """Takes the last tokens of each row back, `counts` of them: what the cache holds past a row's length is never read."""
+        self.seq_lens -= torch.tensor(counts, dtype=torch.int32, device=self.device)
+
+    def _attend_new(
+        self,
+        rows: Tensor,
+        positions: Tensor,
+        qo_indptr: Tensor,
+        tree_mask: Tensor | None,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+    ) -> Tensor:
+        self.append(layer, rows, positions, k[0], v[0])
+        out, _ = self.plan.run(
+            q[0].half(),
+            self.k_cache[layer],
+            self.v_cache[layer],
+            self.page_table,
+            qo_indptr=qo_indptr,
+            tree_mask=tree_mask,
+            workspace=self.workspace,
+        )
+        return out[None].float()

@@ -1,4 +1,7 @@
-"""The demo: a small language model continues several prompts at once, every decode step through a paged cache and `plan.run`."""
+"""The demo: a small language model continues several prompts at once, every decode step through a paged cache and `plan.run`.
+
+First it samples, one token a step. Then it decodes greedily, and once more with speculation, several tokens a step.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,8 @@ from torch import Tensor
 from ..errors import InvalidProblem
 from ..planning.base import ANY_VARIANT, resolved_device
 from .model import VOCABULARY, ByteLM, load_model, whole_prefix_logits
-from .paged import PagedDecoder
+from .paged import PagedDecoder, PagedVerifier
+from .speculate import MAX_FED, speculate
 
 TEMPERATURE = 0.5
 MIN_NEW_TOKENS = 3  # the prefill gives the first, the first step warms up, the others are timed
@@ -43,6 +47,20 @@ REQUESTS = (
     Request(b'"You are mistaken," replied Mr. Darcy; "', 42),
 )
 
+# Text that repeats itself, as what the model puts behind it does. Its two best bytes stay over 0.04 apart at each of 120 greedy
+# steps, in logits; those of two runs differ by at most 0.01.
+SPECULATED = (
+    (
+        b'"So, Miss Eliza, I heard nothing to be sure, and the sake of the subject of the world. '
+        b"I am sure I have no such a proper as to"
+    ),
+    b'"There is a part of the world. I am sure I have no such a proper as to be as a proper and considerable',
+    b"Had she found the latter of his friend, and the rest of the world and her family, and the particulars of the",
+    b'"That will make your sister and her mother is a good of to be sure, and the sake of the subject of the world. I am sure I',
+    b'"While you are all the country and addressed the same time to be sure."\n"I am sure I have no sorry to be so',
+    b'"By all the contrary, and the sake of the subject of the world. I am sure I have no such a proper as to be as a',
+)
+
 
 @dataclass(frozen=True)
 class Continuation:
@@ -55,8 +73,13 @@ class Continuation:
 
 @dataclass(frozen=True)
 class Check:
-    """The plan's tokens beside the whole prefix's: mismatches, the widest score difference and the narrowest top-two margin."""
+    """Tokens beside those of a reference: mismatches, the widest score difference and the narrowest top-two margin.
 
+    Where half the margin is wider than the difference, rounding cannot have made another token the best.
+    """
+
+    reference: str
+    num_tokens: int
     mismatches: list[str]
     score_difference: float
     margin: float
@@ -65,22 +88,23 @@ class Check:
 class Screen:
     """Shows the rows as they grow: in place on a terminal, else a line for each LINE bytes of a row, and all rows at the end."""
 
-    def __init__(self, console: Console, requests: Sequence[Request]) -> None:
+    def __init__(self, console: Console, prompts: Sequence[bytes]) -> None:
         self.console = console
-        self.prompts = [request.prompt for request in requests]
-        self.grown = [b""] * len(requests)
+        self.prompts = prompts
+        self.grown = [b""] * len(prompts)
         self.live = Live(console=console, refresh_per_second=12, transient=True)
         if console.is_terminal:
             self.live.start()
 
-    def add(self, tokens: list[int]) -> None:
-        """One more byte a row."""
-        self.grown = [text + bytes([token]) for text, token in zip(self.grown, tokens, strict=True)]
+    def show(self, grown: list[bytes]) -> None:
+        """grown: what there is behind each prompt."""
+        before, self.grown = self.grown, grown
         if self.console.is_terminal:
             self.live.update(self._frame())
-        elif len(self.grown[0]) % LINE == 0:
-            for row, text in enumerate(self.grown):
-                self.console.print(Text(f"{row}: ...{readable(text[-LINE:])}".replace("\n", " | ")))
+            return
+        for row, (old, text) in enumerate(zip(before, grown, strict=True)):
+            for end in range(len(old) // LINE * LINE + LINE, len(text) + 1, LINE):
+                self.console.print(Text(f"{row}: ...{readable(text[end - LINE : end])}".replace("\n", " | ")))
 
     def close(self) -> None:
         self.live.stop()
@@ -104,19 +128,23 @@ def sampling_noise(requests: Sequence[Request], num_tokens: int, device: str) ->
     return torch.from_numpy(np.stack(noise)).float().to(device)
 
 
-def decode(decoder: PagedDecoder, requests: Sequence[Request], noise: Tensor, screen: Screen) -> Continuation:
-    """Continues the requests, one a row of the batch; a token is the byte of the best score, logits / TEMPERATURE + noise."""
+def decode(
+    decoder: PagedDecoder, prompts: Sequence[bytes], noise: Tensor, screen: Screen, temperature: float = TEMPERATURE
+) -> Continuation:
+    """Continues the prompts, one a row of the batch; a token is the byte of the best score, logits / temperature + noise."""
     num_tokens, start = noise.shape[1], 0.0
     scores: list[Tensor] = []
     tokens: list[Tensor] = []
+    grown = [b""] * len(prompts)
     for step in range(num_tokens):
-        logits = decoder.step(tokens[-1]) if step else decoder.prefill([request.prompt for request in requests])
-        scores.append(logits / TEMPERATURE + noise[:, step])
+        logits = decoder.step(tokens[-1]) if step else decoder.prefill(prompts)
+        scores.append(logits / temperature + noise[:, step])
         tokens.append(scores[-1].argmax(-1))
-        screen.add(tokens[-1].tolist())  # waits for the device
+        grown = [text + bytes([token]) for text, token in zip(grown, tokens[-1].tolist(), strict=True)]  # waits for the device
+        screen.show(grown)
         if step == 1:
             start = time.perf_counter()
-    rate = len(requests) * (num_tokens - 2) / (time.perf_counter() - start)
+    rate = len(prompts) * (num_tokens - 2) / (time.perf_counter() - start)
     return Continuation(torch.stack(tokens, 1), torch.stack(scores, 1), rate)
 
 
@@ -126,32 +154,49 @@ def check_against_whole_prefix(model: ByteLM, requests: Sequence[Request], noise
     One causal pass a row gives the logits of all its prefixes. Where every token is the best after those before it, decoding that
     recomputes its prefix each step gives the same row, by induction.
     """
-    mismatches, difference, margin = [], 0.0, float("inf")
+    expected = []
     for row, (request, tokens) in enumerate(zip(requests, decoded.tokens, strict=True)):
         prompt = torch.tensor(list(request.prompt), device=tokens.device)
         logits = whole_prefix_logits(model, torch.cat([prompt, tokens[:-1]])[None])[0, len(prompt) - 1 :]
-        expected = logits / TEMPERATURE + noise[row]
-        difference = max(difference, float((expected - decoded.scores[row]).abs().max()))
-        best = expected.topk(2, dim=-1).values
+        expected.append(logits / TEMPERATURE + noise[row])
+    reference = "plain PyTorch attention over the whole prefix"
+    return compare(decoded.tokens, decoded.scores, torch.stack(expected), reference)
+
+
+def compare(tokens: Tensor, scores: Tensor, expected: Tensor, reference: str) -> Check:
+    """tokens int64 [batch, n] with their scores f32 [batch, n, 256] beside the scores that the reference gives the same places.
+
+    What a row holds behind its first mismatch is not compared: the texts before it are no longer the same.
+    """
+    mismatches, difference, margin = [], 0.0, float("inf")
+    for row, (ours, theirs) in enumerate(zip(tokens, expected.argmax(-1), strict=True)):
+        wrong = (ours != theirs).nonzero()
+        end = int(wrong[0]) + 1 if len(wrong) else len(ours)
+        difference = max(difference, float((expected[row, :end] - scores[row, :end]).abs().max()))
+        best = expected[row, :end].topk(2, dim=-1).values
         margin = min(margin, float((best[:, 0] - best[:, 1]).min()))
-        wrong = (expected.argmax(-1) != tokens).nonzero()
         if len(wrong):
-            at = int(wrong[0])
-            ours, theirs = bytes([int(tokens[at])]), bytes([int(expected[at].argmax())])
-            mismatches.append(f"row {row}, token {at}: the plan gives {ours!r}, the whole prefix {theirs!r}")
-    return Check(mismatches, difference, margin)
+            got, want = (bytes([int(t[end - 1])]) for t in (ours, theirs))
+            mismatches.append(f"row {row}, token {end - 1}: the plan gives {got!r}, {reference} {want!r}")
+    return Check(reference, tokens.numel(), mismatches, difference, margin)
 
 
-def report(check: Check, num_tokens: int, console: Console) -> int:
-    """Prints the check, its verdict last, and returns the exit status."""
-    console.print(f"scores differ by at most {check.score_difference:.1e}; the two best bytes by at least {check.margin:.1e}")
-    for mismatch in check.mismatches:
-        console.print(Text(mismatch, "red"))
-    rule = "plain PyTorch attention over the whole prefix"
-    if check.mismatches:
-        console.print(Text(f"FAILED: {len(check.mismatches)} rows differ from {rule}", "red"))
+def report(checks: Sequence[Check], console: Console) -> int:
+    """Prints the checks, the verdict last, and returns the exit status."""
+    for check in checks:
+        console.print(
+            f"beside {check.reference}: scores differ by at most {check.score_difference:.1e}, "
+            f"the two best bytes by at least {check.margin:.1e}",
+            soft_wrap=True,
+        )
+        for mismatch in check.mismatches:
+            console.print(Text(mismatch, "red"))
+    if failed := [check for check in checks if check.mismatches]:
+        counts = "; ".join(f"{len(check.mismatches)} rows differ from {check.reference}" for check in failed)
+        console.print(Text(f"FAILED: {counts}", "red"), soft_wrap=True)
         return 1
-    console.print(Text(f"OK: all {num_tokens} tokens equal those of {rule}", "green"))
+    counts = "; ".join(f"all {check.num_tokens} tokens equal those of {check.reference}" for check in checks)
+    console.print(Text(f"OK: {counts}", "green"), soft_wrap=True)
     return 0
 
 
@@ -176,29 +221,62 @@ def one_cpu_thread() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
+def sample(model: ByteLM, requests: Sequence[Request], num_tokens: int, device: str, console: Console) -> Check:
+    """Continues the requests through a PagedDecodePlan, one token a step, and checks them against the whole prefix."""
+    longest = max(len(request.prompt) for request in requests)
+    decoder = PagedDecoder(model, len(requests), longest + num_tokens, device)
+    console.print(Text(str(decoder.plan.explain())), soft_wrap=True)
+    noise = sampling_noise(requests, num_tokens, device)
+    prompts = [request.prompt for request in requests]
+    with closing(Screen(console, prompts)) as screen:
+        decoded = decode(decoder, prompts, noise, screen)
+    console.print(Rule())
+    console.print(f"{decoded.tokens_per_second:,.0f} tokens/s on {device}: {len(requests)} rows, {num_tokens} tokens each")
+    return check_against_whole_prefix(model, requests, noise, decoded)
+
+
+def speculate_beside_greedy(model: ByteLM, prompts: Sequence[bytes], num_tokens: int, device: str, console: Console) -> Check:
+    """Decodes greedily, one token a step, then again with speculation through a PagedAttentionPlan, and compares the two."""
+    capacity = max(map(len, prompts)) + num_tokens
+    greedy = decode(
+        PagedDecoder(model, len(prompts), capacity, device),
+        prompts,
+        torch.zeros(len(prompts), num_tokens, VOCABULARY, device=device),
+        Screen(Console(quiet=True), prompts),
+        temperature=1.0,
+    )
+    verifier = PagedVerifier(model, len(prompts), capacity, device, MAX_FED)
+    console.print(Text(str(verifier.plan.explain())), soft_wrap=True)
+    with closing(Screen(console, prompts)) as screen:
+        decoded = speculate(verifier, prompts, num_tokens, screen.show)
+    console.print(Rule())
+    console.print(
+        f"speculation: {decoded.tokens_a_step:.2f} tokens a step and row, {decoded.steps} steps where greedy decoding takes "
+        f"{num_tokens - 1}; {decoded.accepted} of {decoded.drafted} drafted tokens accepted; "
+        f"{decoded.tokens_per_second:,.0f} tokens/s, greedy decoding {greedy.tokens_per_second:,.0f}",
+        soft_wrap=True,
+    )
+    return compare(decoded.tokens, decoded.logits, greedy.scores, "greedy decoding")
+
+
 def run_demo(
     device: str | None = None,
     max_new_tokens: int = 120,
     requests: Sequence[Request] = REQUESTS,
     console: Console | None = None,
 ) -> int:
-    """Continues `requests` at once; returns 0 where the tokens equal those of plain attention over the whole prefix, else 1.
+    """Continues `requests` at once, then SPECULATED with speculation; returns 0 where the tokens of both are as they should be.
 
-    device: "cuda" where there is one, else "cpu". Raises InvalidArgument or Unsupported for a device that is none or is not
-    here, InvalidProblem where a prompt is empty or the text outgrows the context.
+    Those equal plain attention over the whole prefix, and greedy decoding; else it returns 1. device: "cuda" where there is one,
+    else "cpu". Raises InvalidArgument or Unsupported for a device that is none or is not here, InvalidProblem where a prompt is
+    empty or the text outgrows the context.
     """
     console = console or Console(highlight=False)
     device = str(resolved_device(device, ANY_VARIANT))
     model = load_model(device)
     validate(requests, max_new_tokens, model.config.context)
-    longest = max(len(request.prompt) for request in requests)
+    num_speculated = min(max_new_tokens, model.config.context - max(map(len, SPECULATED)))
     with one_cpu_thread(), torch.inference_mode():
-        decoder = PagedDecoder(model, len(requests), longest + max_new_tokens, device)
-        console.print(Text(str(decoder.plan.explain())), soft_wrap=True)
-        noise = sampling_noise(requests, max_new_tokens, device)
-        with closing(Screen(console, requests)) as screen:
-            decoded = decode(decoder, requests, noise, screen)
-        check = check_against_whole_prefix(model, requests, noise, decoded)
-    console.print(Rule())
-    console.print(f"{decoded.tokens_per_second:,.0f} tokens/s on {device}: {len(requests)} rows, {max_new_tokens} tokens each")
-    return report(check, decoded.tokens.numel(), console)
+        sampled = sample(model, requests, max_new_tokens, device, console)
+        speculated = speculate_beside_greedy(model, SPECULATED, num_speculated, device, console)
+    return report([sampled, speculated], console)

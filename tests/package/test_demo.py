@@ -90,11 +90,13 @@ def test_the_demo_passes_and_its_requests_keep_clear_of_ties(tmp_path):
     printed = (tmp_path / "demo.txt").read_text()
     assert printed.rstrip().splitlines()[-1].startswith("OK: all ")
     assert "tokens/s on cpu" in printed
-    assert all(r.prompt.decode()[:40] in printed for r in run.REQUESTS)
+    assert "tokens a step and row" in printed
+    assert all(prompt.decode()[:40] in printed for prompt in [*(r.prompt for r in run.REQUESTS), *run.SPECULATED])
     with torch.inference_mode():
         noise = run.sampling_noise(run.REQUESTS, 120, "cpu")
         decoder = PagedDecoder(model, len(run.REQUESTS), 256, "cpu")
-        decoded = run.decode(decoder, run.REQUESTS, noise, run.Screen(console, run.REQUESTS))
+        prompts = [request.prompt for request in run.REQUESTS]
+        decoded = run.decode(decoder, prompts, noise, run.Screen(console, prompts))
         check = run.check_against_whole_prefix(model, run.REQUESTS, noise, decoded)
     assert check.margin > 0.1 > 3 * check.score_difference
 
