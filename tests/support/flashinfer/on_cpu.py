@@ -1,0 +1,80 @@
+"""Tests that name cuda:0, run on the CPU: devices are rewritten, and a graph is what was called while it was captured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import wraps
+from typing import Any
+from unittest.mock import MagicMock, patch
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from . import wrappers
+
+CPU = torch.device("cpu")
+
+
+def moved(value: Any, to: bool) -> Any:
+    """The CPU for a CUDA device, however it is named; `to`: a number is one too, as in Tensor.to(0)."""
+    named = isinstance(value, torch.device | str) and str(value).startswith("cuda")
+    return CPU if named or (to and type(value) is int) else value
+
+
+class OnCPU(TorchFunctionMode):
+    """Every tensor is made on the CPU, and stays there."""
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        kwargs = {name: moved(value, False) for name, value in (kwargs or {}).items()}
+        if func in (torch.Tensor.to, torch.Tensor.cuda):
+            args = (args[0], *(moved(arg, True) for arg in args[1:]))
+        return func(*args, **kwargs)
+
+
+class RecordedGraph:
+    """Replays the runs of wrappers that were called while it was captured, into the outputs that they gave then."""
+
+    capturing: RecordedGraph | None = None
+
+    def __init__(self) -> None:
+        self.calls: list[Callable[[], Any]] = []
+
+    def replay(self) -> None:
+        for call in self.calls:
+            call()
+
+
+@contextmanager
+def capture(graph: RecordedGraph) -> Iterator[None]:
+    RecordedGraph.capturing = graph
+    yield
+    RecordedGraph.capturing = None
+
+
+def recorded(run: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(run)
+    def call(self: wrappers.Wrapper, *args: Any, **kwargs: Any) -> Any:
+        got = run(self, *args, **kwargs)
+        if RecordedGraph.capturing is not None:
+            kwargs["out"] = got
+            RecordedGraph.capturing.calls.append(lambda: run(self, *args, **kwargs))
+        return got
+
+    return call
+
+
+@contextmanager
+def on_cpu() -> Iterator[None]:
+    cuda = {
+        "CUDAGraph": RecordedGraph,
+        "graph": capture,
+        "Stream": MagicMock,
+        "stream": lambda _stream: nullcontext(),
+        "current_stream": MagicMock(),
+        "synchronize": lambda: None,
+        "empty_cache": lambda: None,
+    }
+    decode = wrappers.BatchDecodeWithPagedKVCacheWrapper
+    with patch.multiple(torch.cuda, **cuda), patch.object(decode, "run", recorded(decode.run)), OnCPU():
+        yield
