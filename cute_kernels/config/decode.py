@@ -286,8 +286,14 @@ class KernelSpec:
 
     @property
     def column_pairs(self) -> int:
-        """Neighbouring pairs of columns that a thread takes together: two where a state has more pairs than the CTA threads."""
-        return 1 if self.packed_rows * self.row_pairs <= 32 * self.num_warps else 2
+        """Neighbouring pairs of columns that a thread takes together: two where a state has more pairs than the CTA threads.
+
+        Four where even so it has more: what a thread waits for together ends a launch sooner than a second round does.
+        """
+        rounds = self.packed_rows * self.row_pairs / (32 * self.num_warps)
+        if self.several and rounds > 2:
+            return 4
+        return 1 if rounds <= 1 else 2
 
     @property
     def merge_columns(self) -> int:
@@ -331,6 +337,13 @@ def padded_head_dim(head_dim: int, element_bytes: int) -> int:
     return -(-head_dim // columns) * columns
 
 
+def most_tile_n(padded_head_dim: int, v_bytes: int) -> int:
+    """KV tokens of a tile, at most: with more a thread needs more registers than it has."""
+    widest = 16 if v_bytes > 1 else 32  # at head_dim 256, where the output alone takes 128 registers
+    fits = MAX_TILE_ELEMENTS // padded_head_dim
+    return min(fits, widest) if padded_head_dim > 192 else fits
+
+
 def supports(spec: KernelSpec) -> list[str]:
     """Every reason why `spec` cannot be built; an empty list means that it can."""
     reasons = []
@@ -346,8 +359,7 @@ def supports(spec: KernelSpec) -> list[str]:
     if spec.num_stages % readers:
         of = f"num_warps={spec.num_warps}" if spec.row_tiles == 1 else f"the {readers} turns of its warps"
         reasons.append(f"num_stages={spec.num_stages} is not a multiple of {of}: a stage has one reader")
-    widest = 16 if spec.v_bytes > 1 else 32  # tokens at head_dim 256, where the output alone takes 128 registers
-    if (spec.padded_head_dim > 192 and spec.tile_n > widest) or spec.tile_n * spec.padded_head_dim > MAX_TILE_ELEMENTS:
+    if spec.tile_n > most_tile_n(spec.padded_head_dim, spec.v_bytes):
         reasons.append(f"tile_n={spec.tile_n} x head_dim={spec.padded_head_dim} needs more registers than a thread has")
     if spec.smem_bytes > SMEM_BYTES[spec.target]:
         reasons.append(f"shared memory {spec.smem_bytes} bytes exceeds {SMEM_BYTES[spec.target]} on {spec.target}")

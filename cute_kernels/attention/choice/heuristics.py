@@ -2,7 +2,18 @@
 
 from __future__ import annotations
 
-from ...config.decode import SMEM_BYTES, TILE_M, TWO_CTAS_HEAD_DIM, Arch, DecodeConfig, Partition, Target, packed_rows, supports
+from ...config.decode import (
+    SMEM_BYTES,
+    TILE_M,
+    TWO_CTAS_HEAD_DIM,
+    Arch,
+    DecodeConfig,
+    Partition,
+    Target,
+    most_tile_n,
+    packed_rows,
+    supports,
+)
 from ..descriptors import DecodeProblem
 from ..kernel_spec import block_rows, kernel_spec
 from .cost_model import cost_of
@@ -19,8 +30,7 @@ SHAPES_OF_8_BITS: dict[Arch, tuple[tuple[int, int, int], ...]] = {
 }
 # the same where tokens have scales and a CTA takes two KV heads: a sector of scales has those of both
 PAIRED = (8_192, 8, 1)
-# where each tile is read by a warp for each m-tile: of tiles of 16 KB of 8 bits, 8 warps would spill (read from SASS)
-SEVERAL_M_TILES, SEVERAL_M_TILES_OF_8_BITS = (16_384, 8, 1), (8_192, 8, 1)
+SEVERAL_M_TILES_WARPS = 4  # with the largest tiles: least or within 3.5% of it, but for int8 with 64 packed rows (7%)
 PAIRED_HEAD_DIM = 128  # larger ones were not measured
 LARGEST_TILE_N = {"sm90": 64, "sm80": 32}
 RING_BYTES = 131_072  # in flight on an SM, over all its CTAs: 64 KB cost 2 to 4%, 192 KB 0 to 1%
@@ -43,7 +53,8 @@ def candidates(problem: DecodeProblem, arch: Arch, target: Target) -> list[Decod
     limit = 4 if spills_with_8_warps(problem) else 8
     shapes = [(*shape, 1) for shape in (SHAPES_OF_8_BITS if problem.has_8_bits else SHAPES)[arch]]
     if arch == "sm90" and problem.query != "one" and problem.packed_rows > TILE_M:
-        shapes = [(*(SEVERAL_M_TILES_OF_8_BITS if problem.has_8_bits else SEVERAL_M_TILES), 1)]
+        tile_n = min(LARGEST_TILE_N[arch], most_tile_n(problem.padded_head_dim, problem.v_dtype.element_bytes))
+        shapes = [(tile_n * token_bytes(problem), SEVERAL_M_TILES_WARPS, 1, 1)]
     elif pairs_heads(problem, arch):
         shapes.append((*PAIRED, 2))
     for tile_bytes, most_warps, ctas_per_sm, unit_heads in shapes:

@@ -111,7 +111,7 @@ def store_final(spec: cutlass.Constexpr, merge: tuple, block: QueryBlock, out, l
     """A whole row: the merged state is the result. sinks: f32 [num_heads], or None."""
     acc, row_max, row_sum = merge
     target = block_view(spec, out, block)
-    width = 2 * spec.column_pairs if cutlass.const_expr(spec.head_dim % 4 == 0) else math.gcd(spec.head_dim, 2)
+    width = cutlass.const_expr(math.gcd(spec.head_dim, 2 * spec.column_pairs))
     per_row = cutlass.const_expr(spec.head_dim // width)
     values = cute.make_rmem_tensor(width, out.element_type)
     for i in cutlass.range(cute.arch.thread_idx()[0], block.rows * per_row, spec.num_warps * 32, unroll=1):
