@@ -6,7 +6,8 @@ from dataclasses import asdict, replace
 
 import torch
 
-from ..config.decode import Arch, DecodeConfig, KernelSpec, Partition, Target, supports
+from ..config.decode import Arch, DecodeConfig, KernelSpec, Partition, Target
+from ..config.limits import supports
 from ..kv.types import QUERY_DTYPES
 from ..planning.variants import (
     VARIANTS,

@@ -8,7 +8,8 @@ from importlib import import_module
 from typing import Any
 
 from ..config.append import AppendSpec, append_supports
-from ..config.decode import KernelSpec, supports
+from ..config.decode import KernelSpec
+from ..config.limits import supports
 from ..config.merge import MergeSpec, merge_supports
 
 Spec = KernelSpec | MergeSpec | AppendSpec

@@ -1,7 +1,7 @@
-"""The knobs of a decode kernel, what is compiled for them, and the one predicate that says whether they fit.
+"""The knobs of a kernel of attention, and what is compiled for them.
 
 `DecodeConfig` is what heuristics and tuned plans choose. `KernelSpec` is everything that changes generated code: equal
-specs give the same kernel, and it is the key of the compile cache. `supports` is the only place that knows the limits.
+specs give the same kernel, and it is the key of the compile cache. What cannot be built: limits.py.
 """
 
 from __future__ import annotations
@@ -335,98 +335,3 @@ def padded_head_dim(head_dim: int, element_bytes: int) -> int:
     """head_dim rounded up to a multiple of the columns that one ldmatrix.x4 brings: 16 of 16 bits, 32 of 8."""
     columns = LDMATRIX_BYTES // element_bytes
     return -(-head_dim // columns) * columns
-
-
-def most_tile_n(padded_head_dim: int, v_bytes: int) -> int:
-    """KV tokens of a tile, at most: with more a thread needs more registers than it has."""
-    widest = 16 if v_bytes > 1 else 32  # at head_dim 256, where the output alone takes 128 registers
-    fits = MAX_TILE_ELEMENTS // padded_head_dim
-    return min(fits, widest) if padded_head_dim > 192 else fits
-
-
-def supports(spec: KernelSpec) -> list[str]:
-    """Every reason why `spec` cannot be built; an empty list means that it can."""
-    reasons = []
-    if not 1 <= spec.head_dim <= 256:
-        reasons.append(f"head_dim={spec.head_dim} is outside 1..256")
-    if spec.tile_n < 16 or spec.tile_n % 16:
-        reasons.append(f"tile_n={spec.tile_n} is not a positive multiple of 16")
-    if spec.num_warps not in (1, 2, 4, 8):
-        reasons.append(f"num_warps={spec.num_warps} is not 1, 2, 4 or 8")
-    if spec.several:
-        reasons += _query_reasons(spec)
-    readers = max(1, spec.turns)
-    if spec.num_stages % readers:
-        of = f"num_warps={spec.num_warps}" if spec.row_tiles == 1 else f"the {readers} turns of its warps"
-        reasons.append(f"num_stages={spec.num_stages} is not a multiple of {of}: a stage has one reader")
-    if spec.tile_n > most_tile_n(spec.padded_head_dim, spec.v_bytes):
-        reasons.append(f"tile_n={spec.tile_n} x head_dim={spec.padded_head_dim} needs more registers than a thread has")
-    if spec.smem_bytes > SMEM_BYTES[spec.target]:
-        reasons.append(f"shared memory {spec.smem_bytes} bytes exceeds {SMEM_BYTES[spec.target]} on {spec.target}")
-    if spec.arch == "sm90":
-        reasons += _tma_reasons(spec)
-    else:
-        reasons += _cp_async_reasons(spec)
-    if spec.unit_heads > 1:
-        reasons += _unit_reasons(spec)
-    return reasons
-
-
-def _cp_async_reasons(spec: KernelSpec) -> list[str]:
-    reasons = []
-    if spec.num_stages < 2 * spec.num_warps:
-        reasons.append(f"num_stages={spec.num_stages} gives a warp's cp.async ring fewer than 2 stages")
-    if spec.tile_n > MAX_CP_ASYNC_TILE_N:
-        reasons.append(f"tile_n={spec.tile_n} exceeds {MAX_CP_ASYNC_TILE_N}, the tokens whose pages one warp looks up")
-    least, most = sorted((spec.k_bytes, spec.v_bytes))
-    if spec.vector_bytes not in (1, 2, 4, 8, 16) or spec.head_dim * least % spec.vector_bytes:
-        reasons.append(
-            f"vector_bytes={spec.vector_bytes} is not 1, 2, 4, 8 or 16 bytes that divide a head of {spec.head_dim} elements"
-        )
-    elif spec.vector_bytes < most:
-        reasons.append(f"vector_bytes={spec.vector_bytes} is less than an element of {most} bytes")
-    return reasons
-
-
-def _tma_reasons(spec: KernelSpec) -> list[str]:
-    reasons = []
-    if spec.target != "sm_90a":
-        reasons.append(f"TMA needs sm_90a, target is {spec.target}")
-    if spec.vector_bytes != 16:
-        reasons.append(f"TMA needs 16-byte aligned strides, got {spec.vector_bytes}")
-    if spec.head_dim != spec.padded_head_dim:
-        columns = LDMATRIX_BYTES // min(spec.k_bytes, spec.v_bytes)
-        reasons.append(f"TMA needs head_dim to be a multiple of {columns}, got {spec.head_dim}")
-    if spec.source == "paged" and spec.page_size % MIN_BOX_ROWS:
-        reasons.append(f"TMA needs page_size to be a multiple of {MIN_BOX_ROWS}, got {spec.page_size}")
-    if spec.box_rows > 256:
-        reasons.append(f"a TMA box has at most 256 rows, got {spec.box_rows}")
-    return reasons
-
-
-def _query_reasons(spec: KernelSpec) -> list[str]:
-    reasons = []
-    if spec.block_rows != HALF_TILE_M and (spec.block_rows < TILE_M or spec.block_rows % TILE_M):
-        reasons.append(f"block_rows={spec.block_rows} is not {HALF_TILE_M} or a multiple of {TILE_M}")
-    if spec.row_tiles > spec.num_warps or spec.num_warps % spec.row_tiles:
-        reasons.append(f"the {spec.row_tiles} m-tiles of block_rows={spec.block_rows} do not divide num_warps={spec.num_warps}")
-    if spec.arch == "sm80" and spec.row_tiles > 1:
-        reasons.append(f"block_rows={spec.block_rows} exceeds {TILE_M}: a warp of the cp.async mainloop reads tiles of its own")
-    if spec.unit_heads > 1:
-        reasons.append(f"unit_heads={spec.unit_heads} takes one query row a request")
-    return reasons
-
-
-def _unit_reasons(spec: KernelSpec) -> list[str]:
-    reasons = []
-    if spec.arch != "sm90":
-        reasons.append(f"unit_heads={spec.unit_heads} needs the TMA mainloop")
-    if spec.unit_heads > 2:
-        reasons.append(f"unit_heads={spec.unit_heads} is not 1 or 2")
-    if spec.unit_rows > TILE_M:
-        reasons.append(f"unit_heads={spec.unit_heads} of {spec.group_size} query heads each exceed the {TILE_M} rows of a tile")
-    if spec.num_warps % spec.unit_heads:
-        reasons.append(f"unit_heads={spec.unit_heads} does not divide num_warps={spec.num_warps}: a warp attends to one KV head")
-    if "head" in (spec.k_scale, spec.v_scale):
-        reasons.append(f"unit_heads={spec.unit_heads} takes no scale a KV head")
-    return reasons

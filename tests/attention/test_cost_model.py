@@ -22,7 +22,8 @@ from cute_kernels.attention.choice.cost_model import (
 )
 from cute_kernels.attention.choice.heuristics import SHAPES, SHAPES_OF_8_BITS, candidates, choose, pairs_heads
 from cute_kernels.attention.kernel_spec import kernel_spec
-from cute_kernels.config.decode import SHARE_BYTES, DecodeConfig, supports
+from cute_kernels.config.decode import SHARE_BYTES, DecodeConfig
+from cute_kernels.config.limits import supports
 from tests.support.measured_launches import (
     E4M3,
     E4M3_ELSEWHERE,

@@ -15,7 +15,8 @@ from cute_kernels.attention.choice.cost_model import predict_us
 from cute_kernels.attention.kernel_spec import kernel_spec
 from cute_kernels.attention.variants import explain, misfits
 from cute_kernels.attention.workspace import workspace_bytes
-from cute_kernels.config.decode import DecodeConfig, supports
+from cute_kernels.config.decode import DecodeConfig
+from cute_kernels.config.limits import supports
 from cute_kernels.planning.variants import PRETEND, VARIANTS, DeviceFacts
 
 H200, A100, CPU = PRETEND["h200"], PRETEND["a100"], PRETEND["cpu"]
@@ -197,7 +198,7 @@ def test_a_forced_variant_is_taken_or_refused_never_replaced() -> None:
 def test_rows_stay_whole_where_the_workspace_is_too_small() -> None:
     free = chosen(H200, batch_size=1, max_seq_len=131_072)
     assert free.spec.partition == "balanced"
-    needed = workspace_bytes(problem(batch_size=1), free.num_ctas, "balanced")
+    needed = workspace_bytes(problem(batch_size=1), free.num_ctas, "balanced", free.spec.packed_rows)
     assert needed > 0
     fits = chosen(H200, ck.PlanPreference(max_workspace_bytes=needed), batch_size=1, max_seq_len=131_072)
     assert fits == free
@@ -230,8 +231,8 @@ def test_batch_invariant_rows_are_cut_by_their_own_length() -> None:
     assert len(specs) == 1
     assert specs.pop().partition == "invariant"
     free = chosen(H200, ck.PlanPreference(batch_invariant=True))
-    needed = workspace_bytes(problem(), free.num_ctas, "invariant")
-    assert needed > workspace_bytes(problem(), free.num_ctas, "balanced")
+    needed = workspace_bytes(problem(), free.num_ctas, "invariant", free.spec.packed_rows)
+    assert needed > workspace_bytes(problem(), free.num_ctas, "balanced", free.spec.packed_rows)
     for limit, partition in ((needed, "invariant"), (needed - 1, "whole")):
         candidate = chosen(H200, ck.PlanPreference(batch_invariant=True, max_workspace_bytes=limit))
         assert (candidate.spec.partition, candidate.config) == (partition, free.config)

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
 
 import cute_kernels as ck
+from cute_kernels.attention.descriptors import DecodeProblem
+from cute_kernels.attention.kernel_spec import kernel_spec, units_of
 from cute_kernels.attention.workspace import workspace_bytes, workspace_regions
-from cute_kernels.config.decode import MAX_BLOCKS, KernelSpec, grid_ctas, padded_head_dim
+from cute_kernels.config.decode import MAX_BLOCKS, Arch, DecodeConfig, KernelSpec, grid_ctas, padded_head_dim
+from cute_kernels.config.limits import supports
 from cute_kernels.kv import geometry
 
 
@@ -99,13 +103,65 @@ def test_workspace_regions() -> None:
     problem = ck.PagedDecodeDescriptor(3, 6, 2, 40, 16, torch.float16).problem
     # 3 packed rows, head_dim padded to 48: 24 pairs of columns, 16 bytes each
     for partition, slots in (("balanced", 2), ("invariant", 2 * MAX_BLOCKS)):
-        states, *others = workspace_regions(problem, 5, partition)
+        states, *others = workspace_regions(problem, 5, partition, 3)
         assert (states.name, states.offset, states.nbytes) == ("partial_states", 0, slots * 5 * 3 * 24 * 16)
         found = [(region.name, region.offset, region.nbytes) for region in others]
         assert found == ([("announcements", states.nbytes, 5 * 4)] if partition == "balanced" else [])
-        assert workspace_bytes(problem, 0, partition) == 0
-    assert workspace_bytes(problem, 5, "balanced") == 11_520 + 128  # a word of 4 bytes a CTA, rounded up
-    assert workspace_bytes(problem, 5, "whole") == 0
-    (paired, _), (single, _) = (workspace_regions(problem, 5, "balanced", unit_heads) for unit_heads in (2, 1))
+        assert workspace_bytes(problem, 0, partition, 3) == 0
+    assert workspace_bytes(problem, 5, "balanced", 3) == 11_520 + 128  # a word of 4 bytes a CTA, rounded up
+    assert workspace_bytes(problem, 5, "whole", 3) == 0
+    (paired, _), (single, _) = (workspace_regions(problem, 5, "balanced", rows) for rows in (6, 3))
     assert paired.nbytes == 2 * single.nbytes
-    assert [problem.units(unit_heads) for unit_heads in (1, 2)] == [2, 1]
+
+
+def kernel_of(problem: DecodeProblem, num_warps: int = 4, unit_heads: int = 1, arch: Arch = "sm90") -> KernelSpec:
+    config = DecodeConfig(tile_n=32, num_stages=16, num_warps=num_warps, ctas_per_sm=1, unit_heads=unit_heads)
+    return kernel_spec(problem, arch, "sm_90a", config, partition="balanced")
+
+
+def test_units_of_one_query_row() -> None:
+    """KV heads, one or two at a time, and m-tiles of 16 query heads."""
+    decode = ck.PagedDecodeDescriptor(3, 6, 2, 64, 16, torch.float16).problem
+    assert [units_of(decode, kernel_of(decode, unit_heads=heads)) for heads in (1, 2)] == [2, 1]
+    wide = ck.PagedDecodeDescriptor(3, 71, 1, 64, 16, torch.float16).problem
+    assert units_of(wide, kernel_of(wide)) == 5
+
+
+@pytest.mark.parametrize(
+    ("group", "max_q_len", "num_warps", "arch", "block_rows", "blocks"),
+    [
+        (4, 1, 4, "sm90", 8, 1),  # half a tile is the least
+        (4, 2, 4, "sm90", 8, 1),
+        (4, 3, 4, "sm90", 16, 1),
+        (4, 8, 4, "sm90", 32, 1),
+        (4, 9, 4, "sm90", 64, 1),
+        (4, 16, 4, "sm90", 64, 1),
+        (4, 17, 4, "sm90", 64, 2),
+        (4, 17, 8, "sm90", 128, 1),
+        (8, 512, 4, "sm90", 64, 64),
+        (8, 16, 4, "sm80", 16, 8),  # a warp of the cp.async mainloop has tiles of its own
+    ],
+)
+def test_blocks_of_packed_rows(group: int, max_q_len: int, num_warps: int, arch: Arch, block_rows: int, blocks: int) -> None:
+    """Packed rows are held by powers of two, 16 for each warp at most; what does not fit takes further units."""
+    problem = ck.PagedAttentionDescriptor(5, 2 * group, 2, 64, 16, torch.float16, max_q_len=max_q_len).problem
+    spec = kernel_of(problem, num_warps, arch=arch)
+    assert (spec.block_rows, spec.packed_rows, spec.many_blocks) == (block_rows, block_rows, blocks > 1)
+    assert units_of(problem, spec) == 2 * blocks
+    assert spec.row_tiles * spec.turns == num_warps and supports(spec) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"block_rows": 24}, "block_rows=24 is not 8 or a multiple of 16"),
+        ({"block_rows": 48}, "the 3 m-tiles of block_rows=48 do not divide num_warps=4"),
+        ({"block_rows": 128}, "the 8 m-tiles of block_rows=128 do not divide num_warps=4"),
+        ({"block_rows": 32, "num_stages": 15}, "num_stages=15 is not a multiple of the 2 turns of its warps"),
+        ({"unit_heads": 2}, "unit_heads=2 takes one query row a request"),
+        ({"arch": "sm80", "block_rows": 32}, "block_rows=32 exceeds 16"),
+    ],
+)
+def test_what_several_query_rows_cannot_have(change: dict[str, Any], reason: str) -> None:
+    problem = ck.PagedAttentionDescriptor(5, 8, 2, 64, 16, torch.float16, max_q_len=4).problem
+    assert any(text.startswith(reason) for text in supports(replace(kernel_of(problem), **change))), reason

@@ -14,7 +14,8 @@ from cute_kernels.attention.choice.tuning import FLOOR
 from cute_kernels.attention.descriptors import DecodeProblem
 from cute_kernels.attention.kernel_spec import kernel_spec
 from cute_kernels.attention.variants import explain as explain_problem
-from cute_kernels.config.decode import DecodeConfig, supports
+from cute_kernels.config.decode import DecodeConfig
+from cute_kernels.config.limits import supports
 from cute_kernels.planning import variants as dispatch
 
 ENTRY = {

@@ -17,7 +17,8 @@ from cute_kernels.attention.choice.cost_model import predict_us
 from cute_kernels.attention.choice.tuned import Bucket
 from cute_kernels.attention.choice.tuning import Cell, Finding, Group, around, cells, finalists, sweep, updated
 from cute_kernels.attention.kernel_spec import kernel_spec
-from cute_kernels.config.decode import SMEM_BYTES, DecodeConfig, supports
+from cute_kernels.config.decode import SMEM_BYTES, DecodeConfig
+from cute_kernels.config.limits import supports
 
 A, B, C = (DecodeConfig(32, stages, 4, 1) for stages in (4, 8, 12))
 

@@ -10,10 +10,9 @@ from ...config.decode import (
     DecodeConfig,
     Partition,
     Target,
-    most_tile_n,
     packed_rows,
-    supports,
 )
+from ...config.limits import most_tile_n, supports
 from ..descriptors import DecodeProblem
 from ..kernel_spec import block_rows, kernel_spec
 from .cost_model import cost_of

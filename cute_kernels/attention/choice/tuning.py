@@ -11,7 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise, product
 
-from ...config.decode import SMEM_BYTES, TWO_CTAS_HEAD_DIM, Arch, DecodeConfig, KernelSpec, Target, supports
+from ...config.decode import SMEM_BYTES, TWO_CTAS_HEAD_DIM, Arch, DecodeConfig, KernelSpec, Target
+from ...config.limits import supports
 from ..descriptors import DecodeProblem
 from ..kernel_spec import kernel_spec
 from .cost_model import predict_us
