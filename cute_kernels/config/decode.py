@@ -272,6 +272,16 @@ class KernelSpec:
         return max(2 * MIN_TILES, SHARE_BYTES // (self.tile_bytes * self.unit_heads))
 
     @property
+    def holds_query(self) -> bool:
+        """Whether the query stays in registers: at head_dim 256, or 128 with one query head, others would spill (by SASS)."""
+        return self.padded_head_dim <= (192 if self.packed_rows > 1 else 96)
+
+    @property
+    def query_buffers(self) -> int:
+        """Two: the next row's query comes while this one's is in use. One where both would take the ring's room."""
+        return 1 if self.row_tiles > 2 and self.holds_query else 2
+
+    @property
     def merge_floats(self) -> int:
         """f32 of the buffer in which the warps' states merge: of each warp and packed row its padded output, maximum and sum.
 
@@ -311,7 +321,7 @@ class KernelSpec:
         """Shared memory of one CTA in bytes: rings of tiles and their scales, two queries, the merge, barriers, and 1 KiB."""
         stage = self.tile_bytes + self.token_scales * self.tile_n * SCALE_BYTES
         barriers = 2 * 8 + 4 + 8 * self.token_scales  # full, empty, the tile's holes, where in its words the scales are
-        query = 2 * self.row_tiles * TILE_M * self.padded_head_dim * self.q_bytes
+        query = self.query_buffers * self.row_tiles * TILE_M * self.padded_head_dim * self.q_bytes
         query += 2 * (self.row_tiles - 1) * TILE_M * 4  # the inverses of further m-tiles
         return self.num_stages * (stage + barriers) + query + 4 * self.merge_floats + MOST_PIECES + 1024  # alignment, words
 

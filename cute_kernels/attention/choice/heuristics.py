@@ -29,7 +29,9 @@ SHAPES_OF_8_BITS: dict[Arch, tuple[tuple[int, int, int], ...]] = {
 }
 # the same where tokens have scales and a CTA takes two KV heads: a sector of scales has those of both
 PAIRED = (8_192, 8, 1)
-SEVERAL_M_TILES_WARPS = 4  # with the largest tiles: least or within 3.5% of it, but for int8 with 64 packed rows (7%)
+# of several m-tiles, with the largest tiles: least or within 3.5% of it, but for int8 with 64 packed rows (7%); at 16 bits with
+# three m-tiles and more 8 warps
+SEVERAL_M_TILES_WARPS, MANY_M_TILES_WARPS = 4, 8
 PAIRED_HEAD_DIM = 128  # larger ones were not measured
 LARGEST_TILE_N = {"sm90": 64, "sm80": 32}
 RING_BYTES = 131_072  # in flight on an SM, over all its CTAs: 64 KB cost 2 to 4%, 192 KB 0 to 1%
@@ -53,7 +55,8 @@ def candidates(problem: DecodeProblem, arch: Arch, target: Target) -> list[Decod
     shapes = [(*shape, 1) for shape in (SHAPES_OF_8_BITS if problem.has_8_bits else SHAPES)[arch]]
     if arch == "sm90" and problem.query != "one" and problem.packed_rows > TILE_M:
         tile_n = min(LARGEST_TILE_N[arch], most_tile_n(problem.padded_head_dim, problem.v_dtype.element_bytes))
-        shapes = [(tile_n * token_bytes(problem), SEVERAL_M_TILES_WARPS, 1, 1)]
+        many = problem.packed_rows > 2 * TILE_M and not problem.has_8_bits
+        shapes = [(tile_n * token_bytes(problem), MANY_M_TILES_WARPS if many else SEVERAL_M_TILES_WARPS, 1, 1)]
     elif pairs_heads(problem, arch):
         shapes.append((*PAIRED, 2))
     for tile_bytes, most_warps, ctas_per_sm, unit_heads in shapes:

@@ -4,7 +4,7 @@ Or the heads of a unit's two KV heads. Packed row r lies in row r % TILE_M of m-
 query_rows.place_in. Columns past head_dim are zero on load. Rows past the last are zero, or hold whatever shared memory held: no
 row of a product depends on another, and these are never stored. A tile is kept as m16n8k16 A fragments, eight elements a lane and
 k16 step, in shared memory, and held in registers while a piece lasts where they fit. Two buffers: the next row's query comes
-while this one's is in use.
+while this one's is in use (one buffer where the query is in registers by then and shared memory is short).
 """
 
 from itertools import product
@@ -27,7 +27,12 @@ FRAGMENT = 8  # elements of one lane's A fragment of a k16 step: (column pair, r
 
 def query_layout(spec: KernelSpec) -> cute.Layout:
     """(element, lane, k16 step of each m-tile, buffer) -> element in shared memory: a lane reads its fragment in one load."""
-    return cute.make_layout((FRAGMENT, LANES, spec.row_tiles * (spec.padded_head_dim // MMA_K), 2))
+    return cute.make_layout((FRAGMENT, LANES, spec.row_tiles * (spec.padded_head_dim // MMA_K), spec.query_buffers))
+
+
+def query_buffer(spec: KernelSpec, query: cute.Tensor, index: Int32) -> cute.Tensor:
+    """The buffer [element, lane, k16 step] of row `index`."""
+    return query[None, None, None, index % spec.query_buffers if spec.query_buffers > 1 else 0]
 
 
 def fragments(tensor: cute.Tensor) -> cute.Tensor:
@@ -141,15 +146,10 @@ def settle_query(
                 inverses[query_row] = inverse
 
 
-def in_registers(spec: KernelSpec) -> bool:
-    """Whether the query stays in registers: at head_dim 256, or 128 with one query head, others would spill (read from SASS)."""
-    return spec.padded_head_dim <= (192 if spec.packed_rows > 1 else 96)
-
-
 def hold_query(spec: KernelSpec) -> cute.Tensor | None:
     """Registers for the whole query [element, k16 step]; None where it is read from shared memory step by step."""
     shape = (FRAGMENT, spec.padded_head_dim // MMA_K)
-    return cute.make_rmem_tensor(shape, ELEMENT_TYPES[spec.k_math]) if in_registers(spec) else None
+    return cute.make_rmem_tensor(shape, ELEMENT_TYPES[spec.k_math]) if spec.holds_query else None
 
 
 def row_tile_of(spec: KernelSpec) -> Int32 | int:
@@ -184,7 +184,7 @@ def lane_rows_of(spec: KernelSpec) -> list[Int32]:
 
 def query_step(spec: KernelSpec, query: cute.Tensor, step: int) -> cute.Tensor:
     """The A fragment of one k16 step."""
-    if in_registers(spec):
+    if spec.holds_query:
         return fragments(query)[None, None, step]
     fragment = cute.make_rmem_tensor(FRAGMENT, query.element_type)
     cute.autovec_copy(query[None, cute.arch.lane_idx(), step], fragment)

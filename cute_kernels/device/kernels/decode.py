@@ -18,6 +18,7 @@ from ..attend.pack_gqa import (
     fetch_query,
     hold_query,
     lane_rows_of,
+    query_buffer,
     read_inverses,
     read_query,
     settle_query,
@@ -145,7 +146,7 @@ class DecodeKernel:
         index, row, first, issued, settled = share.row, opening.row, share.tile, Int32(0), Int32(-1)  # settled: whose query is
         if unfinished(share, index, first):
             block = query_block(spec, queries, share.unit, heads, index, row)
-            fetch_query(spec, problem.q, block, shared.query[None, None, None, index % 2])
+            fetch_query(spec, problem.q, block, query_buffer(spec, shared.query, index))
         if cutlass.const_expr(self.divides):
             clear_declined(spec, shared)
             if cutlass.const_expr(spec.arch == "sm80"):
@@ -155,16 +156,18 @@ class DecodeKernel:
         while unfinished(share, index, first):
             piece = make_piece(spec, problem.rows, share, index, row, first, issued)
             next_index, next_first = after(spec, piece)
-            buffer, factors = shared.query[None, None, None, index % 2], shared.inverses[None, index % 2]
+            buffer, factors = query_buffer(spec, shared.query, index), shared.inverses[None, index % 2]
             settle_query(spec, buffer, factors, piece.block.rows, scaling.sign, index != settled)
             settled = index
             sync_consumers(spec)
             query, inverses = read_query(spec, buffer, held), read_inverses(spec, factors)
+            if cutlass.const_expr(spec.query_buffers == 1):
+                sync_consumers(spec)  # all have read theirs
             if cutlass.const_expr(spec.several):  # which query rows to fetch follows from the row
                 row = self.open_next(problem, share, next_index, next_first)
             if next_index > index and unfinished(share, next_index, next_first):
                 block = query_block(spec, queries, share.unit, heads, next_index, row)
-                fetch_query(spec, problem.q, block, shared.query[None, None, None, next_index % 2])
+                fetch_query(spec, problem.q, block, query_buffer(spec, shared.query, next_index))
             reset_state(state)
             self.mainloop.consume(
                 piece, self.attention_of(problem, piece, mmas, readers, query, inverses, state, scaling), problem, shared
