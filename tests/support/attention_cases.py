@@ -24,7 +24,8 @@ CACHE = Shape(lengths=LENGTHS, head_dim=64)
 class Case:
     """cache: heads, what is stored, and the lengths of the rows. q_lens: query rows of each. table: a PageTable's format.
 
-    tma: whether the sm90 variant may serve it. strided: uniform rows lie as [batch, num_heads, q_len, head_dim].
+    tma: whether the sm90 variant may serve it. strided: uniform rows lie as [batch, num_heads, q_len, head_dim]. starts: the
+    first query row of each request, where they do not follow each other.
     """
 
     name: str
@@ -42,6 +43,7 @@ class Case:
     sinks: bool = False
     tree: bool = False
     tma: bool = True
+    starts: tuple[int, ...] = ()
 
     def __str__(self) -> str:
         return self.name
@@ -53,7 +55,7 @@ class Case:
     @property
     def begins(self) -> list[int]:
         """The first query row of each request."""
-        return list(accumulate(self.q_lens, initial=0))[:-1]
+        return list(self.starts or accumulate(self.q_lens, initial=0))[: self.batch]
 
     @property
     def words(self) -> int:
@@ -99,9 +101,10 @@ CASES = (
     case("no_mask", causal=None),
     *BORDERS,
     case("window_top_left", causal="top_left", window_left=3),
-    case("window_both", causal=None, window_left=7, window_right=9),
+    case("window_both", causal=None, window_left=7, window_right=3),
     case("window_right_0", causal=None, window_right=0),
-    case("window_right_16", causal=None, window_right=16),
+    case("window_right_4", causal=None, window_right=4),
+    case("prefill_windows", {"lengths": (120, 90)}, q_lens=(100, 90), max_q_len=100, causal=None, window_left=17, window_right=16),
     case("softcap", softcap=2.0),
     case("alibi", alibi=True),
     case("alibi_no_mask", causal=None, alibi=True),
