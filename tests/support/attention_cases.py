@@ -104,7 +104,7 @@ CASES = (
     case("window_both", causal=None, window_left=7, window_right=3),
     case("window_right_0", causal=None, window_right=0),
     case("window_right_4", causal=None, window_right=4),
-    case("prefill_windows", {"lengths": (120, 90)}, q_lens=(100, 90), max_q_len=100, causal=None, window_left=17, window_right=16),
+    case("prefill_windows", {"lengths": (120, 90)}, q_lens=(99, 90), max_q_len=99, causal=None, window_left=17, window_right=16),
     case("softcap", softcap=2.0),
     case("alibi", alibi=True),
     case("alibi_no_mask", causal=None, alibi=True),
