@@ -125,25 +125,25 @@ def test_a_row_does_not_depend_on_the_others(name: str, backend: str) -> None:
 
 
 @EVERY_BACKEND
-@pytest.mark.parametrize("name", ["one_row", "lengths_one_row", "one_row_everything"])
+@pytest.mark.parametrize("name", ["one_row", "one_row_everything"])
 def test_one_row_is_decode_bit_for_bit(name: str, backend: str) -> None:
     """Uniform rows of one are a problem of decode: the same kernel, also where it is modified."""
     chosen = NAMED[name]
-    plan, inputs = select(chosen, backend), make_attention(chosen, device_of(backend))
-    got = run(plan, inputs)
-    if chosen.table == "lengths":  # decode over a contiguous cache has one length for all: a row at a time
-        for row, length in enumerate(chosen.cache.lengths):
-            k, v = (t[row : row + 1, :, :length] for t in (inputs.k, inputs.v))
-            expected = ck.decode_attention(inputs.q[row : row + 1], k, v) if length else None
-            if expected is not None and backend == "cpu":
-                assert_bitwise((got[0][row : row + 1], got[1][row : row + 1]), (expected[0][0], expected[1]))
-        return
+    inputs = make_attention(chosen, device_of(backend))
     fields = {field: getattr(chosen, field) for field in ("window_left", "softcap", "alibi", "sinks")}
-    decode = ck.PagedDecodePlan.select(
-        replace(chosen.cache.descriptor(), **fields), device_of(backend), ck.PlanPreference(arch=backend)
-    )
+    descriptor, preference = replace(chosen.cache.descriptor(), **fields), ck.PlanPreference(arch=backend)
+    decode = ck.PagedDecodePlan.select(descriptor, device_of(backend), preference)
     expected = decode.run(inputs.q[:, 0], inputs.k, inputs.v, inputs.table, workspace=decode.new_workspace(), **inputs.extras)
-    assert_bitwise(got, expected)
+    assert_bitwise(run(select(chosen, backend), inputs), expected)
+
+
+def test_one_row_over_lengths_is_decode_over_each_length() -> None:
+    inputs = make_attention(NAMED["lengths_one_row"])
+    out, lse = run(select(inputs.case, "cpu"), inputs)
+    for row, length in enumerate(inputs.case.cache.lengths):
+        k, v = (t[row : row + 1, :, :length] for t in (inputs.k, inputs.v))
+        expected = ck.decode_attention(inputs.q[row : row + 1, 0], k, v)
+        assert_bitwise((out[row : row + 1], lse[row : row + 1]), expected)
 
 
 def test_a_query_longer_than_its_keys_sees_none_at_first() -> None:

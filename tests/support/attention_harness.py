@@ -29,7 +29,12 @@ def run(plan: ck.PagedAttentionPlan, inputs: AttentionInputs, fill: float = NAN,
     lse = torch.full((rows, q.shape[-2]), fill, device=q.device)
     workspace = plan.new_workspace()
     given = {"q": q, "k_cache": inputs.k, "v_cache": inputs.v, "page_table": inputs.table, **inputs.scales, **inputs.extras}
+    stream = changes.get("stream")
+    if isinstance(stream, torch.cuda.Stream):
+        stream.wait_stream(torch.cuda.current_stream())
     plan.run(**{**given, **changes}, out=out, lse=lse, workspace=workspace)
+    if isinstance(stream, torch.cuda.Stream):
+        torch.cuda.current_stream().wait_stream(stream)
     assert not workspace.any(), "a launch leaves the workspace as it found it"
     return (out.flatten(0, 1) if inputs.case.uniform else out), lse
 
