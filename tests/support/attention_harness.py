@@ -1,0 +1,120 @@
+"""Attention with several query rows on each backend, and a dense f64 reference of it that shares nothing with the package."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+import cute_kernels as ck
+from tests.support.attention_cases import AttentionInputs, Case
+from tests.support.harness import device_of
+from tests.support.inputs import NAN
+from tests.support.tolerance import check_states
+
+Result = tuple[Tensor, Tensor]
+
+
+def select(case: Case, backend: str, **preference: object) -> ck.PagedAttentionPlan:
+    """A plan forced onto `backend`."""
+    return ck.PagedAttentionPlan.select(case.descriptor(), device_of(backend), ck.PlanPreference(arch=backend, **preference))
+
+
+def run(plan: ck.PagedAttentionPlan, inputs: AttentionInputs, fill: float = NAN, **changes: object) -> Result:
+    """(out, lse) as [total_q, ...], prefilled with `fill`; the workspace is found clean. changes: other operands than inputs'."""
+    q = inputs.q
+    out = torch.full_like(q, fill)  # like q also in its strides
+    rows = q.shape[0] * q.shape[1] if inputs.case.uniform else len(q)
+    lse = torch.full((rows, q.shape[-2]), fill, device=q.device)
+    workspace = plan.new_workspace()
+    given = {"q": q, "k_cache": inputs.k, "v_cache": inputs.v, "page_table": inputs.table, **inputs.scales, **inputs.extras}
+    stream = changes.get("stream")
+    if isinstance(stream, torch.cuda.Stream):
+        stream.wait_stream(torch.cuda.current_stream())
+    plan.run(**{**given, **changes}, out=out, lse=lse, workspace=workspace)
+    if isinstance(stream, torch.cuda.Stream):
+        torch.cuda.current_stream().wait_stream(stream)
+    assert not workspace.any(), "a launch leaves the workspace as it found it"
+    return (out.flatten(0, 1) if inputs.case.uniform else out), lse
+
+
+def visible(inputs: AttentionInputs, request: int) -> Tensor:
+    """bool [n, keys]: which keys of a request each of its query rows sees, from the definition."""
+    case = inputs.case
+    n, keys, begin = case.q_lens[request], case.cache.lengths[request], case.begins[request]
+    seen = torch.zeros(n, keys, dtype=torch.bool)
+    words = inputs.extras["tree_mask"].tolist() if case.tree else []
+    for i in range(n):
+        p = position(case, request, i)
+        for t in range(keys):
+            new = t - (keys - n)  # which new token the key is
+            if case.tree and new >= 0:
+                shown = bool(words[begin + i][new // 32] >> (new % 32) & 1)
+            else:
+                shown = case.causal is None or case.tree or t <= p
+            if case.window_left is not None:
+                shown = shown and t >= p - case.window_left
+            if case.window_right is not None:
+                shown = shown and t <= p + case.window_right
+            seen[i, t] = shown
+    return seen.to(inputs.q.device)
+
+
+def position(case: Case, request: int, row: int) -> int:
+    """Where a query row stands."""
+    return row if case.causal == "top_left" else case.cache.lengths[request] - case.q_lens[request] + row
+
+
+def attend(inputs: AttentionInputs, request: int) -> tuple[Tensor, Tensor, Tensor]:
+    """(out f64, lse f64, out computed in f32 from q's dtype and rounded to it) of a request's rows [n, num_heads, ...]."""
+    case, dtype = inputs.case, inputs.q.dtype
+    begin, n = case.begins[request], case.q_lens[request]
+    q, seen = inputs.rows[begin : begin + n], visible(inputs, request)
+    k, v = inputs.kv.real("k", request), inputs.kv.real("v", request)
+    exact, lse = _dense(inputs, request, q.double(), k, v, seen)
+    same, _ = _dense(inputs, request, q.float(), k.to(dtype).float(), v.to(dtype).float(), seen)
+    return exact, lse / math.log(2) if case.cache.lse_base == "2" else lse, same.to(dtype)
+
+
+def _dense(inputs: AttentionInputs, request: int, q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Result:
+    """Softmax over every key at once, in the dtype of q: hidden ones weigh 0. q [n, num_heads, head_dim], k and v [kv, t, d]."""
+    case = inputs.case
+    group = case.cache.num_heads // case.cache.num_kv_heads
+    n, keys = seen.shape
+    scores = torch.einsum("nhd,htd->hnt", q, k.repeat_interleave(group, 0)) * case.cache.scale
+    if case.softcap is not None:
+        scores = case.softcap * torch.tanh(scores / case.softcap)
+    if case.alibi:
+        at = torch.tensor([position(case, request, i) for i in range(n)], device=q.device).view(n, 1)
+        distance = (at - torch.arange(keys, device=q.device)).abs()
+        scores = scores - inputs.extras["alibi_slopes"].to(q.dtype).view(-1, 1, 1) * distance
+    scores = scores.masked_fill(~seen, -math.inf)
+    top = scores.amax(-1) if keys else scores.new_full(scores.shape[:2], -math.inf)
+    sinks = inputs.extras["sinks"].to(q.dtype).view(-1, 1) if case.sinks else None
+    if sinks is not None:
+        top = torch.maximum(top, sinks)
+    finite = top.where(top > -math.inf, 0.0)
+    weights = torch.exp(scores - finite[..., None])
+    total = weights.sum(-1) + (torch.exp(sinks - finite) if sinks is not None else 0.0)
+    out = torch.einsum("hnt,htd->hnd", weights, v.repeat_interleave(group, 0)) / total.where(total > 0, 1.0)[..., None]
+    return out.transpose(0, 1), (finite + torch.log(total)).T
+
+
+def assert_close(inputs: AttentionInputs, result: Result, requests: list[int] | None = None) -> None:
+    """Every query row and head of these requests is as near f64 as tolerance.py asks; rows without keys are (0, -inf)."""
+    case = inputs.case
+    requests = [b for b in (range(case.batch) if requests is None else requests) if case.q_lens[b]]
+    rows = [case.begins[b] + i for b in requests for i in range(case.q_lens[b])]
+    if rows:
+        exact, lse, same = (torch.cat(t) for t in zip(*(attend(inputs, b) for b in requests), strict=True))
+        check_states((result[0][rows], result[1][rows]), (exact, lse), same, rows)
+
+
+def assert_padding(inputs: AttentionInputs, result: Result, fill: float) -> None:
+    """Rows of no request hold what they held."""
+    total = sum(inputs.case.q_lens)
+    for tensor in result:
+        rest = tensor[total:]
+        assert torch.equal(rest.isnan(), torch.full_like(rest, math.isnan(fill), dtype=torch.bool))
+        assert math.isnan(fill) or (rest == fill).all()
