@@ -169,9 +169,10 @@ def paged_attention(
 
 def _check_caches(q: Tensor, k_cache: Tensor, v_cache: Tensor, layout: str, kv_dtype: KVDtype | None) -> str | None:
     """Raises the typed error of what is no tensor, layout or KVDtype; returns the KVDtype's value."""
-    for name, tensor in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
-        if not isinstance(tensor, Tensor):
-            raise InvalidArgument(name, f"got {type(tensor).__name__}, must be a tensor")
+    if not (isinstance(q, Tensor) and isinstance(k_cache, Tensor) and isinstance(v_cache, Tensor)):
+        tensors = (("q", q), ("k_cache", k_cache), ("v_cache", v_cache))
+        name, found = next((name, found) for name, found in tensors if not isinstance(found, Tensor))
+        raise InvalidArgument(name, f"got {type(found).__name__}, must be a tensor")
     if layout not in ("HND", "NHD"):
         raise InvalidProblem("layout", layout, 'must be "HND" or "NHD"')
     if kv_dtype is not None and not isinstance(kv_dtype, KVDtype):
@@ -208,7 +209,7 @@ def _route(
     operands: tuple[Any, ...], modifiers: tuple[Any, ...], op: Callable[..., None], run: Callable[..., None]
 ) -> Callable[..., None]:
     """The torch op where the call is traced, else what it runs, which checks q itself."""
-    if not torch_ops.traced(*operands, *modifiers[:2]):
+    if not torch_ops.traced(*operands) and not (modifiers and torch_ops.traced(*modifiers)):
         return run
     plan_cache.query_extents(operands[0])
     return op

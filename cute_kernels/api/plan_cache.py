@@ -70,10 +70,17 @@ def run_paged(
     cache = (stored, layout_of(layout, alignment(k_cache, v_cache)))
     shape = (batch, heads, k_cache.shape[head_axis], dim, page_size, q.dtype)
     fields = (*shape, *cache, table.format, None, None, max_seq_len, softmax_scale, lse_base, *rest)
-    described, modifiers = _modified(PagedDecodeDescriptor, fields, alibi_slopes, sinks, window_left, softcap)
-    plan = plan_of(PagedDecodePlan, *described, q.device)
+    describe: Callable[..., Any] = PagedDecodeDescriptor
+    if not window_left is softcap is alibi_slopes is sinks is None:
+        describe, fields = _modified(describe, fields, alibi_slopes, sinks, window_left, softcap)
+    plan = plan_of(PagedDecodePlan, describe, fields, q.device)
     workspace = stream_workspace(plan.workspace_size(), plan.device, reuse_in_capture=not traced)
-    plan.run(q, k_cache, v_cache, table, k_scale=k_scale, v_scale=v_scale, out=out, lse=lse, workspace=workspace, **modifiers)
+    # fmt: off
+    plan.run(
+        q, k_cache, v_cache, table, k_scale=k_scale, v_scale=v_scale, alibi_slopes=alibi_slopes, sinks=sinks,
+        out=out, lse=lse, workspace=workspace,
+    )
+    # fmt: on
 
 
 def run_contiguous(
@@ -99,10 +106,17 @@ def run_contiguous(
     storage = _storage(k, v, k_scale, v_scale, kv_dtype, k.shape[1])
     shape = (batch, heads, k.shape[1], None, dim, q.dtype)
     fields = (length_hint(k.shape[2]), *shape, softmax_scale, lse_base, alignment(k, v), *storage)
-    described, modifiers = _modified(_of_any_length, fields, alibi_slopes, sinks, window_left, softcap)
-    plan = plan_of(FlashDecodingPlan, *described, q.device)
+    describe: Callable[..., Any] = _of_any_length
+    if not window_left is softcap is alibi_slopes is sinks is None:
+        describe, fields = _modified(describe, fields, alibi_slopes, sinks, window_left, softcap)
+    plan = plan_of(FlashDecodingPlan, describe, fields, q.device)
     workspace = stream_workspace(plan.workspace_size(), plan.device, reuse_in_capture=not traced)
-    plan.run(q, k, v, k_scale=k_scale, v_scale=v_scale, out=out, lse=lse, workspace=workspace, **modifiers)
+    # fmt: off
+    plan.run(
+        q, k, v, k_scale=k_scale, v_scale=v_scale, alibi_slopes=alibi_slopes, sinks=sinks,
+        out=out, lse=lse, workspace=workspace,
+    )
+    # fmt: on
 
 
 def run_attention(
@@ -203,12 +217,9 @@ def _modified(
     sinks: Tensor | None,
     window_left: int | None,
     softcap: float | None,
-) -> tuple[tuple[Callable[..., Any], tuple[Any, ...]], dict[str, Tensor | None]]:
-    """((describe, fields) of a plan of decode with these modifiers, what its run is given of them)."""
-    if window_left is softcap is alibi_slopes is sinks is None:
-        return (describe, fields), {}
-    modifiers = (window_left, softcap, alibi_slopes is not None, sinks is not None)
-    return (_with_modifiers, (describe, modifiers, *fields)), {"alibi_slopes": alibi_slopes, "sinks": sinks}
+) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """What describes decode with these modifiers, and its fields."""
+    return _with_modifiers, (describe, (window_left, softcap, alibi_slopes is not None, sinks is not None), *fields)
 
 
 def _with_modifiers(describe: Callable[..., Any], modifiers: tuple[Any, ...], *fields: Any) -> Any:

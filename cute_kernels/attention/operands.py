@@ -118,9 +118,10 @@ def normalised(problem: DecodeProblem, views: Views, operands: Operands) -> Oper
 
 def by_request(operands: Operands, extras: Extras) -> tuple[Operands, Extras]:
     """lse and tree_mask of uniform query rows with an axis of requests, [batch, q_len, ...], as a kernel takes them."""
-    rows = operands.q.shape[:2]
-    tree_mask = None if extras.tree_mask is None else extras.tree_mask.unflatten(0, rows)
-    return operands._replace(lse=operands.lse.unflatten(0, rows)), extras._replace(tree_mask=tree_mask)
+    batch, q_len, *_ = operands.q.shape
+    lse, mask = operands.lse, extras.tree_mask
+    operands = operands._replace(lse=lse.view(batch, q_len, lse.shape[1]))
+    return operands, extras if mask is None else extras._replace(tree_mask=mask.view(batch, q_len, mask.shape[1]))
 
 
 def _without_query_axis(tensor: Tensor, problem: DecodeProblem) -> Tensor:

@@ -128,10 +128,13 @@ class AttentionPlan(FlaggingPlan):
         """One launch; caches and scales are as a kernel takes them. One that keeps rows whole takes no workspace."""
         if self._workspace_bytes == 0:
             operands = operands._replace(workspace=None)
-        if self._rules.problem.query == "uniform":
-            operands, extras = by_request(operands, extras)
         try:
-            self._launch(*operands, *(() if self._plain else extras), *self._constants)
+            if self._plain:
+                self._launch(*operands, *self._constants)
+                return
+            if self._rules.problem.query == "uniform":
+                operands, extras = by_request(operands, extras)
+            self._launch(*operands, *extras, *self._constants)
         except LAUNCH_ERRORS as error:
             raise self._launch_failed(error) from error
 
@@ -254,7 +257,9 @@ class PagedDecodePlan(AttentionPlan):
                 return done
         check_page_table(self._rules.problem.table_format, page_table)
         operands = Operands(q, k_cache, v_cache, *page_table.operands, k_scale, v_scale, out, lse, workspace)
-        return self._run(operands, stream, _of_modifiers(alibi_slopes, sinks))
+        if alibi_slopes is sinks is None:
+            return self._run(operands, stream)
+        return self._run(operands, stream, Extras(None, None, alibi_slopes, sinks))
 
 
 class FlashDecodingPlan(AttentionPlan):
@@ -315,11 +320,9 @@ class FlashDecodingPlan(AttentionPlan):
             if done is not None:
                 return done
         operands = Operands(q, k, v, *NO_PAGE_TABLE.operands, k_scale, v_scale, out, lse, workspace)
-        return self._run(operands, stream, _of_modifiers(alibi_slopes, sinks))
-
-
-def _of_modifiers(alibi_slopes: Tensor | None, sinks: Tensor | None) -> Extras:
-    return NO_EXTRAS if alibi_slopes is sinks is None else Extras(None, None, alibi_slopes, sinks)
+        if alibi_slopes is sinks is None:
+            return self._run(operands, stream)
+        return self._run(operands, stream, Extras(None, None, alibi_slopes, sinks))
 
 
 def _launch_of(spec: KernelSpec | None, descriptor: Descriptor) -> Launch:
