@@ -50,6 +50,7 @@ LINE_BYTES = 128  # of a cache line
 LINE_WORDS = 8  # words of a state in a cache line: fewer columns are not worth a CTA (device/combine/combine.py)
 PARTS_IN_FLIGHT = 4  # parts that a thread of the combine waits for together: few rows have more, and each costs instructions
 MOST_PIECES = 512  # of a row whose combine is divided; beyond, the CTA of its last piece does it alone
+MANY_ROWS = 32  # packed rows: with more, and so many columns for each CTA of a crew, a thread combines one pair at a time
 MAX_CP_ASYNC_TILE_N = 32  # each lane of a warp looks up the page of one token of the tile
 
 
@@ -296,14 +297,13 @@ class KernelSpec:
 
     @property
     def column_pairs(self) -> int:
-        """Neighbouring pairs of columns that a thread takes together: two where a state has more pairs than the CTA threads.
+        """Neighbouring pairs of columns that a thread stores together: two where a state has more pairs than the CTA threads."""
+        return 1 if self.packed_rows * self.row_pairs <= 32 * self.num_warps else 2
 
-        Four where even so it has more: what a thread waits for together ends a launch sooner than a second round does.
-        """
-        rounds = self.packed_rows * self.row_pairs / (32 * self.num_warps)
-        if self.several and rounds > 2:
-            return 4
-        return 1 if rounds <= 1 else 2
+    @property
+    def combine_pairs(self) -> int:
+        """Those that it combines together. With 64 packed rows and 16 parts two take 2.2 us longer than one after the other."""
+        return 1 if self.packed_rows > MANY_ROWS else self.column_pairs
 
     @property
     def merge_columns(self) -> int:

@@ -190,17 +190,16 @@ def test_control_without_the_second_read_of_lengths(monkeypatch: pytest.MonkeyPa
 
 def test_control_with_pages_read_before_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     early: list[Int32] = []
-    share_of, box_pages = opening.share_of, opening.box_pages
+    share_of, first_pages = opening.share_of, opening.first_pages
 
-    def share_then_pages(spec, tables, k, batch, rows, many):
-        share = share_of(spec, tables, k, batch, rows, many)
-        start, length = opening.first_row(rows, share.row, batch)
-        early.append(box_pages(spec, tables, start, length, share.tile, Int32(k.shape[0])))
+    def share_then_pages(spec, rows, batch, lanes, many):
+        share = share_of(spec, rows, batch, lanes, many)
+        early.append(first_pages(spec, rows, share, opening.first_row(spec, lanes, share.row, batch)))
         return share
 
     monkeypatch.setattr(opening, "share_of", share_then_pages)
     shape = replace(CONTROL, lengths=(600,) * 8)  # in any order the same: only the pages come late
-    assert differing(monkeypatch, opening, "box_pages", lambda *_: early[-1], shape) > 0
+    assert differing(monkeypatch, opening, "first_pages", lambda *_: early[-1], shape) > 0
 
 
 def test_control_without_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:

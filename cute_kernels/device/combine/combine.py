@@ -49,7 +49,7 @@ class Columns:
 
 def parts_together(spec: KernelSpec) -> int:
     """Parts that a thread waits for together."""
-    return PARTS_IN_FLIGHT if spec.divides_combine else IN_FLIGHT // spec.column_pairs
+    return PARTS_IN_FLIGHT if spec.divides_combine else IN_FLIGHT // spec.combine_pairs
 
 
 def all_columns(spec: KernelSpec, piece: Piece, parts: Parts) -> Columns:
@@ -77,7 +77,7 @@ def width_bits(spec: KernelSpec, columns: Int32, count: Int32) -> Int32:
     most = (spec.num_warps * LANES).bit_length() - 1
     found = Int32(most)
     for bits in range(most - 1, LINE_WORDS.bit_length() - 2, -1):
-        narrower = (columns <= spec.column_pairs << bits) & (count > parts_together(spec) << (most - bits - 1))
+        narrower = (columns <= spec.combine_pairs << bits) & (count > parts_together(spec) << (most - bits - 1))
         found = cutlass.select_(narrower, bits, found)
     return found
 
@@ -90,20 +90,20 @@ def combine_columns(spec: cutlass.Constexpr, words: cute.Tensor, parts: Parts, c
     """
     thread, bits = cute.arch.thread_idx()[0], cute.arch.make_warp_uniform(columns.bits)
     width = 1 << bits
-    for base in cutlass.range(columns.low, columns.high, width * spec.column_pairs, unroll=1):
-        begin = base + (thread & (width - 1)) * spec.column_pairs
+    for base in cutlass.range(columns.low, columns.high, width * spec.combine_pairs, unroll=1):
+        begin = base + (thread & (width - 1)) * spec.combine_pairs
         states = gather(spec, words, parts, columns.high, begin, bits, scratch[1])
         if width < spec.num_warps * LANES:
             merge_threads(spec, states, width, scratch[0])
         if begin < columns.high and thread < width:
-            for j in cutlass.range_constexpr(spec.column_pairs):
+            for j in cutlass.range_constexpr(spec.combine_pairs):
                 store_pair(spec, states[None, j], columns, begin + j, out, lse, sinks)
 
 
 @cute.jit
 def gather(spec: cutlass.Constexpr, words: cute.Tensor, parts: Parts, high: Int32, begin: Int32, bits: Int32, declined):
     """This thread's pairs from `begin` on, over its parts: (first, second, peak, total) x pairs."""
-    pairs, chunk = cutlass.const_expr(spec.column_pairs), cutlass.const_expr(parts_together(spec))
+    pairs, chunk = cutlass.const_expr(spec.combine_pairs), cutlass.const_expr(parts_together(spec))
     states = cute.make_rmem_tensor((4, pairs), Float32)
     for j in cutlass.range_constexpr(pairs):
         clear_state(states[None, j])
@@ -130,7 +130,7 @@ def merge_threads(spec: cutlass.Constexpr, states: cute.Tensor, width: Int32, bu
 
     Lanes of a warp by shuffles, warps through `buffer` [4, pair, thread].
     """
-    thread, pairs = cute.arch.thread_idx()[0], cutlass.const_expr(spec.column_pairs)
+    thread, pairs = cute.arch.thread_idx()[0], cutlass.const_expr(spec.combine_pairs)
     cute.arch.sync_warp()  # lanes may be apart behind the branches of merge_parts
     for step in cutlass.range_constexpr(LINE_WORDS.bit_length() - 1, LANES.bit_length() - 1):
         if width <= cutlass.const_expr(1 << step):
@@ -157,7 +157,7 @@ def merge_threads(spec: cutlass.Constexpr, states: cute.Tensor, width: Int32, bu
 
 def merge_buffer(spec: KernelSpec, base: cute.Pointer) -> cute.Tensor:
     """f32 [4, pair, thread] for merge_threads."""
-    pairs, threads = spec.column_pairs, spec.num_warps * LANES
+    pairs, threads = spec.combine_pairs, spec.num_warps * LANES
     return cute.make_tensor(base, cute.make_layout((4, pairs, threads)))
 
 
@@ -224,7 +224,7 @@ def collect(
 
     All loads of a round are in flight together, and a round asks only for what is missing.
     """
-    chunk, pairs = parts_together(spec), spec.column_pairs
+    chunk, pairs = parts_together(spec), spec.combine_pairs
     seen = cute.make_rmem_tensor((chunk, pairs), Int32)
     found.fill(0.0)
     for j in cutlass.range_constexpr(pairs):
