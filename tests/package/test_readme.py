@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 import subprocess
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -34,9 +35,9 @@ def commands() -> list[str]:
 
 
 def test_its_python_runs_and_is_right(capsys) -> None:
-    """Both blocks one after the other, as a reader would paste them, on the CPU; the result against f64."""
+    """The blocks one after the other, as a reader would paste them, on the CPU; the results against f64."""
     torch.manual_seed(0)
-    first, second = (block.replace('"cuda"', '"cpu"') for block in blocks("python"))
+    first, second, third = (block.replace('"cuda"', '"cpu"') for block in blocks("python"))
     assert "workspace = plan.new_workspace()" in first and "torch.empty" not in README
     names: dict[str, object] = {}
     exec(first, names)
@@ -48,6 +49,28 @@ def test_its_python_runs_and_is_right(capsys) -> None:
         torch.testing.assert_close(names["lse"].double(), right_lse, rtol=1e-5, atol=1e-5)
         names["out"] = names["lse"] = None
         exec(second, names)
+    several, call = third.split("# the same in one call\n")
+    for block in (several, call):
+        exec(block, names)
+        rows = [names[n] for n in ("q", "k_cache", "v_cache", "table", "seq_lens", "qo_indptr")]
+        right = windowed(*rows, left=127)
+        assert len(right) > 64, "requests of several rows"
+        torch.testing.assert_close(names["out"][: len(right)].double(), right, rtol=2**-8, atol=1e-6)
+        names["out"] = names["lse"] = None
+
+
+def windowed(q, k_cache, v_cache, table, seq_lens, qo_indptr, left: int) -> torch.Tensor:
+    """Query row by query row, by PyTorch in f64: each over the keys of its request from `left` before its own position to it."""
+    outs = []
+    for request, (begin, end) in enumerate(pairwise(qo_indptr.tolist())):
+        k, v = (cache[table[request].long()].transpose(1, 2).flatten(0, 1).double() for cache in (k_cache, v_cache))
+        for row in range(begin, end):
+            position = int(seq_lens[request]) - (end - row)
+            seen = slice(max(0, position - left), max(0, position + 1))
+            grouped = q[row].double().view(k.shape[1], -1, k.shape[2])
+            weights = (torch.einsum("hgd,thd->hgt", grouped, k[seen]) / k.shape[2] ** 0.5).softmax(-1)
+            outs.append(torch.einsum("hgt,thd->hgd", weights, v[seen]).flatten(0, 1))
+    return torch.stack(outs)
 
 
 def test_its_commands_exist() -> None:
