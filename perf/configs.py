@@ -140,7 +140,7 @@ def to_compare(task: Task, facts: DeviceFacts, given: Sequence[DecodeConfig]) ->
     """
     chosen = explain(task.problem, facts).chosen.config or task.heuristic
     fitting, left_out = [chosen], []
-    for config in given or heuristics.candidates(task.problem, task.arch, task.target):
+    for config in given or heuristics.candidates(task.problem, task.arch, task.target, facts.sm_count):
         reasons = misfits(task.problem, kernel_spec(task.problem, task.arch, task.target, config, partition="balanced"))
         if reasons:
             left_out.append(f"{config} is left out: {'; '.join(reasons)}")

@@ -1,4 +1,4 @@
-"""Runs every variant of 16 and 8 bits, the merges and the appends once on small shapes, for compute-sanitizer: `make sanitize`.
+"""Runs every variant of 16 and 8 bits, several query rows, merges and appends once on small shapes: `make sanitize`.
 
 Inputs are made and results checked on the CPU, so that the sanitizer sees little but the kernels of the package. A result
 that the tests would not accept fails the run: a kernel that does nothing is not clean.
@@ -20,6 +20,11 @@ import torch
 import cute_kernels as ck
 from cute_kernels.attention.choice import tuned
 from cute_kernels.config.decode import DecodeConfig
+from tests.support.attention_cases import CASES as ATTENTION_CASES
+from tests.support.attention_cases import make_attention
+from tests.support.attention_harness import assert_close as assert_attention_close
+from tests.support.attention_harness import run as run_attention
+from tests.support.attention_harness import select as select_attention
 from tests.support.harness import assert_close, run, select
 from tests.support.inputs import Inputs, Shape, make_inputs
 from tests.support.merge_cases import assert_close as assert_merge_close
@@ -118,6 +123,24 @@ CASES = (
 )
 
 
+# several query rows, masks and functions of a score: names of attention_cases, by backend and preference
+ATTENTION = {
+    ("sm90", "balanced"): (
+        "causal",
+        "window_both",
+        "everything",
+        "one_row_everything",
+        "tree_2_words",
+        "prefill",
+        "e4m3_head_scales",
+        "int8_token_scales_everything",
+        "lengths",
+        "packed_everything",
+    ),
+    ("sm90", "invariant"): ("everything", "int8_token_scales_packed"),
+    ("sm90", "whole"): ("uniform_tree",),
+    ("sm80", "balanced"): ("everything", "tree_2_words", "int8_token_scales_packed"),
+}
 MERGES = (
     ("sm90", ck.MergeStatesDescriptor(3, 4, 5, 64, BF16)),
     ("sm90", ck.MergeStatesDescriptor(11, 2, 8, 128, F16)),  # more states than a thread has in flight
@@ -160,6 +183,17 @@ def decode(case: Case) -> None:
     out, lse = (t.cpu() for t in run(plan, on_gpu, table=table))
     meant = inputs if table is None else equivalent(inputs, inputs.table())[0]
     assert_close(meant, out, lse)
+
+
+def attention(name: str, arch: str, partition: str) -> None:
+    """A case of several query rows, masks or functions of a score, compared with f64."""
+    inputs = make_attention(next(case for case in ATTENTION_CASES if case.name == name))
+    plan = select_attention(inputs.case, arch, **PREFERENCES[partition])
+    table = inputs.table._replace(operands=tuple(t if t is None else t.cuda() for t in inputs.table.operands))
+    scales, extras = ({k: t if t is None else t.cuda() for k, t in given.items()} for given in (inputs.scales, inputs.extras))
+    on_gpu = replace(inputs, q=inputs.q.cuda(), k=inputs.k.cuda(), v=inputs.v.cuda(), table=table, scales=scales, extras=extras)
+    out, lse = (t.cpu() for t in run_attention(plan, on_gpu))
+    assert_attention_close(inputs, (out, lse))
 
 
 def merge(arch: str, descriptor: ck.MergeStatesDescriptor) -> None:
@@ -231,6 +265,9 @@ def rotary_operands(d: ck.KVAppendDescriptor, k: torch.Tensor) -> tuple[dict[str
 def all_runs() -> dict[str, Callable[[], None]]:
     """What each name runs; a wrong result raises AssertionError."""
     runs: dict[str, Callable[[], None]] = {str(case): partial(decode, case) for case in CASES}
+    for (arch, partition), names in ATTENTION.items():
+        for name in names:
+            runs[f"{arch}-attention-{partition}-{name}"] = partial(attention, name, arch, partition)
     for arch, d in MERGES:
         runs[f"{arch}-merge{d.num_states}-d{d.head_dim}-{d.element_type}"] = partial(merge, arch, d)
     for arch, a in APPENDS:

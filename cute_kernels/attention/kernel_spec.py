@@ -15,6 +15,7 @@ from ..config.decode import (
     StoredType,
     Target,
     grid_ctas,
+    most_warp_tiles,
 )
 from ..kv.scale import scale_form
 from .descriptors import DecodeProblem
@@ -53,11 +54,11 @@ def kernel_spec(problem: DecodeProblem, arch: Arch, target: Target, config: Deco
 def block_rows(problem: DecodeProblem, arch: Arch, num_warps: int) -> int:
     """Packed rows of a unit where a request may have several query rows, else 0: a power of two, as many as it may need.
 
-    An m-tile each of the warps at most, one where warps read tiles of their own.
+    As many m-tiles as the warps attend to at most, one where warps read tiles of their own.
     """
     if problem.query == "one":
         return 0
-    most = TILE_M * (num_warps if arch == "sm90" else 1)
+    most = TILE_M * (num_warps * most_warp_tiles(num_warps, problem.padded_head_dim) if arch == "sm90" else 1)
     return min(most, max(HALF_TILE_M, 1 << (problem.packed_rows - 1).bit_length()))
 
 

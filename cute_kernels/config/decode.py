@@ -140,13 +140,23 @@ class KernelSpec:
 
     @property
     def row_tiles(self) -> int:
-        """M-tiles of a unit: the warps that read a KV tile, each for an m-tile of its own."""
+        """M-tiles of a unit."""
         return max(1, self.block_rows // TILE_M)
 
     @property
+    def warp_tiles(self) -> int:
+        """M-tiles that one warp attends to together: what it reads and converts of a KV tile serves all of them."""
+        return min(self.row_tiles, most_warp_tiles(self.num_warps, self.padded_head_dim)) if self.several else 1
+
+    @property
+    def readers(self) -> int:
+        """Warps that read a KV tile, for warp_tiles m-tiles of its unit each."""
+        return self.row_tiles // self.warp_tiles
+
+    @property
     def turns(self) -> int:
-        """Groups of row_tiles warps, which take KV tiles in turn."""
-        return self.num_warps // self.row_tiles
+        """Groups of `readers` warps, which take KV tiles in turn."""
+        return self.num_warps // self.readers
 
     @property
     def reread(self) -> bool:
@@ -275,7 +285,7 @@ class KernelSpec:
     @property
     def holds_query(self) -> bool:
         """Whether the query stays in registers: at head_dim 256, or 128 with one query head, others would spill (by SASS)."""
-        return self.padded_head_dim <= (192 if self.packed_rows > 1 else 96)
+        return self.warp_tiles == 1 and self.padded_head_dim <= (192 if self.packed_rows > 1 else 96)
 
     @property
     def query_buffers(self) -> int:
@@ -324,6 +334,11 @@ class KernelSpec:
         query = self.query_buffers * self.row_tiles * TILE_M * self.padded_head_dim * self.q_bytes
         query += 2 * (self.row_tiles - 1) * TILE_M * 4  # the inverses of further m-tiles
         return self.num_stages * (stage + barriers) + query + 4 * self.merge_floats + MOST_PIECES + 1024  # alignment, words
+
+
+def most_warp_tiles(num_warps: int, padded_head_dim: int) -> int:
+    """M-tiles for which a warp has registers: with more than 4 warps each has fewer than two outputs of 128 columns take."""
+    return 2 if num_warps <= 4 and padded_head_dim <= 128 else 1
 
 
 def packed_rows(group_size: int) -> int:

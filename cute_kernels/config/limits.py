@@ -34,7 +34,7 @@ def supports(spec: KernelSpec) -> list[str]:
         reasons += _query_reasons(spec)
     readers = max(1, spec.turns)
     if spec.num_stages % readers:
-        of = f"num_warps={spec.num_warps}" if spec.row_tiles == 1 else f"the {readers} turns of its warps"
+        of = f"num_warps={spec.num_warps}" if spec.readers == 1 else f"the {readers} turns of its warps"
         reasons.append(f"num_stages={spec.num_stages} is not a multiple of {of}: a stage has one reader")
     if spec.tile_n > most_tile_n(spec.padded_head_dim, spec.v_bytes):
         reasons.append(f"tile_n={spec.tile_n} x head_dim={spec.padded_head_dim} needs more registers than a thread has")
@@ -85,7 +85,7 @@ def _query_reasons(spec: KernelSpec) -> list[str]:
     reasons = []
     if spec.block_rows != HALF_TILE_M and (spec.block_rows < TILE_M or spec.block_rows % TILE_M):
         reasons.append(f"block_rows={spec.block_rows} is not {HALF_TILE_M} or a multiple of {TILE_M}")
-    if spec.row_tiles > spec.num_warps or spec.num_warps % spec.row_tiles:
+    if spec.readers > spec.num_warps or spec.num_warps % spec.readers or spec.row_tiles % spec.warp_tiles:
         reasons.append(f"the {spec.row_tiles} m-tiles of block_rows={spec.block_rows} do not divide num_warps={spec.num_warps}")
     if spec.arch == "sm80" and spec.row_tiles > 1:
         reasons.append(f"block_rows={spec.block_rows} exceeds {TILE_M}: a warp of the cp.async mainloop reads tiles of its own")

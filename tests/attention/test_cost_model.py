@@ -348,7 +348,7 @@ def test_every_choice_is_supported_or_none_is(
     described = problem(batch, length, group * kv_heads, kv_heads, head_dim, page_size=page_size, **storage)
     reasons = {
         config: supports(kernel_spec(described, *device[:2], config, partition="balanced"))
-        for config in candidates(described, *device[:2])
+        for config in candidates(described, *device)
     }
     shapes = (SHAPES if kv_dtype is None else SHAPES_OF_8_BITS)[device[0]]
     assert 1 <= len(reasons) <= len(shapes) + pairs_heads(described, device[0])

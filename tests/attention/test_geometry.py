@@ -128,27 +128,31 @@ def test_units_of_one_query_row() -> None:
 
 
 @pytest.mark.parametrize(
-    ("group", "max_q_len", "num_warps", "arch", "block_rows", "blocks"),
+    ("group", "max_q_len", "num_warps", "arch", "block_rows", "blocks", "readers"),
     [
-        (4, 1, 4, "sm90", 8, 1),  # half a tile is the least
-        (4, 2, 4, "sm90", 8, 1),
-        (4, 3, 4, "sm90", 16, 1),
-        (4, 8, 4, "sm90", 32, 1),
-        (4, 9, 4, "sm90", 64, 1),
-        (4, 16, 4, "sm90", 64, 1),
-        (4, 17, 4, "sm90", 64, 2),
-        (4, 17, 8, "sm90", 128, 1),
-        (8, 512, 4, "sm90", 64, 64),
-        (8, 16, 4, "sm80", 16, 8),  # a warp of the cp.async mainloop has tiles of its own
+        (4, 1, 4, "sm90", 8, 1, 1),  # half a tile is the least
+        (4, 2, 4, "sm90", 8, 1, 1),
+        (4, 3, 4, "sm90", 16, 1, 1),
+        (4, 8, 4, "sm90", 32, 1, 1),  # a warp of four attends to two m-tiles
+        (4, 8, 8, "sm90", 32, 1, 2),  # one of eight to one
+        (4, 9, 4, "sm90", 64, 1, 2),
+        (4, 16, 8, "sm90", 64, 1, 4),
+        (4, 33, 4, "sm90", 128, 2, 4),
+        (4, 33, 8, "sm90", 128, 2, 8),
+        (8, 512, 4, "sm90", 128, 32, 4),
+        (8, 16, 4, "sm80", 16, 8, 1),  # a warp of the cp.async mainloop has tiles of its own
     ],
 )
-def test_blocks_of_packed_rows(group: int, max_q_len: int, num_warps: int, arch: Arch, block_rows: int, blocks: int) -> None:
-    """Packed rows are held by powers of two, 16 for each warp at most; what does not fit takes further units."""
+def test_blocks_of_packed_rows(
+    group: int, max_q_len: int, num_warps: int, arch: Arch, block_rows: int, blocks: int, readers: int
+) -> None:
+    """Packed rows are held by powers of two, as many m-tiles as the warps attend to; what does not fit takes further units."""
     problem = ck.PagedAttentionDescriptor(5, 2 * group, 2, 64, 16, torch.float16, max_q_len=max_q_len).problem
     spec = kernel_of(problem, num_warps, arch=arch)
     assert (spec.block_rows, spec.packed_rows, spec.many_blocks) == (block_rows, block_rows, blocks > 1)
     assert units_of(problem, spec) == 2 * blocks
-    assert spec.row_tiles * spec.turns == num_warps and supports(spec) == []
+    assert (spec.readers, spec.readers * spec.turns) == (readers, num_warps)
+    assert supports(spec) == []
 
 
 @pytest.mark.parametrize(
@@ -156,8 +160,8 @@ def test_blocks_of_packed_rows(group: int, max_q_len: int, num_warps: int, arch:
     [
         ({"block_rows": 24}, "block_rows=24 is not 8 or a multiple of 16"),
         ({"block_rows": 48}, "the 3 m-tiles of block_rows=48 do not divide num_warps=4"),
-        ({"block_rows": 128}, "the 8 m-tiles of block_rows=128 do not divide num_warps=4"),
-        ({"block_rows": 32, "num_stages": 15}, "num_stages=15 is not a multiple of the 2 turns of its warps"),
+        ({"block_rows": 256}, "the 16 m-tiles of block_rows=256 do not divide num_warps=4"),
+        ({"block_rows": 64, "num_stages": 15}, "num_stages=15 is not a multiple of the 2 turns of its warps"),
         ({"unit_heads": 2}, "unit_heads=2 takes one query row a request"),
         ({"arch": "sm80", "block_rows": 32}, "block_rows=32 exceeds 16"),
     ],

@@ -47,7 +47,7 @@ def proposals() -> list:
         for index in range(3):
             group, storage = GROUPS[(index + len(found)) % 3], STORAGES[len(found) % len(STORAGES)]
             described = problem(head_dim, group, storage, scales[index])
-            configs = candidates(described, "sm90", "sm_90a")
+            configs = candidates(described, "sm90", "sm_90a", 132)
             if index < len(configs):
                 found.append(pytest.param(described, configs[index], id=name(described, configs[index])))
     return found
@@ -87,7 +87,7 @@ def test_sm90(described: DecodeProblem, config: DecodeConfig, tmp_path: Path) ->
 def test_two_kv_heads_a_cta(head_dim: int, storage: Storage, tmp_path: Path) -> None:
     """The producers' part is there twice, the consumers' once: a warp attends to the tiles of one of the heads."""
     described = problem(head_dim, 4, storage, (NONE if storage[0] is BF16 else TOKEN_F16, TOKEN))
-    (config,) = (c for c in candidates(described, "sm90", "sm_90a") if c.unit_heads == 2)
+    (config,) = (c for c in candidates(described, "sm90", "sm_90a", 132) if c.unit_heads == 2)
     spec = kernel_spec(described, "sm90", "sm_90a", config, partition="balanced")
     ptx, sass = dump(spec, tmp_path)
     check_tile(spec, ptx)
@@ -98,7 +98,7 @@ def test_two_kv_heads_a_cta(head_dim: int, storage: Storage, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("target", "described"),
     [
-        pytest.param(target, described, id=f"{target} {name(described, candidates(described, 'sm80', target)[-1])}")
+        pytest.param(target, described, id=f"{target} {name(described, candidates(described, 'sm80', target, 132)[-1])}")
         for target, described in (
             ("sm_80", problem(64, 1, (E4M3, E4M3), (NONE, NONE), page_size=1)),
             ("sm_80", problem(128, 16, (E4M3, E4M3), (TOKEN, TOKEN), page_size=1)),
@@ -113,7 +113,7 @@ def test_two_kv_heads_a_cta(head_dim: int, storage: Storage, tmp_path: Path) -> 
 )
 def test_sm80(target: Target, described: DecodeProblem, tmp_path: Path) -> None:
     """Pages of one token. A100's kernels convert in integers."""
-    config = candidates(described, "sm80", target)[-1]
+    config = candidates(described, "sm80", target, 132)[-1]
     spec = kernel_spec(described, "sm80", target, config, partition="balanced")
     ptx, sass = dump(spec, tmp_path)
     assert f".target {target}" in ptx

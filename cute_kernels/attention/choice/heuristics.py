@@ -14,8 +14,8 @@ from ...config.decode import (
 )
 from ...config.limits import most_tile_n, supports
 from ..descriptors import DecodeProblem
-from ..kernel_spec import block_rows, kernel_spec
-from .cost_model import cost_of
+from ..kernel_spec import kernel_spec
+from .cost_model import cost_of, row_tokens
 
 # (bytes of K and V of a tile, most consumer warps, CTAs an SM). Tiles of 32 KB never won, nor 8 KB with 4 warps or two CTAs.
 SHAPES: dict[Arch, tuple[tuple[int, int, int], ...]] = {
@@ -29,9 +29,11 @@ SHAPES_OF_8_BITS: dict[Arch, tuple[tuple[int, int, int], ...]] = {
 }
 # the same where tokens have scales and a CTA takes two KV heads: a sector of scales has those of both
 PAIRED = (8_192, 8, 1)
-# of several m-tiles, with the largest tiles: least or within 3.5% of it, but for int8 with 64 packed rows (7%); at 16 bits with
-# three m-tiles and more 8 warps
-SEVERAL_M_TILES_WARPS, MANY_M_TILES_WARPS = 4, 8
+# (tokens of a tile, consumer warps) where a unit has several m-tiles. Swept on an H200: 8 warps on large tiles were least or
+# within 4% of it, on smaller ones where a CTA's share has fewer than SHARE_TILES of those, and with scales a token two m-tiles a
+# warp (by 5 to 20%)
+M_TILES, M_TILES_OF_SHORT, M_TILES_OF_TOKEN_SCALES = (64, 8), (32, 8), (32, 4)
+SHARE_TILES = 4
 PAIRED_HEAD_DIM = 128  # larger ones were not measured
 LARGEST_TILE_N = {"sm90": 64, "sm80": 32}
 RING_BYTES = 131_072  # in flight on an SM, over all its CTAs: 64 KB cost 2 to 4%, 192 KB 0 to 1%
@@ -43,20 +45,19 @@ FOUR_WARPS_ROWS = (192, 4)  # the same above this padded head_dim with more pack
 
 def choose(problem: DecodeProblem, arch: Arch, target: Target, sm_count: int, partition: Partition = "balanced") -> DecodeConfig:
     """The cheapest configuration of `problem` that `supports` allows, on `sm_count` SMs; where it allows none, the cheapest."""
-    specs = {c: kernel_spec(problem, arch, target, c, partition=partition) for c in candidates(problem, arch, target)}
+    specs = {c: kernel_spec(problem, arch, target, c, partition=partition) for c in candidates(problem, arch, target, sm_count)}
     ranked = sorted(specs, key=lambda c: cost_of(problem, specs[c], c.ctas_per_sm, sm_count).total_us)
     return next((config for config in ranked if not supports(specs[config])), ranked[0])
 
 
-def candidates(problem: DecodeProblem, arch: Arch, target: Target) -> list[DecodeConfig]:
+def candidates(problem: DecodeProblem, arch: Arch, target: Target, sm_count: int) -> list[DecodeConfig]:
     """What the choice is made from, without duplicates."""
     found: dict[DecodeConfig, None] = {}
     limit = 4 if spills_with_8_warps(problem) else 8
     shapes = [(*shape, 1) for shape in (SHAPES_OF_8_BITS if problem.has_8_bits else SHAPES)[arch]]
     if arch == "sm90" and problem.query != "one" and problem.packed_rows > TILE_M:
-        tile_n = min(LARGEST_TILE_N[arch], most_tile_n(problem.padded_head_dim, problem.v_dtype.element_bytes))
-        many = problem.packed_rows > 2 * TILE_M and not problem.has_8_bits
-        shapes = [(tile_n * token_bytes(problem), MANY_M_TILES_WARPS if many else SEVERAL_M_TILES_WARPS, 1, 1)]
+        tile_n, num_warps = m_tiles_shape(problem, sm_count)
+        shapes = [(tile_n * token_bytes(problem), num_warps, 1, 1)]
     elif pairs_heads(problem, arch):
         shapes.append((*PAIRED, 2))
     for tile_bytes, most_warps, ctas_per_sm, unit_heads in shapes:
@@ -64,6 +65,15 @@ def candidates(problem: DecodeProblem, arch: Arch, target: Target) -> list[Decod
             tile_n = tile_tokens(problem, arch, tile_bytes)
             found[ring(problem, tile_n, min(most_warps, limit), ctas_per_sm, arch, target, unit_heads)] = None
     return list(found)
+
+
+def m_tiles_shape(problem: DecodeProblem, sm_count: int) -> tuple[int, int]:
+    """(tokens of a tile, consumer warps) of a unit with several m-tiles."""
+    share = problem.batch_size * row_tokens(problem) * problem.num_kv_heads // sm_count
+    shape = M_TILES if share >= SHARE_TILES * M_TILES[0] else M_TILES_OF_SHORT
+    if "token" in (problem.k_scale.granularity, problem.v_scale.granularity):
+        shape = M_TILES_OF_TOKEN_SCALES
+    return min(shape[0], most_tile_n(problem.padded_head_dim, problem.v_dtype.element_bytes)), shape[1]
 
 
 def pairs_heads(problem: DecodeProblem, arch: Arch) -> bool:
@@ -102,7 +112,8 @@ def ring(
     """The deepest ring within RING_BYTES, with the most warps that shared memory then allows."""
     deepest = RING_BYTES // ctas_per_sm // (tile_n * token_bytes(problem))
     for num_warps in (w for w in (8, 4, 2, 1) if w <= most_warps):
-        turns = max(1, num_warps // max(1, block_rows(problem, arch, num_warps) // TILE_M))  # stages are a multiple of them
+        shape = DecodeConfig(tile_n, num_warps, num_warps, ctas_per_sm, unit_heads)
+        turns = max(1, kernel_spec(problem, arch, target, shape, partition="balanced").turns)  # stages are a multiple of them
         shallowest = SHALLOWEST[arch] * turns
         for num_stages in range(max(deepest // turns * turns, shallowest), shallowest - 1, -turns):
             config = DecodeConfig(tile_n, num_stages, num_warps, ctas_per_sm, unit_heads)

@@ -37,21 +37,28 @@ class WarpState:
 
 
 @dataclass(frozen=True)
-class Attention:
-    """What a warp needs to attend to a tile of a piece: the two MMAs, the readers of both rings, the query, its state.
+class RowTile:
+    """An m-tile of the query as a warp attends with it.
 
     inverses: of the query's row factors, or None (query_range.py). mask: of this lane's rows, None where all see all keys.
     modifier: of scores that are more than scaled, or None.
     """
 
-    mmas: tuple
-    readers: tuple
     query: cute.Tensor
     inverses: list[Float32] | None
     state: WarpState
-    scaling: Scaling
     mask: RowMask | None = None
     modifier: ScoreModifier | None = None
+
+
+@dataclass(frozen=True)
+class Attention:
+    """What a warp needs to attend to a tile of a piece: the two MMAs, the readers of both rings, its m-tiles."""
+
+    mmas: tuple
+    readers: tuple
+    row_tiles: tuple[RowTile, ...]
+    scaling: Scaling
 
 
 def make_mma(element_type: str) -> cute.TiledMma:
@@ -156,57 +163,71 @@ def probabilities(acc_s: cute.Tensor, element_type: type) -> cute.Tensor:
     return fragments(p)
 
 
-def row_scales(attention: Attention) -> list:
+def row_scales(rows: RowTile, scaling: Scaling) -> list:
     """What is still to be multiplied to the scores of each row in use, to base 2, when softmax takes them."""
-    rows = cute.size(attention.state.row_max)
-    return score_factors(attention) if attention.modifier is None else [Float32(1.0)] * rows
+    in_use = cute.size(rows.state.row_max)
+    return score_factors(rows, scaling) if rows.modifier is None else [Float32(1.0)] * in_use
 
 
-def score_factors(attention: Attention) -> list:
+def score_factors(rows: RowTile, scaling: Scaling) -> list:
     """What Q K^T of each row in use is multiplied by, to base 2."""
-    scale, inverses = attention.scaling.log2, attention.inverses
-    return [scale if inverses is None else scale * inverses[r] for r in range(cute.size(attention.state.row_max))]
+    scale, inverses = scaling.log2, rows.inverses
+    return [scale if inverses is None else scale * inverses[r] for r in range(cute.size(rows.state.row_max))]
 
 
 @cute.jit
 def attend_tile(spec: cutlass.Constexpr, attention: Attention, shared: Shared, stage: Int32, place: TilePlace, holes: Int32):
-    """Adds tile `stage` to the warp's state. holes: mask.py."""
-    valid = place.valid
-    lane, state = cute.arch.lane_idx(), attention.state
+    """Adds tile `stage` to the states of the warp's m-tiles. holes: mask.py."""
+    lane, row_tiles = cute.arch.lane_idx(), attention.row_tiles
     (mma_k, mma_v), (reader_k, reader_v) = attention.mmas, attention.readers
     thr_mma = mma_k.get_slice(lane)
     peak = settle_scales(spec, shared.scales, stage)
-    acc_s = cute.make_rmem_tensor(thr_mma.partition_shape_C((TILE_M, spec.tile_n)), Float32)
-    acc_s.fill(0.0)
+    scores = [cute.make_rmem_tensor(thr_mma.partition_shape_C((TILE_M, spec.tile_n)), Float32) for _ in row_tiles]
+    for acc_s in scores:
+        acc_s.fill(0.0)
     for step in cutlass.range_constexpr(reader_k.steps):
         loaded = reader_k.load(step, stage)
         for i in cutlass.range_constexpr(len(loaded)):
-            query = query_step(spec, attention.query, step * len(loaded) + i)
-            cute.gemm(mma_k, acc_s, query, loaded[i][None, None, 0], acc_s)
-    rows = cutlass.const_expr(cute.size(state.row_max))
+            for acc_s, rows in zip(scores, row_tiles, strict=True):
+                query = query_step(spec, rows.query, step * len(loaded) + i)
+                cute.gemm(mma_k, acc_s, query, loaded[i][None, None, 0], acc_s)
     if cutlass.const_expr(spec.k_token_scale):
-        scale_columns(acc_s, rows, column_scales(spec, shared.scales[0], spec.k_scale, stage))
+        columns = column_scales(spec, shared.scales[0], spec.k_scale, stage)
+        for acc_s in scores:
+            scale_columns(acc_s, spec.lane_rows, columns)
     coords = thr_mma.partition_C(cute.make_identity_tensor((TILE_M, spec.tile_n)))
     if cutlass.const_expr(not spec.plain):
-        if cutlass.const_expr(attention.modifier is not None):
-            modify_scores(acc_s, coords, score_factors(attention), attention.modifier, place.token)
-        if cuts(attention.mask, place.token, spec.tile_n):
-            mask_rows(acc_s, coords, attention.mask, place.token, spec.tile_n)
+        for acc_s, rows in zip(scores, row_tiles, strict=True):
+            if cutlass.const_expr(rows.modifier is not None):
+                modify_scores(acc_s, coords, score_factors(rows, attention.scaling), rows.modifier, place.token)
+            if cuts(rows.mask, place.token, spec.tile_n):
+                mask_rows(acc_s, coords, rows.mask, place.token, spec.tile_n)
         zero_outside(spec, shared.rings[1][None, None, stage], place, lane)
-    elif valid < spec.tile_n:
-        mask_scores(acc_s, coords, valid)
-        zero_rows(spec, shared.rings[1][None, None, stage], valid, Int32(spec.tile_n), lane)
+    elif place.valid < spec.tile_n:
+        mask_scores(scores[0], coords, place.valid)
+        zero_rows(spec, shared.rings[1][None, None, stage], place.valid, Int32(spec.tile_n), lane)
     if holes != 0:
-        mask_holes(acc_s, coords, holes, spec.hole_tokens)
-    weights_up = None
+        for acc_s in scores:
+            mask_holes(acc_s, coords, holes, spec.hole_tokens)
+    weights = [weights_of(spec, acc_s, rows, attention.scaling, peak) for acc_s, rows in zip(scores, row_tiles, strict=True)]
     if cutlass.const_expr(spec.v_token_scale):
+        columns = column_scales(spec, shared.scales[1], spec.v_scale, stage)
+        for acc_s in weights:
+            scale_columns(acc_s, spec.lane_rows, columns)
+    products = [probabilities(acc_s, ELEMENT_TYPES[spec.v_math]) for acc_s in weights]
+    for step in cutlass.range_constexpr(reader_v.steps):
+        values = reader_v.load(step, stage)[0][None, None, 0]
+        for p, rows in zip(products, row_tiles, strict=True):
+            cute.gemm(mma_v, rows.state.acc_o, p[None, None, step], values, rows.state.acc_o)
+
+
+def weights_of(spec: KernelSpec, acc_s: cute.Tensor, rows: RowTile, scaling: Scaling, peak: Int32) -> cute.Tensor:
+    """A tile's scores, in place, as softmax weights; the m-tile's state moves to its new maximum. peak: of V's scales."""
+    state, weights_up = rows.state, None
+    if spec.v_token_scale:
         shrink, up = widen_unit(state.unit, peak)
         weights_up = (up + spec.weight_bits, shrink)
-    elif cutlass.const_expr(spec.weight_bits > 0):
+    elif spec.weight_bits > 0:
         weights_up = (Float32(spec.weight_bits), Float32(1.0))
-    online_softmax(acc_s, state.acc_o, state.row_max, state.row_sum, row_scales(attention), weights_up)
-    if cutlass.const_expr(spec.v_token_scale):
-        scale_columns(acc_s, rows, column_scales(spec, shared.scales[1], spec.v_scale, stage))
-    p = probabilities(acc_s, ELEMENT_TYPES[spec.v_math])
-    for step in cutlass.range_constexpr(reader_v.steps):
-        cute.gemm(mma_v, state.acc_o, p[None, None, step], reader_v.load(step, stage)[0][None, None, 0], state.acc_o)
+    online_softmax(acc_s, state.acc_o, state.row_max, state.row_sum, row_scales(rows, scaling), weights_up)
+    return acc_s

@@ -41,14 +41,16 @@ def places_of(spec: KernelSpec, row: Int32) -> list:
 
 
 @cute.jit
-def share_state(spec: cutlass.Constexpr, merge: tuple, thr_mma, state: WarpState, inverses, heads: Int32, order: Int32):
-    """A warp writes its state at its place in the merge, without the query's row factors and the unit that it is kept in.
+def share_state(
+    spec: cutlass.Constexpr, merge: tuple, thr_mma, state: WarpState, inverses, row_tile: Int32, heads: Int32, order: Int32
+):
+    """A warp writes the state of an m-tile at its place in the merge, without the query's row factors and the state's unit.
 
     inverses: of the row factors, or None.
     """
     acc, row_max, row_sum = merge
     unit = Float32(1.0) if cutlass.const_expr(state.unit is None) else unit_of(state.unit)
-    lane, lane_rows = cute.arch.lane_idx(), lane_rows_of(spec)
+    lane, lane_rows = cute.arch.lane_idx(), lane_rows_of(spec, row_tile)
     outputs = rows_of(state.acc_o)
     coords = rows_of(thr_mma.partition_C(cute.make_identity_tensor((TILE_M, spec.padded_head_dim))))
     for r in cutlass.range_constexpr(cute.size(state.row_max)):

@@ -12,7 +12,7 @@ from cutlass import Boolean, Float32, Int32
 
 from ...config.decode import KernelSpec
 from ..ptx.barriers import sync_turn
-from .pack_gqa import lane_rows_of, row_tile_of
+from .pack_gqa import reader_of
 from .query_rows import KvRange, Queries, QueryBlock, Row, TilePlace, end_seen, first_seen, position_of, query_row_of
 
 VECTOR = 8  # units of one 16-byte store
@@ -57,13 +57,13 @@ def has_outside(spec: KernelSpec, place: TilePlace) -> Boolean:
 def zero_outside(spec: cutlass.Constexpr, tile: cute.Tensor, place: TilePlace, lane: Int32):
     """Zeroes what no query row sees of a tile of V. Where several warps read it one does, and the others wait."""
     if has_outside(spec, place):
-        if row_tile_of(spec) == 0:
+        if reader_of(spec) == 0:
             if place.valid < spec.tile_n:
                 zero_rows(spec, tile, cutlass.max(place.valid, 0), Int32(spec.tile_n), lane)
             if cutlass.const_expr(place.skip is not None):
                 zero_rows(spec, tile, Int32(0), cutlass.max(cutlass.min(place.skip, spec.tile_n), 0), lane)
-        if cutlass.const_expr(spec.row_tiles > 1):
-            sync_turn(spec.row_tiles)
+        if cutlass.const_expr(spec.readers > 1):
+            sync_turn(spec.readers)
 
 
 @dataclass(frozen=True)
@@ -83,10 +83,16 @@ class RowMask:
 
 
 def make_row_mask(
-    spec: KernelSpec, queries: Queries, row: Row, keys: KvRange, block: QueryBlock, tree_mask: cute.Tensor | None
+    spec: KernelSpec,
+    queries: Queries,
+    row: Row,
+    keys: KvRange,
+    block: QueryBlock,
+    tree_mask: cute.Tensor | None,
+    lane_rows: list[Int32],
 ) -> RowMask:
-    """The mask of this lane's rows for one piece."""
-    query_rows = [query_row_of(spec, block, packed) for packed in lane_rows_of(spec)]
+    """The mask of this lane's rows of an m-tile for one piece."""
+    query_rows = [query_row_of(spec, block, packed) for packed in lane_rows]
     positions = [position_of(spec, row, query_row) for query_row in query_rows]
     first = [first_seen(spec, queries, position) for position in positions] if spec.modifiers.window_left else None
     end = [cutlass.min(end_seen(spec, queries, row, position), keys.end) for position in positions]

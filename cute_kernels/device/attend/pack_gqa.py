@@ -152,16 +152,24 @@ def hold_query(spec: KernelSpec) -> cute.Tensor | None:
     return cute.make_rmem_tensor(shape, ELEMENT_TYPES[spec.k_math]) if spec.holds_query else None
 
 
-def row_tile_of(spec: KernelSpec) -> Int32 | int:
-    """The m-tile that this warp attends to."""
-    return remainder(cute.arch.make_warp_uniform(cute.arch.warp_idx()), spec.row_tiles) if spec.row_tiles > 1 else 0
+def reader_of(spec: KernelSpec) -> Int32 | int:
+    """Which of the readers of its tiles this warp is."""
+    return remainder(cute.arch.make_warp_uniform(cute.arch.warp_idx()), spec.readers) if spec.readers > 1 else 0
 
 
-def read_query(spec: KernelSpec, shared: cute.Tensor, held: cute.Tensor | None) -> cute.Tensor:
-    """A settled query as query_step takes it: from a buffer [element, lane, k16 step] into the registers, or that buffer."""
+def row_tiles_of(spec: KernelSpec) -> list[Int32 | int]:
+    """The m-tiles that this warp attends to."""
+    return [reader_of(spec) * spec.warp_tiles + i for i in range(spec.warp_tiles)]
+
+
+def read_query(spec: KernelSpec, shared: cute.Tensor, held: cute.Tensor | None, row_tile: Int32 | int) -> cute.Tensor:
+    """An m-tile of a settled query as query_step takes it: from a buffer into the registers, or that buffer.
+
+    shared: [element, lane, k16 step of each m-tile].
+    """
     source = shared if spec.k_math == spec.element_type else cute.recast_tensor(shared, ELEMENT_TYPES[spec.k_math])
     if spec.row_tiles > 1:
-        source = cute.domain_offset((0, 0, row_tile_of(spec) * (spec.padded_head_dim // MMA_K)), source)
+        source = cute.domain_offset((0, 0, row_tile * (spec.padded_head_dim // MMA_K)), source)
     if held is None:
         return source
     for step in range(spec.padded_head_dim // MMA_K):
@@ -169,17 +177,14 @@ def read_query(spec: KernelSpec, shared: cute.Tensor, held: cute.Tensor | None) 
     return held
 
 
-def read_inverses(spec: KernelSpec, shared: cute.Tensor) -> list[Float32] | None:
-    """The inverses that settle_query left for this lane's rows; None where the query is not rescaled."""
-    if not spec.rescales_query:
-        return None
-    return [shared[packed] for packed in lane_rows_of(spec)]
+def read_inverses(spec: KernelSpec, shared: cute.Tensor, row_tile: Int32 | int) -> list[Float32] | None:
+    """The inverses that settle_query left for this lane's rows of an m-tile; None where the query is not rescaled."""
+    return [shared[packed] for packed in lane_rows_of(spec, row_tile)] if spec.rescales_query else None
 
 
-def lane_rows_of(spec: KernelSpec) -> list[Int32]:
-    """The packed rows of a unit that this lane has of an accumulator, those in use."""
-    first = row_tile_of(spec) * TILE_M
-    return [first + cute.arch.lane_idx() // 4 + 8 * r for r in range(spec.lane_rows)]
+def lane_rows_of(spec: KernelSpec, row_tile: Int32 | int) -> list[Int32]:
+    """The packed rows of a unit's m-tile that this lane has of an accumulator, those in use."""
+    return [row_tile * TILE_M + cute.arch.lane_idx() // 4 + 8 * r for r in range(spec.lane_rows)]
 
 
 def query_step(spec: KernelSpec, query: cute.Tensor, step: int) -> cute.Tensor:

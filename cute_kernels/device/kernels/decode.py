@@ -11,7 +11,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64
 
 from ...config.decode import MAX_BLOCKS, KernelSpec
-from ..attend.attend import Attention, make_mmas, make_readers, make_state, reset_state
+from ..attend.attend import Attention, RowTile, make_mmas, make_readers, make_state, reset_state
 from ..attend.epilogue import share_state, store_final, store_partial
 from ..attend.mask import make_row_mask
 from ..attend.pack_gqa import (
@@ -21,6 +21,7 @@ from ..attend.pack_gqa import (
     query_buffer,
     read_inverses,
     read_query,
+    row_tiles_of,
     settle_query,
     sync_consumers,
 )
@@ -140,7 +141,7 @@ class DecodeKernel:
         queries = problem.rows.queries
         mmas = make_mmas(spec)
         thr_mma, readers = mmas[1].get_slice(lane), make_readers(spec, mmas, lane, shared)
-        held, state = hold_query(spec), make_state(spec, thr_mma)
+        held, states = hold_query(spec), tuple(make_state(spec, thr_mma) for _ in range(spec.warp_tiles))
         heads = heads_of(spec, queries, share.unit)
         scaling = open_scaling(spec, problem.scales, heads[0], scale_log2)
         index, row, first, issued, settled = share.row, opening.row, share.tile, Int32(0), Int32(-1)  # settled: whose query is
@@ -160,7 +161,7 @@ class DecodeKernel:
             settle_query(spec, buffer, factors, piece.block.rows, scaling.sign, index != settled)
             settled = index
             sync_consumers(spec)
-            query, inverses = read_query(spec, buffer, held), read_inverses(spec, factors)
+            row_tiles = self.row_tiles(problem, piece, buffer, factors, held, states)
             if cutlass.const_expr(spec.query_buffers == 1):
                 sync_consumers(spec)  # all have read theirs
             if cutlass.const_expr(spec.several):  # which query rows to fetch follows from the row
@@ -168,17 +169,17 @@ class DecodeKernel:
             if next_index > index and unfinished(share, next_index, next_first):
                 block = query_block(spec, queries, share.unit, heads, next_index, row)
                 fetch_query(spec, problem.q, block, query_buffer(spec, shared.query, next_index))
-            reset_state(state)
-            self.mainloop.consume(
-                piece, self.attention_of(problem, piece, mmas, readers, query, inverses, state, scaling), problem, shared
-            )
+            for state in states:
+                reset_state(state)
+            self.mainloop.consume(piece, Attention(mmas, readers, row_tiles, scaling), problem, shared)
             if cutlass.const_expr(not spec.several):
                 row = self.open_next(problem, share, next_index, next_first)
             if cutlass.const_expr(self.divides):
                 settle(spec, problem, shared, share)
-            if cutlass.const_expr(spec.modifiers.functions):
-                inverses = None
-            share_state(spec, shared.merge, thr_mma, state, inverses, piece.block.rows, self.mainloop.order(piece))
+            order = self.mainloop.order(piece)
+            for rows, row_tile in zip(row_tiles, row_tiles_of(spec), strict=True):
+                inverses = None if cutlass.const_expr(spec.modifiers.functions) else rows.inverses
+                share_state(spec, shared.merge, thr_mma, rows.state, inverses, row_tile, piece.block.rows, order)
             sync_consumers(spec)
             self.store(problem, shared, share, piece, merge_scaling(spec, scaling))
             issued += piece.stop - piece.first
@@ -197,13 +198,18 @@ class DecodeKernel:
         """(Queries, ScoreOperands) of a launch, None in a plain kernel."""
         return None, None
 
-    def attention_of(self, problem: Problem, piece: Piece, *computed) -> Attention:
-        """What a warp attends to a piece's tiles with. computed: the fields of Attention up to the mask."""
-        if self.spec.plain:
-            return Attention(*computed)
-        spec, lane_rows = self.spec, lane_rows_of(self.spec)
-        mask = make_row_mask(spec, problem.rows.queries, piece.row, piece.keys, piece.block, problem.scores.tree_mask)
-        return Attention(*computed, mask, make_modifier(spec, problem.scores, piece.block, lane_rows, mask))
+    def row_tiles(self, problem: Problem, piece: Piece, buffer, factors, held, states: tuple) -> tuple[RowTile, ...]:
+        """What a warp attends to a piece's tiles with: its m-tiles of a settled query, with their states."""
+        spec, found = self.spec, []
+        for row_tile, state in zip(row_tiles_of(spec), states, strict=True):
+            query, inverses = read_query(spec, buffer, held, row_tile), read_inverses(spec, factors, row_tile)
+            mask = modifier = None
+            if not spec.plain:
+                lane_rows, tree_mask = lane_rows_of(spec, row_tile), problem.scores.tree_mask
+                mask = make_row_mask(spec, problem.rows.queries, piece.row, piece.keys, piece.block, tree_mask, lane_rows)
+                modifier = make_modifier(spec, problem.scores, piece.block, lane_rows, mask)
+            found.append(RowTile(query, inverses, state, mask, modifier))
+        return tuple(found)
 
     @cute.jit
     def find_opener(self, problem: Problem, shared: Shared, share: Share, row: Row):

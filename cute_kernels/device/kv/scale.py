@@ -124,7 +124,7 @@ def settle_scales(spec: cutlass.Constexpr, rings: tuple, stage: Int32) -> Int32:
 
     Where several warps read a tile the words stay as they came: column_scales widens them.
     """
-    peak, alone = Int32(0), cutlass.const_expr(spec.row_tiles == 1)
+    peak, alone = Int32(0), cutlass.const_expr(spec.readers == 1)
     if cutlass.const_expr(spec.k_token_scale and alone):
         settle(rings[0], stage, spec.k_scale == "token_f16", alone)
     if cutlass.const_expr(spec.v_token_scale):
@@ -172,7 +172,7 @@ def column_scales(spec: KernelSpec, ring: ScaleRing, form: ScaleForm, stage: Int
     for n in range(tokens // 8):
         scales[n] = pairs[cute.arch.lane_idx() % 4, n, stage]
     found = cute.make_tensor(cute.recast_ptr(scales.iterator, dtype=Float32), cute.make_layout((2, tokens // 8)))
-    if spec.row_tiles > 1 and form == "token_f16":
+    if spec.readers > 1 and form == "token_f16":
         widen_columns(ring, found, stage)
     return found
 

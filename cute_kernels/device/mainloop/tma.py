@@ -6,7 +6,7 @@ there are none, that warp looks ahead; with two CTAs an SM a warp more would lea
 Tile i lies in stage i % num_stages and belongs to warp i % num_warps. num_stages is a multiple of num_warps, so a stage always
 has the same reader: with several, a fast one passes a parity that an older phase satisfied and reads garbage. Where a unit has
 two KV heads, a stretch of tokens is a tile of the first, then one of the second: as num_warps is even, a warp has tiles of one.
-Where it has several m-tiles, as many neighbouring warps read a tile, one for each: such groups take tiles in turn, not warps.
+Where it has several m-tiles, neighbouring warps read a tile, each for its own: such groups take tiles in turn, not warps.
 """
 
 import cutlass
@@ -64,7 +64,7 @@ class TmaMainloop:
         self.ahead_warp = spec.num_warps + (-1 if spec.token_scales else 1)
         self.boxes = spec.tile_n // spec.box_rows
         self.arrivals = 1 + (32 + 1 if spec.token_scales else 0)  # at a full barrier: K and V, a lane's scales, their flags
-        readers = spec.row_tiles  # at an empty one: each lane has read scales, one alone the holes
+        readers = spec.readers  # at an empty one: each lane has read scales, one alone the holes
         self.releases = readers * (32 if spec.token_scales else 1)
 
     def operands(self, k: cute.Tensor, v: cute.Tensor) -> tuple:
@@ -95,7 +95,7 @@ class TmaMainloop:
     def order(self, piece: Piece) -> Int32:
         """This warp's place in the merge: the residue of its tiles in the piece, so it depends on the piece alone."""
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        turn = warp if self.spec.row_tiles == 1 else quotient(warp, self.spec.row_tiles)
+        turn = warp if self.spec.readers == 1 else quotient(warp, self.spec.readers)
         return (turn - piece.issued * self.spec.unit_heads) & (self.spec.turns - 1)  # turns are a power of two
 
     @cute.jit
