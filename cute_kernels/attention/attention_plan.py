@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
@@ -9,11 +11,13 @@ from ..kv.page_table import PageTable
 from ..kv.tensors import check_page_table
 from ..planning.base import selected
 from ..planning.variants import PlanPreference
-from . import checks
 from .attention_descriptor import PagedAttentionDescriptor
 from .checks import Rules
-from .operands import Extras, Operands
+from .operands import Extras, Given, Operands
 from .plan import AttentionPlan
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 class PagedAttentionPlan(AttentionPlan):
@@ -36,26 +40,9 @@ class PagedAttentionPlan(AttentionPlan):
         """As PagedDecodePlan.select."""
         return selected(cls, PagedAttentionDescriptor, descriptor, device, preference)
 
-    def can_implement(
-        self,
-        q: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        page_table: PageTable,
-        *,
-        qo_indptr: Tensor | None = None,
-        tree_mask: Tensor | None = None,
-        alibi_slopes: Tensor | None = None,
-        sinks: Tensor | None = None,
-        k_scale: Tensor | None = None,
-        v_scale: Tensor | None = None,
-        out: Tensor | None = None,
-        lse: Tensor | None = None,
-    ) -> None:
-        """Checks shapes, dtypes, strides, alignment, devices and overlap as `run` does; raises its typed errors."""
-        check_page_table(self._rules.problem.table_format, page_table)
-        operands = Operands(q, k_cache, v_cache, *page_table.operands, k_scale, v_scale, out, lse, None)
-        checks.check(self._rules, operands, Extras(qo_indptr, tree_mask, alibi_slopes, sinks))
+    def can_implement(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, page_table: PageTable, **given: Unpack[Given]) -> None:
+        """As PagedDecodePlan.can_implement."""
+        self._can_implement(q, k_cache, v_cache, page_table, given)
 
     def run(
         self,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from enum import Enum, auto
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypedDict
 
 from torch import Tensor
 
@@ -67,6 +67,19 @@ class Extras(NamedTuple):
 
 
 NO_EXTRAS = Extras()
+
+
+class Given(TypedDict, total=False):
+    """What a run may be given by name besides q, the caches and the page table: tensors, or None."""
+
+    qo_indptr: Tensor | None
+    tree_mask: Tensor | None
+    alibi_slopes: Tensor | None
+    sinks: Tensor | None
+    k_scale: Tensor | None
+    v_scale: Tensor | None
+    out: Tensor | None
+    lse: Tensor | None
 
 
 class Extended(NamedTuple):

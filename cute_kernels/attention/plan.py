@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
+from typing import TYPE_CHECKING
 from weakref import ref
 
 import torch
@@ -21,11 +22,15 @@ from . import checks
 from .attention_descriptor import PagedAttentionDescriptor
 from .checks import Rules
 from .descriptors import DecodeProblem, FlashDecodingDescriptor, PagedDecodeDescriptor
-from .operands import NO_EXTRAS, Extended, Extras, Operands, Passage, Views, by_request, normalised, viewed
+from .operands import NO_EXTRAS, Extended, Extras, Given, Operands, Passage, Views, by_request, normalised, viewed
 from .requests import belongs, key_lengths, query_rows, seen_keys
 from .shortcut import Setting, Shortcut, never, shortcut
 from .variants import explain, grid_of
 from .workspace import workspace_bytes, workspace_regions
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 
 MAX_SHORTCUTS = 512  # runs whose tensors it remembers, one a K cache
 NO_PAGE_TABLE = PageTable.whole()
@@ -74,6 +79,16 @@ class AttentionPlan(FlaggingPlan):
         self._check: Checked[Operands | Extended, Passage] = Checked(partial(checks.check_run, rules, self._workspace_bytes))
         self._shortcuts: dict[int, Shortcut] = {}  # by the id of the K cache, as the next
         self._last_q: dict[int, ref[Tensor]] = {}
+
+    def _can_implement(self, q: Tensor, k: Tensor, v: Tensor, page_table: PageTable, given: Given) -> None:
+        """What every `can_implement` does. Raises TypeError for a name that `run` does not know."""
+        unknown = [name for name in given if name not in Given.__annotations__]
+        if unknown:
+            raise TypeError(f"can_implement() got an unexpected keyword argument {unknown[0]!r}")
+        check_page_table(self._rules.problem.table_format, page_table)
+        k_scale, v_scale, out, lse = (given.get(name) for name in ("k_scale", "v_scale", "out", "lse"))
+        operands = Operands(q, k, v, *page_table.operands, k_scale, v_scale, out, lse, None)
+        checks.check(self._rules, operands, Extras(*(given.get(name) for name in Extras._fields)))
 
     def _run(self, operands: Operands, stream: torch.cuda.Stream | None, extras: Extras = NO_EXTRAS) -> tuple[Tensor, Tensor]:
         """Launches where no shortcut knows the operands: after the checks that their signature still needs."""
@@ -198,24 +213,9 @@ class PagedDecodePlan(AttentionPlan):
         """
         return selected(cls, PagedDecodeDescriptor, descriptor, device, preference)
 
-    def can_implement(
-        self,
-        q: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        page_table: PageTable,
-        *,
-        k_scale: Tensor | None = None,
-        v_scale: Tensor | None = None,
-        alibi_slopes: Tensor | None = None,
-        sinks: Tensor | None = None,
-        out: Tensor | None = None,
-        lse: Tensor | None = None,
-    ) -> None:
+    def can_implement(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, page_table: PageTable, **given: Unpack[Given]) -> None:
         """Checks shapes, dtypes, strides, alignment, devices and overlap as `run` does; raises its typed errors."""
-        check_page_table(self._rules.problem.table_format, page_table)
-        operands = Operands(q, k_cache, v_cache, *page_table.operands, k_scale, v_scale, out, lse, None)
-        checks.check(self._rules, operands, Extras(None, None, alibi_slopes, sinks))
+        self._can_implement(q, k_cache, v_cache, page_table, given)
 
     def run(
         self,
@@ -278,22 +278,9 @@ class FlashDecodingPlan(AttentionPlan):
         """As PagedDecodePlan.select."""
         return selected(cls, FlashDecodingDescriptor, descriptor, device, preference)
 
-    def can_implement(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        k_scale: Tensor | None = None,
-        v_scale: Tensor | None = None,
-        alibi_slopes: Tensor | None = None,
-        sinks: Tensor | None = None,
-        out: Tensor | None = None,
-        lse: Tensor | None = None,
-    ) -> None:
-        """Checks shapes, dtypes, strides, alignment, devices and overlap as `run` does; raises its typed errors."""
-        operands = Operands(q, k, v, *NO_PAGE_TABLE.operands, k_scale, v_scale, out, lse, None)
-        checks.check(self._rules, operands, Extras(None, None, alibi_slopes, sinks))
+    def can_implement(self, q: Tensor, k: Tensor, v: Tensor, **given: Unpack[Given]) -> None:
+        """As PagedDecodePlan.can_implement."""
+        self._can_implement(q, k, v, NO_PAGE_TABLE, given)
 
     def run(
         self,
