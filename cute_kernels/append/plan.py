@@ -22,7 +22,7 @@ class KVAppendPlan(FlaggingPlan):
     descriptor: KVAppendDescriptor
 
     def __init__(self, descriptor: KVAppendDescriptor, device: torch.device, preference: PlanPreference) -> None:
-        facts = DeviceFacts.of(device)
+        facts = preference.part_of(DeviceFacts.of(device))
         explanation = explain(descriptor, facts, preference)
         chosen = explanation.chosen
         spec = chosen.spec

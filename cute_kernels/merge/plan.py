@@ -27,7 +27,7 @@ class MergeStatesPlan(Plan):
     descriptor: MergeStatesDescriptor
 
     def __init__(self, descriptor: MergeStatesDescriptor, device: torch.device, preference: PlanPreference) -> None:
-        facts = DeviceFacts.of(device)
+        facts = preference.part_of(DeviceFacts.of(device))
         explanation = explain(descriptor, facts, preference)
         chosen = explanation.chosen
         spec = chosen.spec

@@ -148,6 +148,12 @@ def test_a_preference_is_followed_or_refused() -> None:
         ck.KVAppendPlan.select(D, "cpu", ck.PlanPreference(arch="sm90"))
 
 
+def test_no_more_sms_than_the_devices() -> None:
+    assert ck.KVAppendPlan.select(D, "cpu", ck.PlanPreference(sm_count=1)).sm_count == 1
+    with pytest.raises(InvalidArgument, match="sm_count: got 2, must be at most 1, the SMs of cpu"):
+        ck.KVAppendPlan.select(D, "cpu", ck.PlanPreference(sm_count=2))
+
+
 def test_what_a_plan_says_of_itself() -> None:
     plan = ck.KVAppendPlan.select(D, "cpu")
     assert plan is ck.KVAppendPlan.select(replace(D), "cpu")

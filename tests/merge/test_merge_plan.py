@@ -132,6 +132,12 @@ def test_more_heads_than_a_grid_holds_are_unsupported() -> None:
     assert explain(replace(D, num_heads=131_072), PRETEND["h200"]).chosen.num_ctas == 4 * 32_768
 
 
+def test_no_more_sms_than_the_devices() -> None:
+    assert ck.MergeStatesPlan.select(D, "cpu", ck.PlanPreference(sm_count=1)).sm_count == 1
+    with pytest.raises(InvalidArgument, match="sm_count: got 2, must be at most 1, the SMs of cpu"):
+        ck.MergeStatesPlan.select(D, "cpu", ck.PlanPreference(sm_count=2))
+
+
 def test_what_a_plan_says_of_itself() -> None:
     plan = ck.MergeStatesPlan.select(D, "cpu")
     assert plan is ck.MergeStatesPlan.select(replace(D), "cpu")
