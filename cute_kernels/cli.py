@@ -8,12 +8,11 @@ import platform
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from typing import Annotated, Literal, cast
+from typing import Annotated
 
-import torch
 import typer
 from rich.console import Console
 from rich.progress import Progress, TimeElapsedColumn
@@ -22,7 +21,7 @@ from rich.table import Table
 from . import __version__
 from .api.kernels_of import Beside, specs_of
 from .attention.choice import tuned
-from .attention.descriptors import DecodeProblem, FlashDecodingDescriptor, PagedDecodeDescriptor
+from .attention.descriptors import DecodeProblem
 from .attention.plan import sku_of
 from .attention.variants import explain as explain_problem
 from .attention.variants import grid_of
@@ -31,30 +30,12 @@ from .compile.cache import ENVIRONMENT, cache_folder
 from .compile.disk import Folder, Untrusted
 from .errors import CuteKernelsError, InvalidArgument, MissingDependency
 from .kv.rotary import Rotary
-from .kv.scale import NAMED_SCALES
-from .kv.types import KVDtype, KVLayout
-from .planning.variants import PRETEND, DeviceFacts, Explanation, PlanPreference, VariantArch
+from .kv.types import KVDtype
+from .options import Device, Dtype, Rows, Shape, spread
+from .planning.variants import DeviceFacts, Explanation, PlanPreference
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help="Decode attention on Hopper.")
 console = Console(highlight=False, soft_wrap=True)
-
-
-class Dtype(str, Enum):
-    """q's dtype, as the command line spells it."""
-
-    f16 = "f16"
-    bf16 = "bf16"
-    f32 = "f32"
-
-
-class Scales(str, Enum):
-    """What carries a scale of K, and one of V."""
-
-    none = "none"
-    tensor = "tensor"
-    head = "head"
-    token = "token"
-    token_f16 = "token-f16"
 
 
 class Pairs(str, Enum):
@@ -64,14 +45,12 @@ class Pairs(str, Enum):
     interleaved = "interleaved"
 
 
-TORCH_DTYPES = {Dtype.f16: torch.float16, Dtype.bf16: torch.bfloat16, Dtype.f32: torch.float32}
-
-
 @dataclass(frozen=True)
 class Request:
-    """A problem on a device, as the shape options describe it."""
+    """A problem on a device, as the shape options describe it. facts: of the part of the device that a plan may use."""
 
     problem: DecodeProblem
+    operation: str | None
     facts: DeviceFacts
     preference: PlanPreference
     as_json: bool
@@ -81,82 +60,33 @@ class Request:
         return explain_problem(self.problem, self.facts, self.preference)
 
 
-Heads = Annotated[int, typer.Option(help="Query heads.")]
-KvHeads = Annotated[int, typer.Option(help="KV heads.")]
-HeadDim = Annotated[int, typer.Option(help="Elements of one head.")]
-PageSize = Annotated[int, typer.Option(help="Tokens of a page; 0 for a contiguous cache.")]
-ScalesOption = Annotated[Scales, typer.Option(help="What carries a scale of K, and one of V.")]
-TableFormat = Annotated[str, typer.Option(help="Page table: dense or csr.")]
-Alignment = Annotated[int, typer.Option(help="Bytes that strides and pointers keep.")]
-Gpu = Annotated[str, typer.Option(help=f"Pretend a device: {', '.join(PRETEND)}. Default: this machine's.")]
-Arch = Annotated[str, typer.Option(help="Force a variant: sm90, sm80 or cpu.")]
-Processes = Annotated[int, typer.Option(min=0, help="Kernels compiled at once; 0: as many as there are CPUs.")]
-
-
-@dataclass(frozen=True)
-class Shape:
-    """What the shape options say of every problem that a command is given. page_size 0: a contiguous cache."""
-
-    heads: int
-    kv_heads: int
-    head_dim: int
-    page_size: int
-    scales: Scales
-    table: str
-    alignment: int
-
-    def problem(self, batch: int, seq_len: int, dtype: Dtype, kv_dtype: KVDtype | None) -> DecodeProblem:
-        """The problem of one batch size and one pair of types."""
-        kind, shape = TORCH_DTYPES[dtype], (batch, self.heads, self.kv_heads)
-        if self.page_size == 0:
-            flash = FlashDecodingDescriptor(*shape, seq_len, self.head_dim, kind, alignment_bytes=self.alignment)
-            return stored(flash, kv_dtype, self.scales)
-        layout, table_format = KVLayout("HND", self.alignment), cast('Literal["dense", "csr"]', self.table)
-        sizes = (*shape, self.head_dim, self.page_size)
-        paged = PagedDecodeDescriptor(*sizes, kind, layout=layout, table_format=table_format, max_seq_len=seq_len)
-        return stored(paged, kv_dtype, self.scales)
-
-
 def _shape_command(handler: Callable[[Request], None]) -> Callable[..., None]:
     """Registers `handler` as a command that takes the shape options."""
 
+    @spread
     def command(
+        *,
         batch: Annotated[int, typer.Option(help="Requests in the batch.")] = 1,
-        heads: Heads = 32,
-        kv_heads: KvHeads = 8,
-        head_dim: HeadDim = 128,
-        page_size: PageSize = 16,
         seq_len: Annotated[int, typer.Option(help="The longest row: a hint, or a contiguous cache's length.")] = 4096,
         dtype: Annotated[Dtype, typer.Option(help="dtype of q, and of the cache unless --kv-dtype is given.")] = Dtype.bf16,
         kv_dtype: Annotated[KVDtype | None, typer.Option(help="What the cache stores; q's dtype by default.")] = None,
-        scales: ScalesOption = Scales.none,
-        table: TableFormat = "dense",
-        alignment: Alignment = 16,
-        gpu: Gpu = "",
-        arch: Arch = "",
+        shape: Shape,
+        rows: Rows,
+        device: Device,
         as_json: Annotated[bool, typer.Option("--json", help="Print data.")] = False,
     ) -> None:
-        shape = Shape(heads, kv_heads, head_dim, page_size, scales, table, alignment)
-        problem = shape.problem(batch, seq_len, dtype, kv_dtype)
-        handler(Request(problem, _facts(gpu), _preference(arch), as_json))
+        problem, preference = shape.problem(batch, seq_len, dtype, kv_dtype, rows), device.preference
+        handler(Request(problem, rows.operation, preference.part_of(device.facts), preference, as_json))
 
     command.__doc__ = handler.__doc__
     return app.command(handler.__name__)(command)
-
-
-def stored(
-    descriptor: PagedDecodeDescriptor | FlashDecodingDescriptor, kv_dtype: KVDtype | None, scales: Scales
-) -> DecodeProblem:
-    """The problem of a descriptor whose K and V are stored and scaled alike."""
-    scale = NAMED_SCALES[scales.value]
-    return replace(descriptor, kv_dtype=kv_dtype, k_scale=scale, v_scale=scale).problem
 
 
 @_shape_command
 def plan(request: Request) -> None:
     """What would run for a shape: variant, config, workspace and numerics."""
     chosen = request.explanation().chosen
-    sku = sku_of(request.problem, chosen, request.preference)
+    sku = sku_of(request.problem, chosen, request.preference, request.operation)
     launch = grid_of(request.problem, chosen)
     if request.as_json:
         regions = [vars(region) for region in workspace_regions(*launch)]
@@ -189,26 +119,22 @@ def explain(request: Request) -> None:
 
 
 @app.command()
+@spread
 def compile(
+    *,
     batch: Annotated[list[int], typer.Option(help="Requests in the batch; may be given several times.")] = [1],  # noqa: B006
-    heads: Heads = 32,
-    kv_heads: KvHeads = 8,
-    head_dim: HeadDim = 128,
-    page_size: PageSize = 16,
     seq_len: Annotated[list[int], typer.Option(help="The longest row, as it is planned for; several times.")] = [4096],  # noqa: B006
     dtype: Annotated[list[Dtype], typer.Option(help="dtype of q, and of the cache; several times.")] = [Dtype.bf16],  # noqa: B006
     kv_dtype: Annotated[list[KVDtype] | None, typer.Option(help="What the cache stores; several times.")] = None,
-    scales: ScalesOption = Scales.none,
-    table: TableFormat = "dense",
-    alignment: Alignment = 16,
-    gpu: Gpu = "",
-    arch: Arch = "",
+    shape: Shape,
+    rows: Rows,
+    device: Device,
     append: Annotated[bool, typer.Option(help="Also what appends the batch's new tokens to such a paged cache.")] = False,
     rotary_dim: Annotated[int, typer.Option(min=0, help="Also appends that rotate so many columns of K and q; 0: none.")] = 0,
     pairing: Annotated[Pairs, typer.Option(help="Columns that --rotary-dim rotates together.")] = Pairs.half,
     merge: Annotated[list[int] | None, typer.Option(help="Also merges of so many states; several times.")] = None,
     out: Annotated[Path | None, typer.Option(help="Folder that keeps the kernels; default: the user's cache.")] = None,
-    processes: Processes = 0,
+    processes: Annotated[int, typer.Option(min=0, help="Kernels compiled at once; 0: as many as there are CPUs.")] = 0,
 ) -> None:
     """Compiles a model's kernels, for every batch size, length and type given; needs no GPU.
 
@@ -216,12 +142,11 @@ def compile(
     """
     from .compile.kernels import compile_here, compile_into
 
-    shape = Shape(heads, kv_heads, head_dim, page_size, scales, table, alignment)
     stores: list[KVDtype | None] = [*kv_dtype] if kv_dtype else [None]
-    problems = [shape.problem(*each) for each in itertools.product(batch, seq_len, dtype, stores)]
-    rotary = Rotary(pairing.value, rotary_dim, heads) if rotary_dim else None
+    problems = [shape.problem(*each, rows) for each in itertools.product(batch, seq_len, dtype, stores)]
+    rotary = Rotary(pairing.value, rotary_dim, shape.heads) if rotary_dim else None
     beside = Beside(append, rotary, tuple(merge or ()))
-    wanted = specs_of(problems, _facts(gpu), _preference(arch), beside)
+    wanted = specs_of(problems, device.facts, device.preference, beside)
     folder = Folder(out.expanduser().absolute()) if out else cache_folder()
     done = compile_into(folder, wanted, processes or None) if folder else compile_here(wanted)
     failed = 0
@@ -360,18 +285,6 @@ def main() -> None:
     except CuteKernelsError as error:
         print(f"error: {type(error).__name__}: {error}", file=sys.stderr)
         raise SystemExit(2) from None
-
-
-def _facts(gpu: str) -> DeviceFacts:
-    if gpu:
-        if gpu.lower() not in PRETEND:
-            raise typer.BadParameter(f"{gpu!r} is not one of {', '.join(PRETEND)}", param_hint="--gpu")
-        return PRETEND[gpu.lower()]
-    return DeviceFacts.of(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-
-
-def _preference(arch: str) -> PlanPreference:
-    return PlanPreference(arch=cast("VariantArch | None", arch or None))
 
 
 def _age(seconds: float) -> str:

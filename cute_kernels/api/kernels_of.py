@@ -24,8 +24,8 @@ APPENDS: tuple[TableFormat, ...] = ("none", "dense")  # a slot for each token, o
 class Beside:
     """What is compiled beside the attention of each problem.
 
-    append: what appends a token a row to a paged cache. rotary: the same with such an embedding of K, and of q. merges: merges
-    of so many states of the problem's output.
+    append: what appends a new token of each query row to a paged cache. rotary: the same with such an embedding of K, and of q.
+    merges: merges of so many states of the problem's output.
     """
 
     append: bool = False
@@ -36,8 +36,9 @@ class Beside:
 def specs_of(problems: Iterable[DecodeProblem], facts: DeviceFacts, preference: PlanPreference, beside: Beside) -> list[Spec]:
     """What plans on such a device compile for each problem, and for what is asked for beside it, once.
 
-    Raises Unsupported where nothing serves a problem, or nothing that is compiled.
+    Raises Unsupported where nothing serves a problem, or nothing that is compiled, and what the preference's sm_count raises.
     """
+    facts = preference.part_of(facts)
     found: dict[Spec, None] = {}
     for problem in problems:
         choices = [explain(problem, facts, preference).chosen]
@@ -62,9 +63,9 @@ def _appends_of(problem: DecodeProblem, beside: Beside) -> list[KVAppendDescript
 
 
 def _append_of(problem: DecodeProblem, table_format: TableFormat, rotary: Rotary | None) -> KVAppendDescriptor:
-    """An append of a token a row to the problem's cache."""
+    """An append to the problem's cache of a new token of each query row."""
     return KVAppendDescriptor(
-        num_tokens=problem.batch_size,
+        num_tokens=problem.batch_size * problem.max_q_len,
         num_kv_heads=problem.num_kv_heads,
         head_dim=problem.head_dim,
         page_size=problem.page_size,
@@ -80,5 +81,5 @@ def _append_of(problem: DecodeProblem, table_format: TableFormat, rotary: Rotary
 
 def _merge_of(problem: DecodeProblem, num_states: int) -> MergeStatesDescriptor:
     """A merge of states that plans of the problem gave."""
-    shape = (problem.batch_size, problem.num_heads, problem.head_dim)
+    shape = (problem.batch_size * problem.max_q_len, problem.num_heads, problem.head_dim)
     return MergeStatesDescriptor(num_states, *shape, problem.q_dtype, problem.lse_base)

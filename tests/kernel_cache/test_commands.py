@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import itertools
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from cute_kernels import cli
+from cute_kernels import cli, options
 from cute_kernels.api.kernels_of import Beside, specs_of
 from cute_kernels.append.descriptor import KVAppendDescriptor
 from cute_kernels.append.variants import explain as explain_append
+from cute_kernels.attention.attention_descriptor import PagedAttentionDescriptor
+from cute_kernels.attention.descriptors import PagedDecodeDescriptor
+from cute_kernels.attention.variants import explain
 from cute_kernels.compile import kernels as compiler
 from cute_kernels.compile.cache import ENVIRONMENT
 from cute_kernels.compile.disk import Folder
@@ -60,8 +64,8 @@ def built(monkeypatch: pytest.MonkeyPatch) -> list[Spec]:
 
 def planned() -> set[Spec]:
     """What plans would choose for MANY."""
-    shape = cli.Shape(32, 8, 128, 16, cli.Scales.none, "dense", 16)
-    each = itertools.product((1, 256), (4096,), (cli.Dtype.bf16,), (KVDtype.BF16, KVDtype.E4M3))
+    shape = options.Shape(32, 8, 128, 16, options.Scales.none, "dense", 16)
+    each = itertools.product((1, 256), (4096,), (options.Dtype.bf16,), (KVDtype.BF16, KVDtype.E4M3))
     return set(specs_of([shape.problem(*problem) for problem in each], PRETEND["h200"], PlanPreference(), Beside(append=True)))
 
 
@@ -87,6 +91,31 @@ def test_merges_are_compiled_beside(run, built: list[Spec], tmp_path: Path) -> N
     assert [(spec.in_flight, spec.chunked) for spec in merges] == [(2, False), (8, False), (8, True)]
     plan = MergeStatesDescriptor(40, 1, 32, 128, torch.bfloat16)
     assert explain_merge(plan, PRETEND["h200"]).chosen.spec == merges[-1]
+
+
+def test_several_query_rows_are_compiled_for(run, built: list[Spec], tmp_path: Path) -> None:
+    """Their kernel, and beside it what appends and merges as many rows: 256 requests of 16."""
+    options = ["--batch", "256", "--max-q-len", "16", "--tree-mask", "--sinks", "--append", "--merge", "2"]
+    code, _, _ = run("compile", *MODEL, *options, "--out", str(tmp_path / "model"), "--processes", "1")
+    described = PagedAttentionDescriptor(
+        64, 32, 8, 128, 16, torch.bfloat16, max_q_len=16, max_seq_len=4096, tree_mask=True, sinks=True
+    )
+    appends = [KVAppendDescriptor(256 * 16, 8, 128, 16, torch.bfloat16, table_format=form) for form in ("none", "dense")]
+    merge = MergeStatesDescriptor(2, 256 * 16, 32, 128, torch.bfloat16)
+    h200 = PRETEND["h200"]
+    choices = [explain(described.problem, h200), *(explain_append(each, h200) for each in appends), explain_merge(merge, h200)]
+    assert code == 0 and built == [choice.chosen.spec for choice in choices]
+    assert built[0] != explain(replace(described, sinks=False).problem, h200).chosen.spec
+    assert built[1] != explain_append(replace(appends[0], num_tokens=256), h200).chosen.spec
+
+
+def test_fewer_sms_are_compiled_for(run, built: list[Spec], tmp_path: Path) -> None:
+    """What plans with such a preference would choose."""
+    options = ["--batch", "64", "--seq-len", "32768", "--sm-count", "16"]
+    code, _, _ = run("compile", *MODEL, *options, "--out", str(tmp_path / "model"), "--processes", "1")
+    problem = PagedDecodeDescriptor(64, 32, 8, 128, 16, torch.bfloat16, max_seq_len=32768).problem
+    few, all_of_them = (explain(problem, replace(PRETEND["h200"], sm_count=count)).chosen.spec for count in (16, 132))
+    assert code == 0 and built == [few] != [all_of_them]
 
 
 @pytest.mark.parametrize(("pairing", "plain"), [("half", False), ("interleaved", True)])

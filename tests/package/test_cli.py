@@ -7,9 +7,12 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 import cute_kernels as ck
 from cute_kernels import cli
+from cute_kernels.attention.variants import explain
+from cute_kernels.planning.variants import PRETEND
 
 SHAPE = ["--batch", "64", "--heads", "32", "--kv-heads", "8", "--head-dim", "128", "--page-size", "16", "--dtype", "bf16"]
 
@@ -55,6 +58,71 @@ def test_8_bit_caches(capfd, monkeypatch) -> None:
     assert json.loads(out)["kv_dtype"] == "e4m3"
 
 
+HEADS = {"batch_size": 64, "num_heads": 32, "num_kv_heads": 8, "head_dim": 128}
+PAGED = {**HEADS, "page_size": 16, "q_dtype": torch.bfloat16, "max_seq_len": 4096}
+WHOLE = {**HEADS, "page_size": None, "q_dtype": torch.bfloat16, "max_seq_len": 4096}
+SCORES = ["--window-left", "127", "--softcap", "30", "--alibi", "--sinks"]
+SCORED = {"window_left": 127, "softcap": 30.0, "alibi": True, "sinks": True}
+PLANS = {
+    ck.PagedDecodeDescriptor: ck.PagedDecodePlan,
+    ck.FlashDecodingDescriptor: ck.FlashDecodingPlan,
+    ck.PagedAttentionDescriptor: ck.PagedAttentionPlan,
+}
+DESCRIBED = [
+    ([], ck.PagedDecodeDescriptor(**PAGED)),
+    (SCORES, ck.PagedDecodeDescriptor(**PAGED, **SCORED)),
+    (["--table", "csr", "--sinks"], ck.PagedDecodeDescriptor(**PAGED, table_format="csr", sinks=True)),
+    (
+        ["--page-size", "0", *SCORES],
+        ck.FlashDecodingDescriptor(**HEADS, seq_len=4096, dtype=torch.bfloat16, alignment_bytes=16, **SCORED),
+    ),
+    (["--max-q-len", "4"], ck.PagedAttentionDescriptor(**PAGED, max_q_len=4)),
+    (["--max-q-len", "4", *SCORES], ck.PagedAttentionDescriptor(**PAGED, max_q_len=4, **SCORED)),
+    (
+        ["--max-q-len", "9", "--queries", "uniform", "--causal", "top-left", "--table", "csr"],
+        ck.PagedAttentionDescriptor(**PAGED, max_q_len=9, query_format="uniform", causal="top_left", table_format="csr"),
+    ),
+    (
+        ["--max-q-len", "4", "--causal", "none", "--window-right", "0"],
+        ck.PagedAttentionDescriptor(**PAGED, max_q_len=4, causal=None, window_right=0),
+    ),
+    (
+        ["--max-q-len", "64", "--causal", "bottom-right", "--tree-mask"],
+        ck.PagedAttentionDescriptor(**PAGED, max_q_len=64, tree_mask=True),
+    ),
+    (["--max-q-len", "1", "--queries", "uniform"], ck.PagedAttentionDescriptor(**PAGED, max_q_len=1, query_format="uniform")),
+    (["--max-q-len", "4", "--page-size", "0"], ck.PagedAttentionDescriptor(**WHOLE, max_q_len=4, table_format="none")),
+    *(
+        (
+            ["--max-q-len", "4", "--page-size", "0", "--table", table],
+            ck.PagedAttentionDescriptor(**WHOLE, max_q_len=4, table_format=table),
+        )
+        for table in ("lengths", "packed")
+    ),
+]
+
+
+@pytest.mark.parametrize(("options", "described"), DESCRIBED, ids=[" ".join(options) or "plain" for options, _ in DESCRIBED])
+def test_options_describe_what_plans_do(capfd, monkeypatch, options: list[str], described) -> None:
+    code, out, _ = run(capfd, monkeypatch, "explain", *SHAPE, *options, "--gpu", "h200", "--json")
+    assert code == 0
+    assert json.loads(out) == json.loads(json.dumps(explain(described.problem, PRETEND["h200"]).to_dict()))
+    code, out, _ = run(capfd, monkeypatch, "plan", *SHAPE, *options, "--gpu", "cpu", "--json")
+    assert code == 0 and json.loads(out)["operation"] == PLANS[type(described)].select(described, "cpu").sku.operation
+
+
+@pytest.mark.parametrize("rows", [[], ["--max-q-len", "4"]])
+def test_the_grid_follows_the_sms(capfd, monkeypatch, rows: list[str]) -> None:
+    for count in (8, 16, 64, 132):
+        options = ["--gpu", "h200", "--sm-count", str(count), "--json"]
+        code, out, _ = run(capfd, monkeypatch, "explain", *SHAPE, *rows, *options)
+        data = json.loads(out)
+        chosen = data["candidates"][0]
+        per_sm = chosen["config"]["ctas_per_sm"]
+        assert code == 0 and chosen["verdict"] == "chosen" and f"{count} SMs" in data["device"]
+        assert (count - 8) * per_sm < chosen["num_ctas"] <= count * per_sm  # of 8 KV heads, each has as many
+
+
 def test_plan_as_data(capfd, monkeypatch) -> None:
     code, out, _ = run(capfd, monkeypatch, "plan", *SHAPE, "--page-size", "0", "--gpu", "h200", "--json")
     assert code == 0
@@ -79,6 +147,14 @@ NO_HEAD_DIM = [
     [command, "--gpu", "h200", "--head-dim", "300", "--page-size", page, *more]
     for command, *more in (["plan"], ["plan", "--json"], ["compile"])
     for page in ("16", "0")
+]
+
+
+OF_SEVERAL_ROWS = [
+    ["queries", "--queries", "ragged"],
+    ["causal", "--causal", "none"],
+    ["window_right", "--window-right", "0"],
+    ["tree_mask", "--tree-mask", "--page-size", "0"],
 ]
 
 
@@ -108,6 +184,18 @@ def test_no_folder_is_made_for_the_dashboard(capfd, monkeypatch, tmp_path) -> No
         (["plan", "--gpu", "h200", "--kv-dtype", "f16"], ["Unsupported", "kv_dtype = f16: must be q's, bf16"]),
         (["plan", "--arch", "sm7"], ["InvalidArgument", "arch", "'sm7'"]),
         (["plan", "--table", "coo"], ["InvalidProblem", "table_format = 'coo'"]),
+        (["plan", "--page-size", "0", "--table", "csr"], ["InvalidProblem", "table_format = 'csr'", "contiguous"]),
+        *((["explain", *options], ["InvalidArgument", name, "beside max_q_len"]) for name, *options in OF_SEVERAL_ROWS),
+        (["explain", "--max-q-len", "0"], ["InvalidProblem", "max_q_len = 0"]),
+        (["explain", "--max-q-len", "4", "--window-right", "1"], ["InvalidProblem", "window_right = 1", "bottom_right"]),
+        (["plan", "--max-q-len", "4", "--tree-mask", "--causal", "none"], ["InvalidProblem", "tree_mask", "got None"]),
+        (["compile", "--max-q-len", "4", "--softcap", "0"], ["InvalidProblem", "softcap = 0.0"]),
+        (["compile", "--window-left", "-1"], ["InvalidProblem", "window_left = -1"]),
+        (["plan", "--max-q-len", "4", "--table", "packed"], ["InvalidProblem", "page_size = 16", "packed"]),
+        *(
+            ([command, "--gpu", "h200", "--sm-count", "133"], ["InvalidArgument: sm_count: got 133", "at most 132"])
+            for command in ("plan", "explain", "compile")
+        ),
         (["compile", "--gpu", "cpu"], ["Unsupported", "nothing to compile"]),
         *((command, ["Unsupported", "head_dim=300 is outside 1..256"]) for command in NO_HEAD_DIM),
         (["demo", "--device", "bogus"], ["InvalidArgument", "device", "'bogus'"]),

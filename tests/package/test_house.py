@@ -25,6 +25,7 @@ ROOMS = (
     "api",
     "doctor",
     "demo",
+    "options",
     "cli",
 )
 FACES = ("__init__", "__main__")  # they hand names on

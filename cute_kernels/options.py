@@ -1,0 +1,181 @@
+"""What options of the command line say together: of a shape, of query rows and scores, of a device; and what they describe."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, fields, is_dataclass
+from enum import Enum
+from typing import Annotated, Any, cast, get_type_hints
+
+import torch
+import typer
+
+from .attention.attention_descriptor import PagedAttentionDescriptor
+from .attention.descriptors import DecodeProblem, FlashDecodingDescriptor, PagedDecodeDescriptor
+from .errors import InvalidArgument, InvalidProblem
+from .kv.scale import NAMED_SCALES
+from .kv.types import KVDtype, KVLayout
+from .planning.variants import PRETEND, DeviceFacts, PlanPreference, VariantArch
+
+
+class Dtype(str, Enum):
+    """q's dtype, as the command line spells it."""
+
+    f16 = "f16"
+    bf16 = "bf16"
+    f32 = "f32"
+
+
+class Scales(str, Enum):
+    """What carries a scale of K, and one of V."""
+
+    none = "none"
+    tensor = "tensor"
+    head = "head"
+    token = "token"
+    token_f16 = "token-f16"
+
+
+class Queries(str, Enum):
+    """How many query rows a request has: what an indptr on the device says, or the same number each."""
+
+    ragged = "ragged"
+    uniform = "uniform"
+
+
+class Causal(str, Enum):
+    """Where the causal diagonal ends."""
+
+    bottom_right = "bottom-right"
+    top_left = "top-left"
+    none = "none"
+
+
+TORCH_DTYPES = {Dtype.f16: torch.float16, Dtype.bf16: torch.bfloat16, Dtype.f32: torch.float32}
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Query rows and what is done to their scores: by default one row a request, whose scores are only scaled."""
+
+    max_q_len: Annotated[int | None, typer.Option(help="The most query rows of a request; default: each has one.")] = None
+    queries: Annotated[Queries | None, typer.Option(help="Their number in each request. Default: ragged.")] = None
+    causal: Annotated[Causal | None, typer.Option(help="Where their diagonal ends. Default: bottom-right.")] = None
+    window_left: Annotated[int | None, typer.Option(help="Keys that a row sees before its own.")] = None
+    window_right: Annotated[int | None, typer.Option(help="Keys that a row sees past its own, with --causal none.")] = None
+    softcap: Annotated[float | None, typer.Option(help="What bounds scores, by tanh.")] = None
+    alibi: Annotated[bool, typer.Option("--alibi", help="A slope a head, less for each token between.")] = False
+    sinks: Annotated[bool, typer.Option("--sinks", help="A logit a head in the softmax's denominator.")] = False
+    tree_mask: Annotated[bool, typer.Option("--tree-mask", help="Which new tokens a row sees is given bit by bit.")] = False
+
+    @property
+    def operation(self) -> str | None:
+        """As the plan of several rows calls it; None: a plan of decode."""
+        return None if self.max_q_len is None else "paged_attention"
+
+    def fields_of_one(self) -> dict[str, Any]:
+        """Fields of a descriptor of decode. Raises InvalidArgument for an option of several rows."""
+        for name in ("queries", "causal", "window_right", "tree_mask"):
+            value = getattr(self, name)
+            if value is not None and value is not False:
+                said = value.value if isinstance(value, Enum) else value
+                raise InvalidArgument(name, f"got {said}, must be beside max_q_len: one query row stands at its last key")
+        return self._of_scores()
+
+    def fields_of_several(self) -> dict[str, Any]:
+        """Fields of a PagedAttentionDescriptor."""
+        causal = (self.causal or Causal.bottom_right).value.replace("-", "_")
+        return {
+            **self._of_scores(),
+            "max_q_len": self.max_q_len,
+            "query_format": (self.queries or Queries.ragged).value,
+            "causal": None if causal == "none" else causal,
+            "window_right": self.window_right,
+            "tree_mask": self.tree_mask,
+        }
+
+    def _of_scores(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in ("window_left", "softcap", "alibi", "sinks")}
+
+
+ONE_ROW = Rows()
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What the shape options say of every problem that a command is given. page_size 0: a contiguous cache."""
+
+    heads: Annotated[int, typer.Option(help="Query heads.")] = 32
+    kv_heads: Annotated[int, typer.Option(help="KV heads.")] = 8
+    head_dim: Annotated[int, typer.Option(help="Elements of one head.")] = 128
+    page_size: Annotated[int, typer.Option(help="Tokens of a page; 0 for a contiguous cache.")] = 16
+    scales: Annotated[Scales, typer.Option(help="What carries a scale of K, and one of V.")] = Scales.none
+    table: Annotated[
+        str, typer.Option(help="Page table: dense (default) or csr; with --page-size 0: none (default), lengths or packed.")
+    ] = ""
+    alignment: Annotated[int, typer.Option(help="Bytes that strides and pointers keep.")] = 16
+
+    def problem(self, batch: int, seq_len: int, dtype: Dtype, kv_dtype: KVDtype | None, rows: Rows = ONE_ROW) -> DecodeProblem:
+        """The problem of one batch size, one length and one pair of types."""
+        kind, scale = TORCH_DTYPES[dtype], NAMED_SCALES[self.scales.value]
+        named = {"batch_size": batch, "num_heads": self.heads, "num_kv_heads": self.kv_heads, "head_dim": self.head_dim}
+        common: dict[str, Any] = {**named, "kv_dtype": kv_dtype, "k_scale": scale, "v_scale": scale}
+        table = self.table or ("dense" if self.page_size else "none")
+        if rows.max_q_len is None and not self.page_size:
+            if table != "none":
+                raise InvalidProblem("table_format", table, 'must be "none" of a contiguous cache without max_q_len')
+            common |= {"dtype": kind, "seq_len": seq_len, "alignment_bytes": self.alignment}
+            return FlashDecodingDescriptor(**common, **rows.fields_of_one()).problem
+        common |= {"q_dtype": kind, "page_size": self.page_size or None, "max_seq_len": seq_len, "table_format": table}
+        common["layout"] = KVLayout("HND", self.alignment)
+        if rows.max_q_len is None:
+            return PagedDecodeDescriptor(**common, **rows.fields_of_one()).problem
+        return PagedAttentionDescriptor(**common, **rows.fields_of_several()).problem
+
+
+@dataclass(frozen=True)
+class Device:
+    """A device, here or not, and what is asked of the choice among its variants."""
+
+    gpu: Annotated[str, typer.Option(help=f"Pretend a device: {', '.join(PRETEND)}. Default: this machine's.")] = ""
+    arch: Annotated[str, typer.Option(help="Force a variant: sm90, sm80 or cpu.")] = ""
+    sm_count: Annotated[int | None, typer.Option(help="SMs that a plan of attention uses. Default: all.")] = None
+
+    @property
+    def facts(self) -> DeviceFacts:
+        """Those of the whole device."""
+        if not self.gpu:
+            return DeviceFacts.of(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+        if self.gpu.lower() not in PRETEND:
+            raise typer.BadParameter(f"{self.gpu!r} is not one of {', '.join(PRETEND)}", param_hint="--gpu")
+        return PRETEND[self.gpu.lower()]
+
+    @property
+    def preference(self) -> PlanPreference:
+        """What a plan would be selected with."""
+        return PlanPreference(arch=cast("VariantArch | None", self.arch or None), sm_count=self.sm_count)
+
+
+def spread(command: Callable[..., None]) -> Callable[..., None]:
+    """`command`, whose parameters of the classes here are an option a field; the others stay as they are."""
+    parameters = inspect.signature(command, eval_str=True).parameters.values()
+    groups: dict[str, Any] = {each.name: each.annotation for each in parameters if is_dataclass(each.annotation)}
+    options: list[inspect.Parameter] = []
+    for each in parameters:
+        options += _options_of(groups[each.name]) if each.name in groups else [each]
+
+    def taking(**given: Any) -> None:
+        made = {name: kind(**{field.name: given.pop(field.name) for field in fields(kind)}) for name, kind in groups.items()}
+        command(**given, **made)
+
+    taking.__doc__, taking.__name__ = command.__doc__, command.__name__
+    taking.__signature__ = inspect.Signature(options)  # type: ignore[attr-defined]
+    taking.__annotations__ = {option.name: option.annotation for option in options}
+    return taking
+
+
+def _options_of(kind: Any) -> list[inspect.Parameter]:
+    """A parameter for each field of a dataclass."""
+    hints, keyword = get_type_hints(kind, include_extras=True), inspect.Parameter.KEYWORD_ONLY
+    return [inspect.Parameter(each.name, keyword, default=each.default, annotation=hints[each.name]) for each in fields(kind)]
