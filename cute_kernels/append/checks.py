@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict
 
 import torch
 from torch import Tensor
@@ -25,6 +25,17 @@ from ..kv.tensors import FLOAT8, as_bytes, check_page_table, check_scale, check_
 from .descriptor import KVAppendDescriptor
 
 ROTARY_OPERANDS = ("q", "q_out", "cos_sin_cache", "positions")
+
+
+class Given(TypedDict, total=False):
+    """What a run may be given by name: tensors, or None."""
+
+    k_scale: Tensor | None
+    v_scale: Tensor | None
+    q: Tensor | None
+    q_out: Tensor | None
+    cos_sin_cache: Tensor | None
+    positions: Tensor | None
 
 
 class Operands(NamedTuple):

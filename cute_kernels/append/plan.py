@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 import torch
 from torch import Tensor
 
@@ -11,9 +13,12 @@ from ..kv.page_table import PageTable
 from ..planning.base import LAUNCH_ERRORS, SKU_ARCH, FlaggingPlan, PrecisionGuarantee, Sku, selected
 from ..planning.checked import Checked, refuse_compile_in_capture
 from ..planning.variants import DeviceFacts, Launch, PlanPreference
-from .checks import AppendRules, Operands, Views, check, normalised, slot_operands
+from .checks import AppendRules, Given, Operands, Views, check, normalised, slot_operands
 from .descriptor import KVAppendDescriptor
 from .variants import explain
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 class KVAppendPlan(FlaggingPlan):
@@ -52,24 +57,14 @@ class KVAppendPlan(FlaggingPlan):
         return selected(cls, KVAppendDescriptor, descriptor, device, preference)
 
     def can_implement(
-        self,
-        k: Tensor,
-        v: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        slots: Tensor | PageTable,
-        *,
-        k_scale: Tensor | None = None,
-        v_scale: Tensor | None = None,
-        q: Tensor | None = None,
-        q_out: Tensor | None = None,
-        cos_sin_cache: Tensor | None = None,
-        positions: Tensor | None = None,
+        self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor | PageTable, **given: Unpack[Given]
     ) -> None:
         """Checks shapes, dtypes, strides, alignment, devices and overlap as `run` does; raises its typed errors."""
         tables = slot_operands(self.descriptor, slots)
-        q_out = q if q_out is None else q_out
-        self._check.now(Operands(k, v, k_cache, v_cache, *tables, k_scale, v_scale, q, q_out, cos_sin_cache, positions))
+        known: dict[str, Any] = {**dict.fromkeys(Given.__annotations__), **given}
+        if known["q_out"] is None:
+            known["q_out"] = known["q"]
+        self._check.now(Operands(k, v, k_cache, v_cache, *tables, **known))
 
     def run(
         self,

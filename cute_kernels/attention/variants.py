@@ -98,12 +98,15 @@ def _config(
     preference: PlanPreference,
     partition: Partition = "balanced",
 ) -> tuple[DecodeConfig, str]:
+    # of a grid of two CTAs an SM on a part of the device each may get an SM of its own
+    most = heuristics.MOST_CTAS_PER_SM if preference.sm_count is None else 1
     if preference.batch_invariant:  # nothing that a row's bits depend on may see the batch or its lengths
         any_batch = replace(problem, batch_size=INVARIANT_BATCH, max_seq_len=None)
-        return heuristics.choose(any_batch, arch, target, facts.sm_count), "heuristics for any batch"
-    config, source = tuned.lookup(problem, arch, facts.slug), f"plans/{facts.slug}.json"
+        return heuristics.choose(any_batch, arch, target, facts.sm_count, most_ctas_per_sm=most), "heuristics for any batch"
+    whole = preference.sm_count is None  # entries are measured on all of a device
+    config, source = tuned.lookup(problem, arch, facts.slug) if whole else None, f"plans/{facts.slug}.json"
     if config is None or misfits(problem, kernel_spec(problem, arch, target, config, partition=partition)):
-        config, source = heuristics.choose(problem, arch, target, facts.sm_count, partition), "heuristics"
+        config, source = heuristics.choose(problem, arch, target, facts.sm_count, partition, most), "heuristics"
     return config, source
 
 

@@ -338,3 +338,13 @@ def test_the_heuristic_fits_every_head_and_group(gpu: str, arch: str, storage: s
         described = problem(batch_size=batch, **heads, max_seq_len=length, **STORAGES[storage])
         (candidate,) = (c for c in explain(described, PRETEND[gpu], ck.PlanPreference(arch=arch)).candidates if c.arch == arch)
         assert candidate.reasons == ()
+
+
+@pytest.mark.parametrize("count", [8, 40, 100, 132])
+@pytest.mark.parametrize("shape", [{"batch_size": 64, "max_seq_len": 8192}, {"batch_size": 1, "max_seq_len": 131_072}])
+def test_a_plan_on_a_part_of_the_gpu_has_a_cta_an_sm(count: int, shape: dict[str, int]) -> None:
+    """Of two an SM, each could lie on an SM of its own, so that more SMs are in use than were asked for."""
+    preference = ck.PlanPreference(sm_count=count)
+    candidate = chosen(preference.part_of(H200), preference, **shape)
+    assert (candidate.config.ctas_per_sm, candidate.num_ctas) == (1, count // 8 * 8)
+    assert "heuristics" in candidate.config_source

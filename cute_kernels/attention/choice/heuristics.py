@@ -35,6 +35,7 @@ PAIRED = (8_192, 8, 1)
 M_TILES, M_TILES_OF_SHORT, M_TILES_OF_TOKEN_SCALES = (64, 8), (32, 8), (32, 4)
 SHARE_TILES = 4
 PAIRED_HEAD_DIM = 128  # larger ones were not measured
+MOST_CTAS_PER_SM = 2
 LARGEST_TILE_N = {"sm90": 64, "sm80": 32}
 RING_BYTES = 131_072  # in flight on an SM, over all its CTAs: 64 KB cost 2 to 4%, 192 KB 0 to 1%
 SHALLOWEST = {"sm90": 1, "sm80": 2}  # stages a warp
@@ -43,9 +44,17 @@ FOUR_WARPS_ROWS = (192, 4)  # the same above this padded head_dim with more pack
 # bits and scales a token of both
 
 
-def choose(problem: DecodeProblem, arch: Arch, target: Target, sm_count: int, partition: Partition = "balanced") -> DecodeConfig:
+def choose(
+    problem: DecodeProblem,
+    arch: Arch,
+    target: Target,
+    sm_count: int,
+    partition: Partition = "balanced",
+    most_ctas_per_sm: int = MOST_CTAS_PER_SM,
+) -> DecodeConfig:
     """The cheapest configuration of `problem` that `supports` allows, on `sm_count` SMs; where it allows none, the cheapest."""
-    specs = {c: kernel_spec(problem, arch, target, c, partition=partition) for c in candidates(problem, arch, target, sm_count)}
+    found = [c for c in candidates(problem, arch, target, sm_count) if c.ctas_per_sm <= most_ctas_per_sm]
+    specs = {c: kernel_spec(problem, arch, target, c, partition=partition) for c in found}
     ranked = sorted(specs, key=lambda c: cost_of(problem, specs[c], c.ctas_per_sm, sm_count).total_us)
     return next((config for config in ranked if not supports(specs[config])), ranked[0])
 
