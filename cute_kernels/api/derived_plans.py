@@ -64,12 +64,12 @@ def run_append(
     plan.run(k, v, k_cache, v_cache, slots, k_scale=scales[0], v_scale=scales[1], **given)
 
 
-def run_merge(outs: Tensor, lses: Tensor, out: Tensor, lse: Tensor, lse_base: LseBase) -> None:
+def run_merge(outs: Tensor, lses: Tensor, sinks: Tensor | None, out: Tensor, lse: Tensor, lse_base: LseBase) -> None:
     """Runs the plan of these tensors' problem, writing out and lse."""
     _check_axes("outs", outs, STATE_AXES)
     _check_axes("out", out, STATE_AXES[1:])
-    fields = (*outs.shape, outs.dtype, lse_base, alignment(outs, out))
-    plan_of(MergeStatesPlan, MergeStatesDescriptor, fields, outs.device).run(outs, lses, out=out, lse=lse)
+    fields = (*outs.shape, outs.dtype, lse_base, alignment(outs, out), sinks is not None)
+    plan_of(MergeStatesPlan, MergeStatesDescriptor, fields, outs.device).run(outs, lses, sinks=sinks, out=out, lse=lse)
 
 
 def scale_kind(name: str, scale: Any, cache: Tensor, layout: str) -> KVScale:

@@ -63,25 +63,32 @@ def append_kv(
 
 
 def merge_states(
-    outs: Tensor, lses: Tensor, *, lse_base: LseBase = "e", out: Tensor | None = None, lse: Tensor | None = None
+    outs: Tensor,
+    lses: Tensor,
+    *,
+    sinks: Tensor | None = None,
+    lse_base: LseBase = "e",
+    out: Tensor | None = None,
+    lse: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Merges states of attention over disjoint parts of the KV; selects and keeps the plan. Returns (out, lse).
 
     outs: [num_states, batch, num_heads, head_dim], f32, f16 or bf16; lses: f32 [num_states, batch, num_heads] in `lse_base`. out:
-    [batch, num_heads, head_dim] of outs' dtype; lse: f32 [batch, num_heads]; both are made where they are not given.
+    [batch, num_heads, head_dim] of outs' dtype; lse: f32 [batch, num_heads]; both are made where they are not given. sinks: f32
+    [num_heads], natural logits that join the softmax's denominator once, of states that were made without them.
 
     As MergeStatesPlan.run. Raises what MergeStatesDescriptor, `select` and `run` raise. Where tensors are traced (torch.compile,
     torch.export, FakeTensorMode), this is a torch op that declares what it writes.
     """
     _check_tensors(outs=outs, lses=lses)
-    _check_tensors_or_none(out=out, lse=lse)
+    _check_tensors_or_none(sinks=sinks, out=out, lse=lse)
     _check_choice("lse_base", lse_base, ("e", "2"))
     if out is None:
         out = outs.new_empty(outs.shape[1:])
     if lse is None:
         lse = outs.new_empty(outs.shape[1:3], dtype=torch.float32)
-    run: Any = torch_ops.merge_states if torch_ops.traced(outs, lses, out, lse) else derived_plans.run_merge
-    run(outs, lses, out, lse, lse_base)
+    run: Any = torch_ops.merge_states if torch_ops.traced(outs, lses, sinks, out, lse) else derived_plans.run_merge
+    run(outs, lses, sinks, out, lse, lse_base)
     return out, lse
 
 

@@ -27,7 +27,7 @@ SCHEMAS = {
     "append_kv": "(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor table0, Tensor? table1, Tensor? table2, "
     "Tensor? k_scale, Tensor? v_scale, Tensor(c!)? k_scale_out, Tensor(d!)? v_scale_out, Tensor? q, Tensor(e!)? q_out, "
     "Tensor? cos_sin_cache, Tensor? positions, str layout, str pairing) -> ()",
-    "merge_states": "(Tensor outs, Tensor lses, Tensor(a!) out, Tensor(b!) lse, str lse_base) -> ()",
+    "merge_states": "(Tensor outs, Tensor lses, Tensor? sinks, Tensor(a!) out, Tensor(b!) lse, str lse_base) -> ()",
 }
 RUNS = {
     "paged_decode": partial(run_paged, traced=True),

@@ -48,7 +48,7 @@ def compile_decode(spec: KernelSpec) -> Callable[..., None]:
 
 
 def compile_merge(spec: MergeSpec) -> Callable[..., None]:
-    """Returns fn(outs, lses, out, lse)."""
+    """Returns fn(outs, lses, out, lse, sinks)."""
     return compile_spec(spec)
 
 

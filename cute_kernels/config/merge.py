@@ -21,7 +21,7 @@ class MergeSpec:
 
     element_type: of the states' outputs. columns: neighbouring ones that a thread merges and one load brings, 1 or 2.
     in_flight: states whose loads a thread issues together. chunked: whether there are more. num_warps: of a CTA. The number of
-    states within that, the batch, the heads and every stride but the last are dynamic.
+    states within that, the batch, the heads and every stride but the last are dynamic. sinks: whether a logit a head joins.
     """
 
     target: Target
@@ -32,6 +32,7 @@ class MergeSpec:
     chunked: bool
     num_warps: int
     lse_base: LseBase
+    sinks: bool = False
 
     @property
     def threads(self) -> int:
@@ -49,7 +50,14 @@ class MergeSpec:
 
 
 def merge_spec(
-    target: Target, element_type: StateType, columns: int, num_states: int, num_heads: int, head_dim: int, lse_base: LseBase
+    target: Target,
+    element_type: StateType,
+    columns: int,
+    num_states: int,
+    num_heads: int,
+    head_dim: int,
+    lse_base: LseBase,
+    sinks: bool = False,
 ) -> MergeSpec:
     """The kernel of a problem: no more loads in flight than it has states, no more warps than a row has work for."""
     warps = -(-num_heads * head_dim // columns // 32)
@@ -62,6 +70,7 @@ def merge_spec(
         chunked=num_states > MAX_IN_FLIGHT,
         num_warps=min(MAX_WARPS, _power_of_two(warps)),
         lse_base=lse_base,
+        sinks=sinks,
     )
 
 

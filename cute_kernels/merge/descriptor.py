@@ -21,7 +21,8 @@ class MergeStatesDescriptor:
     """A merge of `num_states` states of [batch_size, num_heads, head_dim]. Frozen and hashable: it is a cache key.
 
     dtype: of the outputs, f32, f16 or bf16; lses are f32, in `lse_base`. alignment_bytes: 2, 4, 8 or 16, what strides and
-    pointers of outputs are multiples of; None stands for what compact ones have. batch_size 0 is legal.
+    pointers of outputs are multiples of; None stands for what compact ones have. sinks: a run is given f32 [num_heads], natural
+    logits that join the softmax's denominator once, of states that were made without them. batch_size 0 is legal.
 
     Raises InvalidProblem for an extent or a choice that breaks its rule, then Unsupported for a dtype that no variant knows.
     """
@@ -33,12 +34,15 @@ class MergeStatesDescriptor:
     dtype: torch.dtype
     lse_base: LseBase = "e"
     alignment_bytes: int | None = None
+    sinks: bool = False
 
     def __post_init__(self) -> None:
         for name, least in (("num_states", 1), ("batch_size", 0), ("num_heads", 1), ("head_dim", 1)):
             check_extent(name, getattr(self, name), least)
         check_softmax(None, self.lse_base)
         check_alignment("alignment_bytes", self.alignment_bytes)
+        if not isinstance(self.sinks, bool):
+            raise InvalidProblem("sinks", self.sinks, "must be a bool")
         if not isinstance(self.dtype, torch.dtype):
             raise InvalidProblem("dtype", self.dtype, "must be a torch.dtype")
         if self.dtype not in QUERY_DTYPES:
@@ -63,5 +67,5 @@ class MergeStatesDescriptor:
     def __str__(self) -> str:
         return (
             f"merge of {self.num_states} states, batch {self.batch_size}, heads {self.num_heads}, head_dim {self.head_dim}, "
-            f"{self.element_type}, lse base {self.lse_base}"
+            f"{self.element_type}, lse base {self.lse_base}{', sinks' if self.sinks else ''}"
         )

@@ -54,15 +54,24 @@ class MergeStatesPlan(Plan):
         """
         return selected(cls, MergeStatesDescriptor, descriptor, device, preference)
 
-    def can_implement(self, outs: Tensor, lses: Tensor, *, out: Tensor | None = None, lse: Tensor | None = None) -> None:
+    def can_implement(
+        self,
+        outs: Tensor,
+        lses: Tensor,
+        *,
+        sinks: Tensor | None = None,
+        out: Tensor | None = None,
+        lse: Tensor | None = None,
+    ) -> None:
         """Checks shapes, dtypes, strides, alignment, devices and overlap as `run` does; raises its typed errors."""
-        self._check.now(Operands(outs, lses, out, lse))
+        self._check.now(Operands(outs, lses, out, lse, sinks))
 
     def run(
         self,
         outs: Tensor,
         lses: Tensor,
         *,
+        sinks: Tensor | None = None,
         out: Tensor | None = None,
         lse: Tensor | None = None,
         stream: torch.cuda.Stream | None = None,
@@ -76,24 +85,29 @@ class MergeStatesPlan(Plan):
         States are merged in f32 in their order. An empty one (lse = -inf) is the identity, whatever its out holds; all
         empty give (+0.0, -inf); one alone is returned bit for bit. Otherwise an lse of NaN or +inf makes its merge NaN.
 
+        sinks: f32 [num_heads], natural logits, where the descriptor says so. The merged state joins its head's once: out shrinks
+        and lse includes it; states that are all empty, or of no value beside it, give (+0.0, the sink).
+
         Raises, before anything is written, InvalidProblem (an extent), InvalidArgument (type, dtype, device, overlap),
         MisalignedOperand, Unsupported (strides); then LaunchFailed.
         """
         if stream is None and not self._elsewhere():
-            return self._run(outs, lses, out, lse)
+            return self._run(outs, lses, sinks, out, lse)
         with self._on(stream):
-            return self._run(outs, lses, out, lse)
+            return self._run(outs, lses, sinks, out, lse)
 
-    def _run(self, outs: Tensor, lses: Tensor, out: Tensor | None, lse: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _run(
+        self, outs: Tensor, lses: Tensor, sinks: Tensor | None, out: Tensor | None, lse: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         shape = self.descriptor.shape
         if out is None:
             out = torch.empty(shape, dtype=self.descriptor.dtype, device=self.device)
         if lse is None:
             lse = torch.empty(shape[:2], dtype=torch.float32, device=self.device)
-        self._check(Operands(outs, lses, out, lse))
+        self._check(Operands(outs, lses, out, lse, sinks))
         if shape[0]:
             try:
-                self._launch(outs, lses, out, lse)
+                self._launch(outs, lses, out, lse, sinks)
             except LAUNCH_ERRORS as error:
                 raise self._launch_failed(error) from error
         return out, lse

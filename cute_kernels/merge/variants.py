@@ -38,4 +38,4 @@ def _evaluate(variant: Variant, descriptor: MergeStatesDescriptor, facts: Device
 def kernel_spec(descriptor: MergeStatesDescriptor, target: Target) -> MergeSpec:
     """The compile key of `descriptor`: what changes generated code, and no more."""
     d = descriptor
-    return merge_spec(target, d.element_type, d.columns, d.num_states, d.num_heads, d.head_dim, d.lse_base)
+    return merge_spec(target, d.element_type, d.columns, d.num_states, d.num_heads, d.head_dim, d.lse_base, d.sinks)

@@ -283,6 +283,10 @@ def test_merges_as_the_plan_does(dtype: torch.dtype, lse_base: Any) -> None:
         got = ck.merge_states(outs, lses, lse_base=lse_base, **given)
         assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
         assert all(got[i] is given[name] for i, name in enumerate(("out", "lse")) if name in given)
+    sinks = torch.linspace(-1, 1, 5)
+    with_sinks = ck.MergeStatesPlan.select(ck.MergeStatesDescriptor(3, 4, 5, 64, dtype, lse_base, sinks=True), "cpu")
+    both = zip(ck.merge_states(outs, lses, sinks=sinks, lse_base=lse_base), with_sinks.run(outs, lses, sinks=sinks), strict=True)
+    assert all(torch.equal(a, b) for a, b in both)
     moved = torch.zeros(outs.numel() + 1, dtype=dtype)[1:].view(outs.shape).copy_(outs)
     assert torch.equal(ck.merge_states(moved, lses, lse_base=lse_base)[0], want[0]), "another alignment"
 
@@ -304,8 +308,9 @@ def test_a_merge_compiles_as_one_graph(backend: str) -> None:
 
 def test_opcheck_merge() -> None:
     outs, lses = states(F16)
-    operands = (outs, lses, torch.empty(4, 5, 64, dtype=F16), torch.empty(4, 5), "e")
-    torch.library.opcheck(torch_ops.merge_states, operands)
+    for sinks in (None, torch.zeros(5)):
+        operands = (outs, lses, sinks, torch.empty(4, 5, 64, dtype=F16), torch.empty(4, 5), "e")
+        torch.library.opcheck(torch_ops.merge_states, operands)
 
 
 def test_a_merge_of_fake_tensors_has_the_shapes() -> None:

@@ -69,7 +69,7 @@ def test_a_real_kernel_is_loaded_by_a_process_that_compiles_nothing(
             [sys.executable, "-c", FIRST_USE], env=environment(folder.path), capture_output=True, text=True, timeout=120
         )
         assert done.returncode == 0, done.stderr
-        assert "4 parameters" in done.stdout and "outs: Tensor(" in done.stdout
+        assert "5 parameters" in done.stdout and "outs: Tensor(" in done.stdout
         assert done.stdout.split()[-1] == str(imports_the_compiler)
         assert done.stderr == ""
 

@@ -46,6 +46,7 @@ def arguments(d: ck.MergeStatesDescriptor = D) -> Args:
         *[("dtype", value, Unsupported) for value in (torch.float64, torch.int8, torch.float8_e4m3fn)],
         *[("lse_base", value, InvalidProblem) for value in ("10", 2, None)],
         *[("alignment_bytes", value, InvalidProblem) for value in (0, 1, 3, 32, True)],
+        *[("sinks", value, InvalidProblem) for value in (1, None, "yes")],
     ],
 )
 def test_a_bad_descriptor_names_the_parameter_and_its_value(name: str, value: object, error: type[Exception]) -> None:
@@ -176,7 +177,8 @@ def test_the_kernel_is_given_the_operands_as_they_are(monkeypatch: pytest.Monkey
     assert specs == [kernel_spec(D, "sm_90a")] == [plan.sku.config] and plan.sku.arch == "sm90a"
     for _ in range(2):
         assert plan.run(**args) == (args["out"], args["lse"])
-    assert [[x.data_ptr() for x in given] for given in launches] == [[x.data_ptr() for x in args.values()]] * 2
+    assert all(sinks is None for *_, sinks in launches)
+    assert [[x.data_ptr() for x in given[:-1]] for given in launches] == [[x.data_ptr() for x in args.values()]] * 2
     empty = replace(D, batch_size=0)
     ck.MergeStatesPlan(empty, cpu, ck.PlanPreference()).run(**arguments(empty))
     assert len(launches) == 2
@@ -299,3 +301,24 @@ def test_the_reference_in_f64(lse_base: str) -> None:
     mass = 2.0**lses if lse_base == "2" else lses.exp()
     assert torch.allclose(out, (mass[..., None] * outs).sum(0) / mass.sum(0)[..., None], rtol=1e-12)
     assert torch.allclose(lse, mass.sum(0).log2() if lse_base == "2" else mass.sum(0).log(), rtol=1e-12)
+
+
+SINKS = replace(D, sinks=True)
+
+
+@pytest.mark.parametrize(
+    ("described", "sinks", "error", "message"),
+    [
+        (SINKS, None, InvalidArgument, "sinks: got NoneType, must be a tensor"),
+        (SINKS, torch.zeros(4), InvalidProblem, r"sinks.shape = \(4,\): must be \[num_heads\] = \[5\]"),
+        (SINKS, torch.zeros(5, dtype=torch.float64), InvalidArgument, "sinks: has dtype torch.float64, must be torch.float32"),
+        (D, torch.zeros(5), InvalidArgument, "sinks: got Tensor, must be None: the descriptor has no sinks"),
+    ],
+)
+def test_sinks_are_what_the_descriptor_says(
+    described: ck.MergeStatesDescriptor, sinks: torch.Tensor | None, error: type[Exception], message: str
+) -> None:
+    args = arguments(described)
+    with pytest.raises(error, match=message):
+        ck.MergeStatesPlan.select(described, "cpu").run(**args, sinks=sinks)
+    assert (args["out"] == 7).all() and (args["lse"] == 7).all()

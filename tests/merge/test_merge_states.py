@@ -12,7 +12,7 @@ import torch.nn.functional as F
 import cute_kernels as ck
 from cute_kernels.attention.reference import decode_contiguous
 from tests.support.harness import BACKENDS, device_of
-from tests.support.merge_cases import Pair, assert_close, make_states
+from tests.support.merge_cases import Pair, assert_close, exact, make_states, same_dtype
 from tests.support.tolerance import check_states, ulp
 
 NAN, INF = math.nan, math.inf
@@ -204,6 +204,42 @@ def test_parts_of_an_attention_make_the_whole(lse_base: str, backend: str) -> No
     whole = decode_contiguous(q, k, v, lse_base=lse_base, dtype=torch.float64)
     same = F.scaled_dot_product_attention(q[:, :, None], k, v, enable_gqa=True)[:, :, 0]
     check_states((out, lse), whole, same)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("lse_base", ["e", "2"])
+@pytest.mark.parametrize("states", [1, 3, 9])
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+def test_sinks_join_the_merged_state_once(dtype: torch.dtype, states: int, lse_base: str, backend: str) -> None:
+    """As one more state would, whose output is 0. The first row's states are all empty."""
+    d = replace(SMALL, num_states=states, dtype=dtype, lse_base=lse_base, sinks=True)
+    outs, lses = make_states(d, device_of(backend))
+    lses[:, 0] = -math.inf
+    sinks = torch.tensor([-2.0, 0.0, 3.0, 40.0, -math.inf], device=outs.device)
+    out, lse = select(d, backend).run(outs, lses, sinks=sinks)
+    logits = (sinks / math.log(2) if lse_base == "2" else sinks).expand_as(lses[:1])
+    more = torch.cat([outs, torch.zeros_like(outs[:1])]), torch.cat([lses, logits])
+    whole, same = exact(*more, lse_base), same_dtype(*more, lse_base)
+    check_states((out[1:], lse[1:]), (whole[0][1:], whole[1][1:]), same[1:])
+    assert not out[0].any() and torch.equal(lse[0, :4], logits[0, 0, :4]) and lse[0, 4] == -math.inf
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_parts_made_without_sinks_merge_to_attention_with_them(backend: str) -> None:
+    """Each part with its sinks would count them twice."""
+    generator = torch.Generator(device_of(backend)).manual_seed(0)
+    q, k, v = (
+        torch.randn(shape, device=generator.device, generator=generator) for shape in ((4, 6, 64), *((4, 2, 100, 64),) * 2)
+    )
+    sinks = torch.randn(6, device=q.device, generator=generator)
+    parts = [decode_contiguous(q, k[:, :, a:b], v[:, :, a:b]) for a, b in ((0, 40), (40, 100))]
+    outs, lses = (torch.stack(tensors) for tensors in zip(*parts, strict=True))
+    d = ck.MergeStatesDescriptor(2, 4, 6, 64, F32, sinks=True)
+    out, lse = select(d, backend).run(outs, lses, sinks=sinks)
+    scores = torch.einsum("bhd,bhtd->bht", q.double(), k.double().repeat_interleave(3, 1)) / 8
+    scores = torch.cat([scores, sinks.double()[None, :, None].expand(4, 6, 1)], 2)
+    whole = torch.einsum("bht,bhtd->bhd", scores.softmax(2)[..., :-1], v.double().repeat_interleave(3, 1))
+    assert torch.allclose(out.double(), whole, atol=1e-6) and torch.allclose(lse.double(), scores.logsumexp(2), atol=1e-6)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

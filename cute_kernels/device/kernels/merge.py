@@ -7,10 +7,10 @@ costs no precision, and where empty states (lse = -inf) stand does not change a 
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Uint16, Uint32, Uint64
+from cutlass import Boolean, Float32, Int32, Uint16, Uint32, Uint64
 
 from ...config.merge import MergeSpec
-from ..attend.epilogue import lse_factor
+from ..attend.epilogue import join_sink, lse_factor
 from ..attend.softmax import finite_or_zero
 from ..combine.combine import merge_parts, normalised
 
@@ -25,16 +25,19 @@ class MergeStatesKernel:
         self.overlap = spec.target == "sm_90a"  # programmatic dependent launch: start while the kernel before drains
 
     @cute.jit
-    def __call__(self, outs, lses, out, lse, stream):
-        """outs [num_states, batch, num_heads, head_dim], lses [num_states, batch, num_heads]; out and lse without states."""
+    def __call__(self, outs, lses, out, lse, sinks, stream):
+        """outs [num_states, batch, num_heads, head_dim], lses [num_states, batch, num_heads]; out and lse without states.
+
+        sinks: f32 [num_heads], or None where the spec has none.
+        """
         batch, num_heads = lse.shape
         ctas = cute.ceil_div(Int32(num_heads) * self.spec.per_head, self.spec.threads)
-        self.merge(outs, lses, out, lse).launch(
+        self.merge(outs, lses, out, lse, sinks).launch(
             grid=(Int32(batch), ctas, 1), block=(self.spec.threads, 1, 1), stream=stream, use_pdl=self.overlap
         )
 
     @cute.kernel
-    def merge(self, outs, lses, out, lse):
+    def merge(self, outs, lses, out, lse, sinks):
         """One CTA: a stretch of one row's heads, laid end to end."""
         spec = self.spec
         if cutlass.const_expr(self.overlap):
@@ -46,17 +49,19 @@ class MergeStatesKernel:
         if head < Int32(lse.shape[1]):
             sources = cute.zipped_divide(outs[None, row, head, None], (1, spec.columns))
             targets = cute.zipped_divide(out[row, head, None], (spec.columns,))
-            merged, merged_lse = merge_columns(spec, sources, lses[None, row, head], place)
+            sink = sinks[head] if cutlass.const_expr(spec.sinks) else None
+            merged, merged_lse = merge_columns(spec, sources, lses[None, row, head], place, sink)
             cute.autovec_copy(merged, targets[(None,), place])
             if place == 0:
                 lse[row, head] = merged_lse
 
 
 @cute.jit
-def merge_columns(spec: cutlass.Constexpr, outs: cute.Tensor, lses: cute.Tensor, place: Int32):
+def merge_columns(spec: cutlass.Constexpr, outs: cute.Tensor, lses: cute.Tensor, place: Int32, sink: Float32 | None):
     """(a thread's merged columns, of the outputs' type; the merged lse).
 
-    outs: ((1, columns), (num_states, threads of a head)); lses: [num_states]; place: of the thread in its head.
+    outs: ((1, columns), (num_states, threads of a head)); lses: [num_states]; place: of the thread in its head; sink: the
+    head's, which joins the merged state, or None.
     """
     count = Int32(lses.shape[0])
     state = cute.make_rmem_tensor(4, Float32)  # first, second, peak in base 2 relative to the largest lse (0), total
@@ -74,11 +79,15 @@ def merge_columns(spec: cutlass.Constexpr, outs: cute.Tensor, lses: cute.Tensor,
         merge_chunk(spec, state, parts, noted[0], count)
     largest, live, last = noted
     first, second, above = normalised(state)
+    merged_lse = largest + above * lse_factor(spec)
+    if cutlass.const_expr(spec.sinks):
+        factor, joined = join_sink(sink, merged_lse * cutlass.const_expr(1.0 / lse_factor(spec)))
+        first, second, merged_lse = first * factor, second * factor, joined * lse_factor(spec)
     merged = cute.make_rmem_tensor(spec.columns, outs.element_type)
     for c in cutlass.range_constexpr(spec.columns):
         merged[c] = (second if cutlass.const_expr(c) else first).to(outs.element_type)
-    merged_lse = largest + above * lse_factor(spec)
-    if live == 1:  # its bits as they are: also the sign of a zero and what a NaN carries
+    alone = live == 1 if cutlass.const_expr(not spec.sinks) else Boolean(False)
+    if alone:  # its bits as they are: also the sign of a zero and what a NaN carries
         cute.autovec_copy(outs[(0, None), (last, place)], merged)
         merged_lse = lses[last]
     return merged, merged_lse

@@ -17,7 +17,8 @@ def arguments(spec: MergeSpec) -> tuple:
     outs = rows(dtype, (states, batch, heads, spec.head_dim), spec.columns, align)
     out = rows(dtype, (batch, heads, spec.head_dim), spec.columns, align)
     lses, lse = scalars(Float32, (states, batch, heads)), scalars(Float32, (batch, heads))
-    return outs, lses, out, lse, make_fake_stream(use_tvm_ffi_env_stream=True)
+    sinks = scalars(Float32, (heads,)) if spec.sinks else None
+    return outs, lses, out, lse, sinks, make_fake_stream(use_tvm_ffi_env_stream=True)
 
 
 def build_merge(spec: MergeSpec, options: str = ""):
