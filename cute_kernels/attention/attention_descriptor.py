@@ -114,24 +114,14 @@ class PagedAttentionDescriptor(AttentionFields):
     @property
     def problem(self) -> DecodeProblem:
         """What the choice of a kernel depends on. One row for certain, at its request's last key, is a problem of decode."""
-        kv_dtype, v_dtype, vector = self._storage(self.q_dtype, self.layout.alignment_bytes)
         one = self.query_format == "uniform" and self.max_q_len == 1 and self.causal != "top_left" and not self.tree_mask
-        return DecodeProblem(
+        return self._problem(
+            self.q_dtype,
+            self.layout.alignment_bytes,
             source="paged" if self.table_format in PAGED else "contiguous",
-            batch_size=self.batch_size,
-            num_heads=self.num_heads,
-            num_kv_heads=self.num_kv_heads,
-            head_dim=self.head_dim,
             page_size=self.page_size or 0,
-            q_dtype=self.q_dtype,
-            kv_dtype=kv_dtype,
-            v_dtype=v_dtype,
             table_format=self.table_format,
-            vector_bytes=vector,
             max_seq_len=self.max_seq_len,
-            lse_base=self.lse_base,
-            k_scale=self.k_scale,
-            v_scale=self.v_scale,
             query="one" if one else self.query_format,
             max_q_len=self.max_q_len,
             modifiers=self._one_row_modifiers() if one else self._modifiers(),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -119,15 +119,19 @@ class DecodeProblem:
 class AttentionFields(StorageFields):
     """What the descriptors of attention derive from their fields."""
 
+    batch_size: int
     num_heads: int
     num_kv_heads: int
     head_dim: int
     softmax_scale: float | None
+    lse_base: LseBase
     window_left: int | None
     window_right: int | None = None  # of one query row: it stands at the last key
     softcap: float | None
     alibi: bool
     sinks: bool
+    k_scale: KVScale
+    v_scale: KVScale
 
     @property
     def group_size(self) -> int:
@@ -149,11 +153,24 @@ class AttentionFields(StorageFields):
         windowed, capped = self.window_left is not None, self.softcap is not None
         return Modifiers(window_left=windowed, softcap=capped, alibi=self.alibi, sinks=self.sinks)
 
-    def _storage(self, q_dtype: torch.dtype, alignment_bytes: int | None) -> tuple[KVDtype, KVDtype, int]:
-        """(kv_dtype, v_dtype, vector_bytes) of the problem."""
+    def _problem(self, q_dtype: torch.dtype, alignment_bytes: int | None, **own: Any) -> DecodeProblem:
+        """The problem of these fields. own: those that each descriptor has in its own way."""
         kv_dtype, v_dtype = self._stored(q_dtype)
         row_bytes = self.head_dim * math.gcd(kv_dtype.element_bytes, v_dtype.element_bytes)
-        return kv_dtype, v_dtype, vector_bytes(row_bytes, alignment_bytes)
+        return DecodeProblem(
+            batch_size=self.batch_size,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            q_dtype=q_dtype,
+            kv_dtype=kv_dtype,
+            v_dtype=v_dtype,
+            vector_bytes=vector_bytes(row_bytes, alignment_bytes),
+            lse_base=self.lse_base,
+            k_scale=self.k_scale,
+            v_scale=self.v_scale,
+            **own,
+        )
 
 
 @dataclass(frozen=True)
@@ -216,23 +233,13 @@ class PagedDecodeDescriptor(AttentionFields):
     @property
     def problem(self) -> DecodeProblem:
         """What the choice of a kernel depends on."""
-        kv_dtype, v_dtype, vector = self._storage(self.q_dtype, self.layout.alignment_bytes)
-        return DecodeProblem(
+        return self._problem(
+            self.q_dtype,
+            self.layout.alignment_bytes,
             source="paged",
-            batch_size=self.batch_size,
-            num_heads=self.num_heads,
-            num_kv_heads=self.num_kv_heads,
-            head_dim=self.head_dim,
             page_size=self.page_size,
-            q_dtype=self.q_dtype,
-            kv_dtype=kv_dtype,
-            v_dtype=v_dtype,
             table_format=self.table_format,
-            vector_bytes=vector,
             max_seq_len=self.max_seq_len,
-            lse_base=self.lse_base,
-            k_scale=self.k_scale,
-            v_scale=self.v_scale,
             modifiers=self._one_row_modifiers(),
         )
 
@@ -306,22 +313,12 @@ class FlashDecodingDescriptor(AttentionFields):
     @property
     def problem(self) -> DecodeProblem:
         """What the choice of a kernel depends on."""
-        kv_dtype, v_dtype, vector = self._storage(self.dtype, self.alignment_bytes)
-        return DecodeProblem(
+        return self._problem(
+            self.dtype,
+            self.alignment_bytes,
             source="contiguous",
-            batch_size=self.batch_size,
-            num_heads=self.num_heads,
-            num_kv_heads=self.num_kv_heads,
-            head_dim=self.head_dim,
             page_size=0,
-            q_dtype=self.dtype,
-            kv_dtype=kv_dtype,
-            v_dtype=v_dtype,
             table_format="none",
-            vector_bytes=vector,
             max_seq_len=self.max_seq_len if self.seq_len is None else self.seq_len,
-            lse_base=self.lse_base,
-            k_scale=self.k_scale,
-            v_scale=self.v_scale,
             modifiers=self._one_row_modifiers(),
         )

@@ -10,7 +10,7 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from ..config.decode import KernelSpec
+from ..config.decode import LOG2_E, KernelSpec
 from ..kv.faults import first_fault, first_query_fault
 from ..kv.page_table import PageTable
 from ..kv.tensors import check_page_table
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 MAX_SHORTCUTS = 512  # runs whose tensors it remembers, one a K cache
 NO_PAGE_TABLE = PageTable.whole()
 AS_THEY_ARE: Views = ("HND", ((), ()))
-LOG2_E = math.log2(math.e)
 Descriptor = PagedDecodeDescriptor | FlashDecodingDescriptor | PagedAttentionDescriptor
 
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ..checks.fields import MAX_EXTENT
-from ..config.decode import LseBase
+from ..config.decode import LOG2_E, LseBase
 from ..config.modifiers import UNMODIFIED, Modifiers, QueryForm
 from ..kv.faults import Span, first_fault, first_query_fault, record
 from ..kv.page_table import PAGED, PageTable, held
@@ -27,8 +27,6 @@ from ..planning.variants import Launch
 from .descriptors import TREE_WORD_BITS, DecodeProblem
 from .operands import NO_EXTRAS, Extras, Operands
 from .requests import QueryRows, key_lengths, query_rows, seen_keys
-
-LOG2_E = math.log2(math.e)
 
 
 class Scoring(NamedTuple):

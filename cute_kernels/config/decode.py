@@ -22,6 +22,7 @@ ScaleForm = Literal["none", "head", "token_f16", "token_f32"]
 LseBase = Literal["e", "2"]
 Partition = Literal["whole", "balanced", "invariant"]
 
+LOG2_E = math.log2(math.e)  # from a natural logarithm to base 2
 MMA_K = 16  # depth of one m16n8k16 step
 PRODUCER_WARPS: dict[Arch, int] = {"sm90": 2, "sm80": 0}  # one for K and V; one for tokens' scales, or to look ahead
 TILE_M = 16  # packed query rows of one tensor-core tile

@@ -85,7 +85,7 @@ def _query_reasons(spec: KernelSpec) -> list[str]:
     reasons = []
     if spec.block_rows != HALF_TILE_M and (spec.block_rows < TILE_M or spec.block_rows % TILE_M):
         reasons.append(f"block_rows={spec.block_rows} is not {HALF_TILE_M} or a multiple of {TILE_M}")
-    if spec.readers > spec.num_warps or spec.num_warps % spec.readers or spec.row_tiles % spec.warp_tiles:
+    if spec.num_warps % spec.readers or spec.row_tiles % spec.warp_tiles:
         reasons.append(f"the {spec.row_tiles} m-tiles of block_rows={spec.block_rows} do not divide num_warps={spec.num_warps}")
     if spec.arch == "sm80" and spec.row_tiles > 1:
         reasons.append(f"block_rows={spec.block_rows} exceeds {TILE_M}: a warp of the cp.async mainloop reads tiles of its own")

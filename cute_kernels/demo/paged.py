@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,6 +34,16 @@ class PagedModel:
         self.table = pages.view(batch_size, max_pages).to(device)
         self.seq_lens = torch.zeros(batch_size, dtype=torch.int32, device=device)
         self.page_table = ck.PageTable.dense(self.table, self.seq_lens)
+        self.shape: dict[str, Any] = {  # what every descriptor of attention over this cache says
+            "batch_size": batch_size,
+            "num_heads": config.num_heads,
+            "num_kv_heads": config.num_kv_heads,
+            "head_dim": config.head_dim,
+            "page_size": PAGE_SIZE,
+            "q_dtype": torch.float16,
+            "layout": ck.KVLayout.HND,
+            "max_seq_len": capacity,
+        }
 
     def prefill(self, prompts: Sequence[bytes]) -> Tensor:
         """Fills the cache with the prompts, one a row, and returns the logits f32 [batch, 256] of what follows them."""
@@ -66,19 +77,7 @@ class PagedDecoder(PagedModel):
     def __init__(self, model: ByteLM, batch_size: int, capacity: int, device: str) -> None:
         super().__init__(model, batch_size, capacity, device)
         config = model.config
-        self.plan = ck.PagedDecodePlan.select(
-            ck.PagedDecodeDescriptor(
-                batch_size=batch_size,
-                num_heads=config.num_heads,
-                num_kv_heads=config.num_kv_heads,
-                head_dim=config.head_dim,
-                page_size=PAGE_SIZE,
-                q_dtype=torch.float16,
-                layout=ck.KVLayout.HND,
-                max_seq_len=capacity,
-            ),
-            device=device,
-        )
+        self.plan = ck.PagedDecodePlan.select(ck.PagedDecodeDescriptor(**self.shape), device=device)
         self.rows = torch.arange(batch_size, device=device)
         self.out = torch.empty(batch_size, config.num_heads, config.head_dim, dtype=torch.float16, device=device)
         self.lse = torch.empty(batch_size, config.num_heads, dtype=torch.float32, device=device)
@@ -110,24 +109,8 @@ class PagedVerifier(PagedModel):
     def __init__(self, model: ByteLM, batch_size: int, capacity: int, device: str, max_new: int, tree_mask: bool = False) -> None:
         """max_new: new tokens that a row may have in a step. tree_mask: they may be a tree of continuations, not only a chain."""
         super().__init__(model, batch_size, capacity, device)
-        config = model.config
-        self.plan = ck.PagedAttentionPlan.select(
-            ck.PagedAttentionDescriptor(
-                batch_size=batch_size,
-                num_heads=config.num_heads,
-                num_kv_heads=config.num_kv_heads,
-                head_dim=config.head_dim,
-                page_size=PAGE_SIZE,
-                q_dtype=torch.float16,
-                max_q_len=max_new,
-                query_format="ragged",
-                layout=ck.KVLayout.HND,
-                max_seq_len=capacity,
-                causal="bottom_right",
-                tree_mask=tree_mask,
-            ),
-            device=device,
-        )
+        rows: dict[str, Any] = {"max_q_len": max_new, "query_format": "ragged", "causal": "bottom_right", "tree_mask": tree_mask}
+        self.plan = ck.PagedAttentionPlan.select(ck.PagedAttentionDescriptor(**self.shape, **rows), device=device)
         self.workspace = self.plan.new_workspace()
 
     def verify(

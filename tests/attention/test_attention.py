@@ -11,6 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import cute_kernels as ck
+from cute_kernels.attention.variants import explain
+from cute_kernels.planning.variants import PRETEND
 from tests.support.attention_cases import CASES, CONTIGUOUS, Case, case, make_attention
 from tests.support.attention_harness import assert_close, assert_padding, run, select, visible
 from tests.support.bits import differing_rows
@@ -22,12 +24,26 @@ EVERY_BACKEND = pytest.mark.parametrize("backend", BACKENDS)
 NAMED = {c.name: c for c in CASES}
 
 
-@EVERY_BACKEND
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", [case for case in CASES if not case.tma], ids=str)
+def test_no_tma_box_holds_these_pages(case: Case) -> None:
+    """Which the cp.async variant serves on the same GPU."""
+    forced = explain(case.descriptor().problem, PRETEND["h200"], ck.PlanPreference(arch="sm90"))
+    with pytest.raises(ck.Unsupported, match="TMA needs"):
+        assert forced.chosen
+    assert explain(case.descriptor().problem, PRETEND["h200"]).chosen.arch == "sm80"
+
+
+@pytest.mark.parametrize(
+    ("case", "backend"),
+    [
+        pytest.param(case, *backend.values, id=f"{case}-{backend.id}", marks=backend.marks)
+        for case in CASES
+        for backend in BACKENDS
+        if case.tma or backend.id != "sm90"
+    ],
+)
 def test_every_row_is_right(case: Case, backend: str) -> None:
     """Over NaN in every slot that no row owns; rows of no request are left alone."""
-    if backend == "sm90" and not case.tma:
-        pytest.skip("no TMA box holds such a page")
     plan, inputs = select(case, backend), make_attention(case, device_of(backend))
     plan.clear_status()
     got = run(plan, inputs)

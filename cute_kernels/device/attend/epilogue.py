@@ -10,7 +10,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
 
-from ...config.decode import TILE_M, KernelSpec
+from ...config.decode import LOG2_E, TILE_M, KernelSpec
 from ..combine.partials import send, word_at
 from ..kv.scale import Scaling, unit_of
 from ..ptx.registers import quotient, remainder
@@ -20,7 +20,7 @@ from .pack_gqa import lane_rows_of
 from .query_rows import QueryBlock, block_view, place_in, place_in_view
 from .softmax import finite_or_zero, quad_sum, rows_of
 
-LN_2, LOG2_E = math.log(2.0), math.log2(math.e)
+LN_2 = math.log(2.0)
 
 
 def lse_factor(spec: KernelSpec) -> float:

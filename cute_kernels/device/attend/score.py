@@ -3,18 +3,16 @@
 In this order, behind softmax_scale and k_scale. What comes out is a logit to base 2, which needs no further factor.
 """
 
-import math
 from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from ...config.decode import KernelSpec
+from ...config.decode import LOG2_E, KernelSpec
 from .mask import RowMask
 from .query_rows import QueryBlock, place_in
 
-LOG2_E = math.log2(math.e)
 NEARLY_LINEAR = 0.1  # of tanh's argument: up to it the series below is exact to 6e-8, and 1 - 2 / (e^2x + 1) loses digits
 
 

@@ -4,13 +4,11 @@ It composes who works on what (work_scheduler), where a tile is (kv_source), how
 mainloop_sm80), what is computed on it (attend) and where a state goes (epilogue; combine where a row was cut).
 """
 
-import math
-
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64
 
-from ...config.decode import MAX_BLOCKS, KernelSpec
+from ...config.decode import LOG2_E, MAX_BLOCKS, KernelSpec
 from ..attend.attend import Attention, RowTile, make_mmas, make_readers, make_state, reset_state
 from ..attend.epilogue import share_state, store_final, store_partial
 from ..attend.mask import make_row_mask
@@ -49,8 +47,6 @@ from ..schedule.crew import (
     take_crew,
 )
 from ..schedule.work_scheduler import Piece, Share, after, block_of, first_slice, keys_of, make_piece, unfinished
-
-LOG2_E = math.log2(math.e)
 
 
 class DecodeKernel:
