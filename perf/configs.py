@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, cast, get_args
 
 import torch
 import typer
@@ -18,7 +18,7 @@ from cute_kernels.attention.choice.tuned import KNOBS
 from cute_kernels.attention.kernel_spec import kernel_spec
 from cute_kernels.attention.variants import explain, misfits
 from cute_kernels.compile.kernels import compile_ahead
-from cute_kernels.config.decode import DecodeConfig
+from cute_kernels.config.decode import DecodeConfig, MmaScope
 from cute_kernels.planning.variants import DeviceFacts
 from perf.case_sets import select_cases
 from perf.cases import Case
@@ -84,11 +84,13 @@ def compare(
 
 
 def parse(text: str) -> DecodeConfig:
-    """A configuration from its knobs in order, "64,8,4,1". Raises typer.BadParameter."""
-    words = split(text)
-    if not 4 <= len(words) <= len(KNOBS) or not all(word.isdecimal() for word in words):
-        raise typer.BadParameter(f"{text!r} is not {', '.join(KNOBS)} (the last may be left out)")
-    return DecodeConfig(*map(int, words))
+    """A configuration from its knobs in order, "64,8,4,1" or "64,4,8,1,warpgroup". Raises typer.BadParameter."""
+    numbers, scopes = split(text), get_args(MmaScope)
+    mma = numbers.pop() if numbers and numbers[-1] in scopes else "warp"
+    if not 4 <= len(numbers) < len(KNOBS) or not all(word.isdecimal() for word in numbers):
+        raise typer.BadParameter(f"{text!r} is not {', '.join(KNOBS)} (the last two may be left out; mma is one of {scopes})")
+    tile_n, num_stages, num_warps, ctas_per_sm, unit_heads = (*map(int, numbers), 1)[: len(KNOBS) - 1]
+    return DecodeConfig(tile_n, num_stages, num_warps, ctas_per_sm, unit_heads, cast(MmaScope, mma))
 
 
 def main(

@@ -113,6 +113,10 @@ CASES = (
     Case("sm90", "dense", "balanced", 128, 4, 16, BF16, INT8, INT8, TOKEN_F16, TOKEN_F16, PAIRED),
     Case("sm90", "csr", "whole", 64, 2, 64, F16, E4M3, E4M3, TOKEN, TOKEN, PAIRED),
     Case("sm90", "dense", "balanced", 128, 1, 0, BF16, None, INT8, NONE, TOKEN_F16, PAIRED),
+    Case("sm90", "dense", "balanced", 128, 71, 64, BF16),  # warpgroups, here and below
+    Case("sm90", "dense", "balanced", 128, 71, 16, BF16, E4M3, E4M3),
+    Case("sm90", "csr", "invariant", 64, 40, 8, F16, INT8, INT8, TOKEN, TOKEN),
+    Case("sm90", "dense", "whole", 256, 20, 16, BF16, None, E4M3, NONE, HEAD),
     Case("sm80", "dense", "balanced", 128, 4, 1, BF16, E4M3, E4M3),
     Case("sm80", "csr", "invariant", 64, 1, 16, F16, E5M2, E5M2, HEAD, TOKEN),
     Case("sm80", "dense", "whole", 128, 16, 5, BF16, INT8, INT8, TOKEN_F16, TOKEN_F16),

@@ -7,6 +7,7 @@ from typing import cast
 from ..config.decode import (
     HALF_TILE_M,
     TILE_M,
+    WARPGROUP,
     Arch,
     DecodeConfig,
     ElementType,
@@ -23,7 +24,7 @@ from .descriptors import DecodeProblem
 
 def kernel_spec(problem: DecodeProblem, arch: Arch, target: Target, config: DecodeConfig, *, partition: Partition) -> KernelSpec:
     """The compile key of `problem` with `config`: what changes generated code, and no more."""
-    rows = block_rows(problem, arch, config.num_warps)
+    rows = block_rows(problem, arch, config)
     return KernelSpec(
         arch=arch,
         target=target,
@@ -46,20 +47,24 @@ def kernel_spec(problem: DecodeProblem, arch: Arch, target: Target, config: Deco
         unit_heads=config.unit_heads,
         query=problem.query,
         block_rows=rows,
-        many_blocks=rows > 0 and problem.packed_rows > rows,
+        many_blocks=problem.query != "one" and problem.packed_rows > rows,
         modifiers=problem.modifiers,
+        mma=config.mma,
     )
 
 
-def block_rows(problem: DecodeProblem, arch: Arch, num_warps: int) -> int:
-    """Packed rows of a unit where a request may have several query rows, else 0: a power of two, as many as it may need.
+def block_rows(problem: DecodeProblem, arch: Arch, config: DecodeConfig) -> int:
+    """Packed rows of a unit: a power of two, as many as a request may need. 0 where a request has one query row, by warps.
 
     As many m-tiles as the warps attend to at most, one where warps read tiles of their own.
     """
+    needed = 1 << (problem.packed_rows - 1).bit_length()
+    if config.mma == "warpgroup":
+        return min(TILE_M * config.num_warps, max(TILE_M * WARPGROUP, needed))
     if problem.query == "one":
         return 0
-    most = TILE_M * (num_warps * most_warp_tiles(num_warps, problem.padded_head_dim) if arch == "sm90" else 1)
-    return min(most, max(HALF_TILE_M, 1 << (problem.packed_rows - 1).bit_length()))
+    most = TILE_M * (config.num_warps * most_warp_tiles(config.num_warps, problem.padded_head_dim) if arch == "sm90" else 1)
+    return min(most, max(HALF_TILE_M, needed))
 
 
 def units_of(problem: DecodeProblem, spec: KernelSpec) -> int:

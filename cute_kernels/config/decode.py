@@ -21,11 +21,14 @@ StoredType = Literal["f16", "bf16", "e4m3", "e5m2", "int8"]
 ScaleForm = Literal["none", "head", "token_f16", "token_f32"]
 LseBase = Literal["e", "2"]
 Partition = Literal["whole", "balanced", "invariant"]
+MmaScope = Literal["warp", "warpgroup"]  # who issues a tensor-core step: m16n8k16 (mma.sync), m64 (wgmma)
 
 LOG2_E = math.log2(math.e)  # from a natural logarithm to base 2
 MMA_K = 16  # depth of one m16n8k16 step
+WIDENING_WARPS = 4  # those that make 16 bits of 8, where a warpgroup multiplies
 PRODUCER_WARPS: dict[Arch, int] = {"sm90": 2, "sm80": 0}  # one for K and V; one for tokens' scales, or to look ahead
 TILE_M = 16  # packed query rows of one tensor-core tile
+WARPGROUP = 4  # warps that issue a wgmma together: 16 rows of its 64 are each one's
 HALF_TILE_M = 8  # those that leave a lane one row to work on, of its two
 MAX_TILE_ELEMENTS = 8192  # tile_n x padded head_dim of a 16-row tile: above, registers spill (read from SASS)
 MIN_BOX_ROWS = 8  # rows of one 128-byte swizzle atom: the smallest page part that one TMA box may bring
@@ -52,6 +55,7 @@ LINE_WORDS = 8  # words of a state in a cache line: fewer columns are not worth 
 PARTS_IN_FLIGHT = 4  # parts that a thread of the combine waits for together: few rows have more, and each costs instructions
 MOST_PIECES = 512  # of a row whose combine is divided; beyond, the CTA of its last piece does it alone
 MANY_ROWS = 32  # packed rows: with more, and so many columns for each CTA of a crew, a thread combines one pair at a time
+TWO_QUERIES = 4 * 128  # m-tiles x padded head_dim of a query that has two buffers, where warpgroups read it from shared memory
 MAX_CP_ASYNC_TILE_N = 32  # each lane of a warp looks up the page of one token of the tile
 
 
@@ -59,7 +63,7 @@ MAX_CP_ASYNC_TILE_N = 32  # each lane of a warp looks up the page of one token o
 class DecodeConfig:
     """Knobs of one launch: KV tokens a tile, tiles in shared memory, consumer warps, CTAs of the persistent grid an SM.
 
-    unit_heads: KV heads that a CTA takes together.
+    unit_heads: KV heads that a CTA takes together. mma: the scope of its tensor-core steps.
     """
 
     tile_n: int
@@ -67,16 +71,21 @@ class DecodeConfig:
     num_warps: int
     ctas_per_sm: int
     unit_heads: int = 1
+    mma: MmaScope = "warp"
 
 
 @dataclass(frozen=True)
 class RingShape:
-    """A ring of tiles of K, or of V: tile_n tokens of `units` units of 16 bits, `box_rows` tokens a slab (mainloop/tile.py)."""
+    """A ring of tiles of K, or of V: tile_n tokens of `units` units of 16 bits, `box_rows` tokens a slab (mainloop/tile.py).
+
+    by_block: column blocks lie one behind the other, as a wgmma reads them, not slabs; a box then brings one block.
+    """
 
     tile_n: int
     box_rows: int
     units: int
     num_stages: int
+    by_block: bool = False
 
     @property
     def column_block(self) -> int:
@@ -102,7 +111,8 @@ class KernelSpec:
     unit_heads: KV heads of a unit, the share of a row that one CTA works on at a time.
     query: how many query rows a request has; where it may be several, block_rows: packed rows (query rows x query heads of a KV
     head) that a unit holds, 8 or m-tiles of 16, each attended to by a warp of its own; many_blocks: whether a request may have
-    more. modifiers: of the scores.
+    more. modifiers: of the scores. mma: "warpgroup": four warps with m-tiles beside each other multiply them together; block_rows
+    is then above 0 for one query row a request, too.
     """
 
     arch: Arch
@@ -128,6 +138,7 @@ class KernelSpec:
     block_rows: int = 0
     many_blocks: bool = False
     modifiers: Modifiers = UNMODIFIED
+    mma: MmaScope = "warp"
 
     @property
     def plain(self) -> bool:
@@ -147,7 +158,19 @@ class KernelSpec:
     @property
     def warp_tiles(self) -> int:
         """M-tiles that one warp attends to together: what it reads and converts of a KV tile serves all of them."""
-        return min(self.row_tiles, most_warp_tiles(self.num_warps, self.padded_head_dim)) if self.several else 1
+        if not self.several or self.by_warpgroup:
+            return 1
+        return min(self.row_tiles, most_warp_tiles(self.num_warps, self.padded_head_dim))
+
+    @property
+    def by_warpgroup(self) -> bool:
+        """Whether warpgroups issue the tensor-core steps."""
+        return self.mma == "warpgroup"
+
+    @property
+    def widens_tiles(self) -> bool:
+        """Whether tiles of 8 bits are widened to 16 in shared memory, from which alone wgmma reads K and V."""
+        return self.by_warpgroup and min(self.k_bytes, self.v_bytes) == 1
 
     @property
     def readers(self) -> int:
@@ -162,7 +185,7 @@ class KernelSpec:
     @property
     def reread(self) -> bool:
         """Whether several units read the same KV tiles."""
-        return self.many_blocks or (not self.several and self.group_size > TILE_M)
+        return self.many_blocks or (not self.several and self.group_size > (self.block_rows or TILE_M))
 
     @property
     def unit_rows(self) -> int:
@@ -243,8 +266,26 @@ class KernelSpec:
     def rings(self) -> tuple[RingShape, RingShape]:
         """The rings of K and V tiles in shared memory."""
         k_units, v_units = (self.padded_head_dim * nbytes // UNIT_BYTES for nbytes in (self.k_bytes, self.v_bytes))
-        tile_n, rows, stages = self.tile_n, self.box_rows, self.num_stages
-        return RingShape(tile_n, rows, k_units, stages), RingShape(tile_n, rows, v_units, stages)
+        shape, stages = (self.tile_n, self.box_rows), self.num_stages
+        k_by_block, v_by_block = (self.by_warpgroup and nbytes > 1 for nbytes in (self.k_bytes, self.v_bytes))
+        return RingShape(*shape, k_units, stages, k_by_block), RingShape(*shape, v_units, stages, v_by_block)
+
+    @property
+    def wide(self) -> tuple[RingShape | None, RingShape | None]:
+        """The rings of K and V tiles that are widened to 16 bits; None where they are not."""
+        shape = RingShape(self.tile_n, self.tile_n, self.padded_head_dim, self.wide_stages, by_block=True)
+        k_wide, v_wide = (shape if self.by_warpgroup and nbytes == 1 else None for nbytes in (self.k_bytes, self.v_bytes))
+        return k_wide, v_wide
+
+    @property
+    def wide_stages(self) -> int:
+        """Widened tiles: each turn reads one while the next is widened. 0 where none is."""
+        return max(2, self.turns + 1) if self.widens_tiles else 0
+
+    @property
+    def stage_turns(self) -> int:
+        """Turns that share the stages of a ring: these are a multiple, so that each has one reader. All widen together."""
+        return 1 if self.widens_tiles else self.turns
 
     @property
     def box_rows(self) -> int:
@@ -261,12 +302,12 @@ class KernelSpec:
     @property
     def packed_rows(self) -> int:
         """Packed rows that a unit holds at most."""
-        return self.block_rows if self.several else packed_rows(self.unit_rows)
+        return self.block_rows if self.several else packed_rows(self.unit_rows, self.block_rows or TILE_M)
 
     @property
     def m_tiles(self) -> int:
-        """Units that share the KV heads of one where a request has one query row: a tensor-core tile of query heads each."""
-        return 1 if self.several else m_tiles(self.unit_rows)
+        """Units that share the KV heads of one where a request has one query row: a block of query heads each."""
+        return 1 if self.several else m_tiles(self.unit_rows, self.block_rows or TILE_M)
 
     @property
     def tile_bytes(self) -> int:
@@ -286,20 +327,31 @@ class KernelSpec:
     @property
     def holds_query(self) -> bool:
         """Whether the query stays in registers: at head_dim 256, or 128 with one query head, others would spill (by SASS)."""
-        return self.warp_tiles == 1 and self.padded_head_dim <= (192 if self.packed_rows > 1 else 96)
+        return not self.by_warpgroup and self.warp_tiles == 1 and self.padded_head_dim <= (192 if self.packed_rows > 1 else 96)
 
     @property
     def query_buffers(self) -> int:
         """Two: the next row's query comes while this one's is in use. One where both would take the ring's room."""
+        if self.by_warpgroup:
+            return 2 if self.row_tiles * self.padded_head_dim <= TWO_QUERIES and not self.widens_tiles else 1
         return 1 if self.row_tiles > 2 and self.holds_query else 2
+
+    @property
+    def query_tile(self) -> RingShape:
+        """The query as tensor-core steps of a warpgroup read it: each buffer a stage."""
+        return RingShape(self.block_rows, self.block_rows, self.padded_head_dim, self.query_buffers)
 
     @property
     def merge_floats(self) -> int:
         """f32 of the buffer in which the warps' states merge: of each warp and packed row its padded output, maximum and sum.
 
-        At least what the combine needs (device/combine/combine.py): four of each thread's pairs of columns.
+        At least what the combine needs (device/combine/combine.py): four of each thread's pairs of columns. Warpgroups merge in
+        registers: one output of each packed row, its lse, and a maximum and a sum of each turn.
         """
-        return max(self.turns * self.packed_rows * (self.merge_columns + 2), self.num_warps * 4 * 32 * self.column_pairs)
+        states = self.packed_rows * (self.merge_columns + 1 + 2 * self.turns)
+        if not self.by_warpgroup:
+            states = self.turns * self.packed_rows * (self.merge_columns + 2)
+        return max(states, self.num_warps * 4 * 32 * self.column_pairs)
 
     @property
     def row_pairs(self) -> int:
@@ -309,12 +361,14 @@ class KernelSpec:
     @property
     def column_pairs(self) -> int:
         """Neighbouring pairs of columns that a thread stores together: two where a state has more pairs than the CTA threads."""
+        if self.by_warpgroup:
+            return 4
         return 1 if self.packed_rows * self.row_pairs <= 32 * self.num_warps else 2
 
     @property
     def combine_pairs(self) -> int:
         """Those that it combines together. With 64 packed rows and 16 parts two take 2.2 us longer than one after the other."""
-        return 1 if self.packed_rows > MANY_ROWS else self.column_pairs
+        return 1 if self.packed_rows > MANY_ROWS and not self.by_warpgroup else self.column_pairs
 
     @property
     def merge_columns(self) -> int:
@@ -334,7 +388,12 @@ class KernelSpec:
         barriers = 2 * 8 + 4 + 8 * self.token_scales  # full, empty, the tile's holes, where in its words the scales are
         query = self.query_buffers * self.row_tiles * TILE_M * self.padded_head_dim * self.q_bytes
         query += 2 * (self.row_tiles - 1) * TILE_M * 4  # the inverses of further m-tiles
-        return self.num_stages * (stage + barriers) + query + 4 * self.merge_floats + MOST_PIECES + 1024  # alignment, words
+        query += 1024 if self.by_warpgroup else 0  # alignment
+        barriers += 8 if self.readers > 1 else 0  # zeroed
+        wide = sum(shape.tile_bytes * shape.num_stages for shape in self.wide if shape) + 16 * self.wide_stages
+        return (
+            self.num_stages * (stage + barriers) + query + wide + 4 * self.merge_floats + MOST_PIECES + 1024
+        )  # alignment, words
 
 
 def most_warp_tiles(num_warps: int, padded_head_dim: int) -> int:
@@ -342,14 +401,14 @@ def most_warp_tiles(num_warps: int, padded_head_dim: int) -> int:
     return 2 if num_warps <= 4 and padded_head_dim <= 128 else 1
 
 
-def packed_rows(group_size: int) -> int:
-    """Rows of a tensor-core tile that hold a query head."""
-    return min(group_size, TILE_M)
+def packed_rows(group_size: int, block_rows: int = TILE_M) -> int:
+    """Rows of a unit of `block_rows` that hold a query head."""
+    return min(group_size, block_rows)
 
 
-def m_tiles(group_size: int) -> int:
-    """Tensor-core tiles that hold the query heads of one KV head."""
-    return -(-group_size // TILE_M)
+def m_tiles(group_size: int, block_rows: int = TILE_M) -> int:
+    """Units of `block_rows` that hold the query heads of one KV head."""
+    return -(-group_size // block_rows)
 
 
 def grid_ctas(units: int, sm_count: int, ctas_per_sm: int) -> int:

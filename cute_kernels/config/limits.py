@@ -10,12 +10,21 @@ from .decode import (
     MIN_BOX_ROWS,
     SMEM_BYTES,
     TILE_M,
+    WARPGROUP,
     KernelSpec,
+    MmaScope,
 )
 
+# padded head_dim of more than one warpgroup, by whether warps widen tiles beside them: above, registers spill (read from SASS)
+TWO_WARPGROUPS_HEAD_DIM = {False: 192, True: 128}
+LONG_WARPGROUP_HEAD_DIM, SHORT_TILE_N = 128, 32  # above, a warpgroup's tiles have no more tokens, for the same reason
 
-def most_tile_n(padded_head_dim: int, v_bytes: int) -> int:
+
+def most_tile_n(padded_head_dim: int, v_bytes: int, mma: MmaScope = "warp") -> int:
     """KV tokens of a tile, at most: with more a thread needs more registers than it has."""
+    if mma == "warpgroup":
+        most = 2 * MAX_TILE_ELEMENTS // padded_head_dim // TILE_M * TILE_M
+        return most if padded_head_dim <= LONG_WARPGROUP_HEAD_DIM else min(most, SHORT_TILE_N)
     widest = 16 if v_bytes > 1 else 32  # at head_dim 256, where the output alone takes 128 registers
     fits = MAX_TILE_ELEMENTS // padded_head_dim
     return min(fits, widest) if padded_head_dim > 192 else fits
@@ -32,11 +41,13 @@ def supports(spec: KernelSpec) -> list[str]:
         reasons.append(f"num_warps={spec.num_warps} is not 1, 2, 4 or 8")
     if spec.several:
         reasons += _query_reasons(spec)
-    readers = max(1, spec.turns)
+    if spec.by_warpgroup:
+        reasons += _warpgroup_reasons(spec)
+    readers = max(1, spec.stage_turns)
     if spec.num_stages % readers:
         of = f"num_warps={spec.num_warps}" if spec.readers == 1 else f"the {readers} turns of its warps"
         reasons.append(f"num_stages={spec.num_stages} is not a multiple of {of}: a stage has one reader")
-    if spec.tile_n > most_tile_n(spec.padded_head_dim, spec.v_bytes):
+    if spec.tile_n > most_tile_n(spec.padded_head_dim, spec.v_bytes, spec.mma):
         reasons.append(f"tile_n={spec.tile_n} x head_dim={spec.padded_head_dim} needs more registers than a thread has")
     if spec.smem_bytes > SMEM_BYTES[spec.target]:
         reasons.append(f"shared memory {spec.smem_bytes} bytes exceeds {SMEM_BYTES[spec.target]} on {spec.target}")
@@ -91,6 +102,21 @@ def _query_reasons(spec: KernelSpec) -> list[str]:
         reasons.append(f"block_rows={spec.block_rows} exceeds {TILE_M}: a warp of the cp.async mainloop reads tiles of its own")
     if spec.unit_heads > 1:
         reasons.append(f"unit_heads={spec.unit_heads} takes one query row a request")
+    return reasons
+
+
+def _warpgroup_reasons(spec: KernelSpec) -> list[str]:
+    reasons, rows = [], TILE_M * WARPGROUP
+    if spec.arch != "sm90":
+        reasons.append("mma=warpgroup needs the TMA mainloop")
+    if spec.block_rows < rows or spec.block_rows % rows:
+        reasons.append(f"block_rows={spec.block_rows} is not a multiple of the {rows} rows of a warpgroup's step")
+    if spec.readers > spec.num_warps or spec.num_warps % spec.readers:
+        reasons.append(f"the {spec.readers} m-tiles of block_rows={spec.block_rows} do not divide num_warps={spec.num_warps}")
+    if spec.unit_heads > 1:
+        reasons.append(f"unit_heads={spec.unit_heads} takes tensor-core steps of a warp")
+    if spec.num_warps > WARPGROUP and spec.padded_head_dim > TWO_WARPGROUPS_HEAD_DIM[spec.widens_tiles]:
+        reasons.append(f"head_dim={spec.head_dim} leaves a thread of {spec.num_warps} warps too few registers")
     return reasons
 
 

@@ -59,14 +59,17 @@ def merge_spec(
     lse_base: LseBase,
     sinks: bool = False,
 ) -> MergeSpec:
-    """The kernel of a problem: no more loads in flight than it has states, no more warps than a row has work for."""
+    """The kernel of a problem: no more loads in flight than it has states, no more warps than a row has work for.
+
+    Two loads at least: registers for one word have no stride by which its two columns could be told apart.
+    """
     warps = -(-num_heads * head_dim // columns // 32)
     return MergeSpec(
         target=target,
         element_type=element_type,
         head_dim=head_dim,
         columns=columns,
-        in_flight=min(MAX_IN_FLIGHT, _power_of_two(num_states)),
+        in_flight=min(MAX_IN_FLIGHT, max(2, _power_of_two(num_states))),
         chunked=num_states > MAX_IN_FLIGHT,
         num_warps=min(MAX_WARPS, _power_of_two(warps)),
         lse_base=lse_base,

@@ -63,7 +63,7 @@ def problem(
 
 def chosen(*shape: int | None, **storage: object) -> tuple[int, ...]:
     """The configuration as the tables name it: without unit_heads where that is 1."""
-    *knobs, unit_heads = astuple(choose(problem(*shape, **storage), "sm90", "sm_90a", SMS))
+    *knobs, unit_heads, _ = astuple(choose(problem(*shape, **storage), "sm90", "sm_90a", SMS))
     return (*knobs, unit_heads) if unit_heads > 1 else tuple(knobs)
 
 

@@ -156,6 +156,51 @@ def test_blocks_of_packed_rows(
 
 
 @pytest.mark.parametrize(
+    ("group", "max_q_len", "num_warps", "block_rows", "packed_rows", "blocks", "readers"),
+    [
+        (4, 5, 8, 64, 64, 1, 4),  # a warpgroup has 64 rows, whatever a request needs
+        (4, 16, 8, 64, 64, 1, 4),
+        (4, 17, 8, 128, 128, 1, 8),  # two attend to one tile
+        (4, 17, 4, 64, 64, 2, 4),
+        (8, 512, 8, 128, 128, 32, 8),
+        (40, 1, 8, 64, 40, 1, 4),  # of one query row no more than its heads
+        (71, 1, 8, 128, 71, 1, 8),
+        (200, 1, 8, 128, 128, 2, 8),
+    ],
+)
+def test_blocks_of_warpgroups(
+    group: int, max_q_len: int, num_warps: int, block_rows: int, packed_rows: int, blocks: int, readers: int
+) -> None:
+    """Packed rows are held by 64 rows of each warpgroup; four warps read what one multiplies."""
+    form = {"query_format": "uniform"} if max_q_len == 1 else {}
+    problem = ck.PagedAttentionDescriptor(5, 2 * group, 2, 64, 16, torch.float16, max_q_len=max_q_len, **form).problem
+    config = DecodeConfig(tile_n=32, num_stages=16, num_warps=num_warps, ctas_per_sm=1, mma="warpgroup")
+    spec = kernel_spec(problem, "sm90", "sm_90a", config, partition="balanced")
+    assert (spec.block_rows, spec.packed_rows, spec.readers) == (block_rows, packed_rows, readers)
+    assert spec.readers * spec.turns == num_warps
+    assert units_of(problem, spec) == 2 * blocks
+    assert spec.reread == (blocks > 1)
+    assert supports(spec) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"arch": "sm80"}, "mma=warpgroup needs the TMA mainloop"),
+        ({"block_rows": 32}, "block_rows=32 is not a multiple of the 64 rows"),
+        ({"block_rows": 128, "num_warps": 4}, "the 8 m-tiles of block_rows=128 do not divide num_warps=4"),
+        ({"unit_heads": 2}, "unit_heads=2 takes tensor-core steps of a warp"),
+        ({"head_dim": 256, "k_type": "e4m3", "v_type": "e4m3"}, "head_dim=256 leaves a thread of 8 warps"),
+    ],
+)
+def test_what_warpgroups_cannot_have(change: dict[str, Any], reason: str) -> None:
+    problem = ck.PagedAttentionDescriptor(5, 8, 2, 64, 16, torch.float16, max_q_len=16).problem
+    spec = kernel_spec(problem, "sm90", "sm_90a", DecodeConfig(32, 16, 8, 1, mma="warpgroup"), partition="balanced")
+    assert supports(spec) == []
+    assert any(text.startswith(reason) for text in supports(replace(spec, **change))), reason
+
+
+@pytest.mark.parametrize(
     ("change", "reason"),
     [
         ({"block_rows": 24}, "block_rows=24 is not 8 or a multiple of 16"),

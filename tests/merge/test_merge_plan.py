@@ -86,7 +86,7 @@ def test_a_thread_merges_two_columns_where_they_are_aligned(changes: dict[str, A
 @pytest.mark.parametrize(
     ("changes", "loads", "chunked", "warps"),
     [
-        ({"num_states": 1}, 1, False, 4),
+        ({"num_states": 1}, 2, False, 4),
         ({"num_states": 2}, 2, False, 4),
         ({"num_states": 5}, 8, False, 4),
         ({"num_states": 8}, 8, False, 4),

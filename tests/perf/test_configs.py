@@ -55,9 +55,9 @@ def test_the_choice_is_timed_twice_beside_the_others_in_the_same_rounds():
     console.print(compared.table())
     lines = [line.split() for line in console.file.getvalue().splitlines() if "10.00" in line or "9.75" in line]
     found = [[word for word in line if word not in "│┃"] for line in lines]
-    assert [line[5:9] for line in found] == [["10.00"] * 3 + ["1.0000"]] * 2 + [["9.75"] * 3 + ["0.9750"]]
-    assert [" ".join(line[9:]) for line in found] == ["the plan's choice", "the same again", ""]
-    assert found[2][:5] == ["16", "16", "2", "1", "1"]
+    assert [line[6:10] for line in found] == [["10.00"] * 3 + ["1.0000"]] * 2 + [["9.75"] * 3 + ["0.9750"]]
+    assert [" ".join(line[10:]) for line in found] == ["the plan's choice", "the same again", ""]
+    assert found[2][:6] == ["16", "16", "2", "1", "1", "warp"]
 
 
 def test_a_wrong_configuration_has_a_line_and_no_time():

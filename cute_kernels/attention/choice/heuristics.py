@@ -6,8 +6,10 @@ from ...config.decode import (
     SMEM_BYTES,
     TILE_M,
     TWO_CTAS_HEAD_DIM,
+    WARPGROUP,
     Arch,
     DecodeConfig,
+    MmaScope,
     Partition,
     Target,
     packed_rows,
@@ -29,11 +31,14 @@ SHAPES_OF_8_BITS: dict[Arch, tuple[tuple[int, int, int], ...]] = {
 }
 # the same where tokens have scales and a CTA takes two KV heads: a sector of scales has those of both
 PAIRED = (8_192, 8, 1)
-# (tokens of a tile, consumer warps) where a unit has several m-tiles. Swept on an H200: 8 warps on large tiles were least or
-# within 4% of it, on smaller ones where a CTA's share has fewer than SHARE_TILES of those, and with scales a token two m-tiles a
-# warp (by 5 to 20%)
+# (tokens of a tile, consumer warps) where warps attend to several m-tiles of 8-bit caches. Swept on an H200: 8 warps on large
+# tiles were least or within 4% of it, on smaller ones where a CTA's share has fewer than SHARE_TILES of those, and with scales a
+# token two m-tiles a warp (by 5 to 20%)
 M_TILES, M_TILES_OF_SHORT, M_TILES_OF_TOKEN_SCALES = (64, 8), (32, 8), (32, 4)
 SHARE_TILES = 4
+M_TILES_ROWS = 32  # packed rows: with more, warpgroups end first (64 x 8k, e4m3: 32 rows 306 us and 377, 64 rows 584 and 382)
+# (tokens of a tile, consumer warps) of warpgroups
+WARPGROUP_SHAPES = ((64, 8), (32, 8), (64, 4), (32, 4), (16, 8), (16, 4))
 PAIRED_HEAD_DIM = 128  # larger ones were not measured
 MOST_CTAS_PER_SM = 2
 LARGEST_TILE_N = {"sm90": 64, "sm80": 32}
@@ -64,7 +69,9 @@ def candidates(problem: DecodeProblem, arch: Arch, target: Target, sm_count: int
     found: dict[DecodeConfig, None] = {}
     limit = 4 if spills_with_8_warps(problem) else 8
     shapes = [(*shape, 1) for shape in (SHAPES_OF_8_BITS if problem.has_8_bits else SHAPES)[arch]]
-    if arch == "sm90" and problem.query != "one" and problem.packed_rows > TILE_M:
+    if arch == "sm90" and problem.packed_rows > TILE_M:
+        if not by_warps(problem):
+            return [warpgroup_config(problem)]
         tile_n, num_warps = m_tiles_shape(problem, sm_count)
         shapes = [(tile_n * token_bytes(problem), num_warps, 1, 1)]
     elif pairs_heads(problem, arch):
@@ -76,13 +83,27 @@ def candidates(problem: DecodeProblem, arch: Arch, target: Target, sm_count: int
     return list(found)
 
 
+def by_warps(problem: DecodeProblem) -> bool:
+    """Whether warps attend to several m-tiles faster than warpgroups do."""
+    return problem.query != "one" and problem.has_8_bits and problem.packed_rows <= M_TILES_ROWS
+
+
 def m_tiles_shape(problem: DecodeProblem, sm_count: int) -> tuple[int, int]:
-    """(tokens of a tile, consumer warps) of a unit with several m-tiles."""
+    """(tokens of a tile, consumer warps) of a unit with several m-tiles for warps."""
     share = problem.batch_size * row_tokens(problem) * problem.num_kv_heads // sm_count
     shape = M_TILES if share >= SHARE_TILES * M_TILES[0] else M_TILES_OF_SHORT
     if "token" in (problem.k_scale.granularity, problem.v_scale.granularity):
         shape = M_TILES_OF_TOKEN_SCALES
     return min(shape[0], most_tile_n(problem.padded_head_dim, problem.v_dtype.element_bytes)), shape[1]
+
+
+def warpgroup_config(problem: DecodeProblem) -> DecodeConfig:
+    """That of a unit with several m-tiles: the largest tiles of which shared memory holds enough, two warpgroups before one."""
+    configs = [ring(problem, tile_n, warps, 1, "sm90", "sm_90a", 1, "warpgroup") for tile_n, warps in WARPGROUP_SHAPES]
+    fitting = (
+        c for c in configs if c.num_stages > 1 and not supports(kernel_spec(problem, "sm90", "sm_90a", c, partition="balanced"))
+    )
+    return next(fitting, configs[-1])
 
 
 def pairs_heads(problem: DecodeProblem, arch: Arch) -> bool:
@@ -116,16 +137,23 @@ def tile_tokens(problem: DecodeProblem, arch: Arch, tile_bytes: int) -> int:
 
 
 def ring(
-    problem: DecodeProblem, tile_n: int, most_warps: int, ctas_per_sm: int, arch: Arch, target: Target, unit_heads: int
+    problem: DecodeProblem,
+    tile_n: int,
+    most_warps: int,
+    ctas_per_sm: int,
+    arch: Arch,
+    target: Target,
+    unit_heads: int,
+    mma: MmaScope = "warp",
 ) -> DecodeConfig:
     """The deepest ring within RING_BYTES, with the most warps that shared memory then allows."""
     deepest = RING_BYTES // ctas_per_sm // (tile_n * token_bytes(problem))
-    for num_warps in (w for w in (8, 4, 2, 1) if w <= most_warps):
-        shape = DecodeConfig(tile_n, num_warps, num_warps, ctas_per_sm, unit_heads)
-        turns = max(1, kernel_spec(problem, arch, target, shape, partition="balanced").turns)  # stages are a multiple of them
+    for num_warps in (w for w in (8, 4, 2, 1) if w <= most_warps and (mma == "warp" or w >= WARPGROUP)):
+        shape = DecodeConfig(tile_n, num_warps, num_warps, ctas_per_sm, unit_heads, mma)
+        turns = max(1, kernel_spec(problem, arch, target, shape, partition="balanced").stage_turns)
         shallowest = SHALLOWEST[arch] * turns
         for num_stages in range(max(deepest // turns * turns, shallowest), shallowest - 1, -turns):
-            config = DecodeConfig(tile_n, num_stages, num_warps, ctas_per_sm, unit_heads)
+            config = DecodeConfig(tile_n, num_stages, num_warps, ctas_per_sm, unit_heads, mma)
             needed = kernel_spec(problem, arch, target, config, partition="balanced").smem_bytes
             if needed <= SMEM_BYTES[target] // ctas_per_sm:
                 return config

@@ -15,9 +15,9 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
-from ...config.decode import DecodeConfig
+from ...config.decode import DecodeConfig, MmaScope
 from ...errors import InvalidPlanTable
 from ..descriptors import DecodeProblem
 
@@ -34,6 +34,7 @@ EXACT = {
 }
 BUCKETS = ("num_kv_heads", "batch_size", "max_seq_len")
 KNOBS = tuple(knob.name for knob in fields(DecodeConfig))
+NAMES = {"mma": get_args(MmaScope)}  # of the knobs that are no numbers
 OPTIONAL_KNOBS = {knob.name for knob in fields(DecodeConfig) if knob.default is not MISSING}
 MEASURED = ("us", "heuristic_us", "commit")
 
@@ -176,7 +177,10 @@ def _entry(where: str, raw: Any) -> Entry:
     knobs = set(KNOBS) - (OPTIONAL_KNOBS - given)
     _check_keys(f"{where}.config", raw["config"], knobs)
     for name in sorted(knobs):
-        if type(raw["config"][name]) is not int or raw["config"][name] < 1:
+        if name in NAMES:
+            if raw["config"][name] not in NAMES[name]:
+                raise InvalidPlanTable(f"{where}.config.{name}", raw["config"][name], f"must be one of {NAMES[name]}")
+        elif type(raw["config"][name]) is not int or raw["config"][name] < 1:
             raise InvalidPlanTable(f"{where}.config.{name}", raw["config"][name], "must be an int of at least 1")
     buckets = tuple(_bucket(f"{where}.{name}", raw[name]) for name in BUCKETS)
     config = DecodeConfig(**raw["config"])

@@ -1,6 +1,7 @@
-"""One warp attends to one KV tile: S = Q K^T, online softmax, O += P V, by m16n8k16 tensor-core steps.
+"""One warp attends to one KV tile: S = Q K^T, online softmax, O += P V.
 
-The computation of FlashAttention-2 (Dao 2023) for 16 packed query rows. Both mainloops call it on a tile in shared memory.
+The computation of FlashAttention-2 (Dao 2023) for m-tiles of 16 packed query rows. Both mainloops call it on a tile in shared
+memory. Who multiplies, a warp or its warpgroup, is the products' affair: accumulators and A fragments lie alike in a lane.
 """
 
 from dataclasses import dataclass
@@ -8,19 +9,18 @@ from dataclasses import dataclass
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
-from cutlass.cute.nvgpu import warp
 
-from ...config.decode import ELEMENT_BYTES, TILE_M, KernelSpec
-from ..kv.codec import HALVES, PARITIES, decode
+from ...config.decode import TILE_M, KernelSpec
 from ..kv.scale import SMALLEST_UNIT, Scaling, column_scales, scale_columns, settle_scales, widen_unit
 from ..mainloop.shared import Shared
-from ..mainloop.tile import transposed
 from ..tracing.fakes import ELEMENT_TYPES
 from .mask import RowMask, cuts, mask_holes, mask_rows, mask_scores, zero_outside, zero_rows
-from .pack_gqa import fragments, query_step
+from .pack_gqa import fragments
 from .query_rows import TilePlace
 from .score import ScoreModifier, modify_scores
 from .softmax import online_softmax
+from .warp_mma import WarpProducts
+from .warpgroup_mma import WarpgroupProducts
 
 
 @dataclass(frozen=True)
@@ -53,23 +53,17 @@ class RowTile:
 
 @dataclass(frozen=True)
 class Attention:
-    """What a warp needs to attend to a tile of a piece: the two MMAs, the readers of both rings, its m-tiles."""
+    """What a warp needs to attend to a tile of a piece: who multiplies, and its m-tiles."""
 
-    mmas: tuple
-    readers: tuple
+    products: WarpProducts | WarpgroupProducts
     row_tiles: tuple[RowTile, ...]
     scaling: Scaling
 
 
-def make_mma(element_type: str) -> cute.TiledMma:
-    """m16n8k16 with f32 accumulation, one warp; two n8 steps share one ldmatrix.x4."""
-    op = warp.MmaF16BF16Op(ELEMENT_TYPES[element_type], Float32, (16, 8, 16))
-    return cute.make_tiled_mma(op, (1, 1, 1), permutation_mnk=(16, 16, 16))
-
-
-def make_mmas(spec: KernelSpec) -> tuple[cute.TiledMma, cute.TiledMma]:
-    """Those of Q K^T and of P V."""
-    return make_mma(spec.k_math), make_mma(spec.v_math)
+def make_products(spec: KernelSpec, shared: Shared) -> WarpProducts | WarpgroupProducts:
+    """What this warp multiplies with."""
+    kind = WarpgroupProducts if spec.by_warpgroup else WarpProducts
+    return kind(spec, shared, cute.arch.lane_idx())
 
 
 def make_state(spec: KernelSpec, thr_mma: cute.ThrMma) -> WarpState:
@@ -88,77 +82,9 @@ def reset_state(state: WarpState):
         state.unit.fill(SMALLEST_UNIT)
 
 
-class TileReader:
-    """Reads B fragments of one ring (K, or V transposed) through ldmatrix, 16 units of the contraction at a time."""
-
-    def __init__(self, spec: KernelSpec, tiled_mma: cute.TiledMma, lane: Int32, ring: cute.Tensor, stored_type: str, is_v: bool):
-        ring = transposed(ring) if is_v else ring
-        atom = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(transpose=is_v, num_matrices=4), ring.element_type)
-        self.copy = cute.make_tiled_copy_B(atom, tiled_mma)
-        self.thr_copy = self.copy.get_slice(lane)
-        self.source = self.thr_copy.partition_S(ring)
-        self.thr_mma = tiled_mma.get_slice(lane)
-        self.rows, self.element_type = cute.size(ring, mode=[0]), ring.element_type
-        self.stored_type, self.by_instruction = stored_type, spec.arch == "sm90"
-        self.steps = cute.size(ring, mode=[1]) // 16
-        of_8_bits = self.load_v if is_v else self.load_k
-        self.load = of_8_bits if ELEMENT_BYTES[stored_type] == 1 else self.load_units
-
-    def fragment(self, rows: int) -> cute.Tensor:
-        """Registers for the B fragment of one k16 step, ((2, 2), rows / 8, 1)."""
-        return cute.make_rmem_tensor(self.thr_mma.partition_shape_B((rows, 16)), self.element_type)
-
-    def load_units(self, step: int, stage: Int32) -> tuple[cute.Tensor, ...]:
-        """The units of step `step` of tile `stage`: the fragment itself where a unit is an element."""
-        fragment = self.fragment(self.rows)
-        target = self.thr_copy.retile(fragment)
-        cute.copy(self.copy, self.source[None, None, step, stage], target[None, None, 0])
-        return (fragment,)
-
-    def load_k(self, step: int, stage: Int32) -> tuple[cute.Tensor, ...]:
-        """The fragments of 32 columns of 8 bits: each register of units, of 16 columns, holds both registers of a k16 step."""
-        words = registers(self.load_units(step, stage)[0])
-        found = self.fragment(self.rows), self.fragment(self.rows)
-        for half, target in enumerate(map(registers, found)):
-            for n in range(self.rows // 8):
-                target[0, n], target[1, n] = decode(self.stored_type, self.by_instruction, words[half, n], HALVES)
-        return found
-
-    def load_v(self, step: int, stage: Int32) -> tuple[cute.Tensor, ...]:
-        """The fragment of 16 tokens: a register of units, of two tokens, holds one of each of two n8 steps (value_column)."""
-        words = registers(self.load_units(step, stage)[0])
-        found = self.fragment(2 * self.rows)
-        target = registers(found)
-        for half in range(2):
-            for n in range(self.rows // 8):
-                decoded = decode(self.stored_type, self.by_instruction, words[half, n], PARITIES)
-                target[half, 2 * n], target[half, 2 * n + 1] = decoded
-        return (found,)
-
-
-def registers(fragment: cute.Tensor) -> cute.Tensor:
-    """A B fragment as 32-bit registers [half of the contraction, n8]."""
-    return cute.make_tensor(cute.recast_ptr(fragment.iterator, dtype=Int32), cute.make_layout((2, cute.size(fragment) // 4)))
-
-
-def value_column(spec: KernelSpec, column: int) -> int:
-    """The column of V that is column `column` of the O accumulator: with 8 bits an n8 step has every other one of 16."""
-    if spec.v_bytes == 2:
-        return column
-    return column // 16 * 16 + column % 8 * 2 + column // 8 % 2
-
-
-def make_readers(spec: KernelSpec, mmas: tuple, lane: Int32, shared: Shared) -> tuple[TileReader, TileReader]:
-    """The readers of K and of V."""
-    readers = []
-    for mma, ring, stored, is_v in zip(mmas, shared.rings, (spec.k_type, spec.v_type), (False, True), strict=True):
-        readers.append(TileReader(spec, mma, lane, ring, stored, is_v))
-    return tuple(readers)
-
-
 def probabilities(acc_s: cute.Tensor, element_type: type) -> cute.Tensor:
     """P in 16 bits, its accumulator registers reread as A fragments: ((2,2),1,n8) -> ((2,2,2),1,n16)."""
-    p = cute.make_rmem_tensor(acc_s.layout, element_type)
+    p = cute.make_rmem_tensor(acc_s.shape, element_type)
     p.store(acc_s.load().to(element_type))
     return fragments(p)
 
@@ -176,36 +102,30 @@ def score_factors(rows: RowTile, scaling: Scaling) -> list:
 
 
 @cute.jit
-def attend_tile(spec: cutlass.Constexpr, attention: Attention, shared: Shared, stage: Int32, place: TilePlace, holes: Int32):
-    """Adds tile `stage` to the states of the warp's m-tiles. holes: mask.py."""
-    lane, row_tiles = cute.arch.lane_idx(), attention.row_tiles
-    (mma_k, mma_v), (reader_k, reader_v) = attention.mmas, attention.readers
-    thr_mma = mma_k.get_slice(lane)
+def attend_tile(
+    spec: cutlass.Constexpr, attention: Attention, shared: Shared, stage: Int32, operands: tuple, place: TilePlace, holes: Int32
+):
+    """Adds tile `stage` to the states of the warp's m-tiles. operands: where K and V are multiplied from; holes: mask.py."""
+    lane, row_tiles, products = cute.arch.lane_idx(), attention.row_tiles, attention.products
     peak = settle_scales(spec, shared.scales, stage)
-    scores = [cute.make_rmem_tensor(thr_mma.partition_shape_C((TILE_M, spec.tile_n)), Float32) for _ in row_tiles]
-    for acc_s in scores:
-        acc_s.fill(0.0)
-    for step in cutlass.range_constexpr(reader_k.steps):
-        loaded = reader_k.load(step, stage)
-        for i in cutlass.range_constexpr(len(loaded)):
-            for acc_s, rows in zip(scores, row_tiles, strict=True):
-                query = query_step(spec, rows.query, step * len(loaded) + i)
-                cute.gemm(mma_k, acc_s, query, loaded[i][None, None, 0], acc_s)
+    scores = products.scores([rows.query for rows in row_tiles], operands[0])
     if cutlass.const_expr(spec.k_token_scale):
         columns = column_scales(spec, shared.scales[0], spec.k_scale, stage)
         for acc_s in scores:
             scale_columns(acc_s, spec.lane_rows, columns)
-    coords = thr_mma.partition_C(cute.make_identity_tensor((TILE_M, spec.tile_n)))
+    coords = products.thr_mma.partition_C(cute.make_identity_tensor((TILE_M, spec.tile_n)))
     if cutlass.const_expr(not spec.plain):
         for acc_s, rows in zip(scores, row_tiles, strict=True):
             if cutlass.const_expr(rows.modifier is not None):
                 modify_scores(acc_s, coords, score_factors(rows, attention.scaling), rows.modifier, place.token)
             if cuts(rows.mask, place.token, spec.tile_n):
                 mask_rows(acc_s, coords, rows.mask, place.token, spec.tile_n)
-        zero_outside(spec, shared.rings[1][None, None, stage], place, lane)
+        if cutlass.const_expr(spec.readers == 1):
+            zero_outside(spec, shared.rings[1][None, None, stage], place, lane)
     elif place.valid < spec.tile_n:
         mask_scores(scores[0], coords, place.valid)
-        zero_rows(spec, shared.rings[1][None, None, stage], place.valid, Int32(spec.tile_n), lane)
+        if cutlass.const_expr(spec.readers == 1):
+            zero_rows(spec, shared.rings[1][None, None, stage], place.valid, Int32(spec.tile_n), lane)
     if holes != 0:
         for acc_s in scores:
             mask_holes(acc_s, coords, holes, spec.hole_tokens)
@@ -214,11 +134,8 @@ def attend_tile(spec: cutlass.Constexpr, attention: Attention, shared: Shared, s
         columns = column_scales(spec, shared.scales[1], spec.v_scale, stage)
         for acc_s in weights:
             scale_columns(acc_s, spec.lane_rows, columns)
-    products = [probabilities(acc_s, ELEMENT_TYPES[spec.v_math]) for acc_s in weights]
-    for step in cutlass.range_constexpr(reader_v.steps):
-        values = reader_v.load(step, stage)[0][None, None, 0]
-        for p, rows in zip(products, row_tiles, strict=True):
-            cute.gemm(mma_v, rows.state.acc_o, p[None, None, step], values, rows.state.acc_o)
+    weights = [probabilities(acc_s, ELEMENT_TYPES[spec.v_math]) for acc_s in weights]
+    products.add_values([rows.state.acc_o for rows in row_tiles], weights, operands[1])
 
 
 def weights_of(spec: KernelSpec, acc_s: cute.Tensor, rows: RowTile, scaling: Scaling, peak: Int32) -> cute.Tensor:

@@ -14,18 +14,28 @@ from ...config.decode import LOG2_E, TILE_M, KernelSpec
 from ..combine.partials import send, word_at
 from ..kv.scale import Scaling, unit_of
 from ..ptx.registers import quotient, remainder
+from ..ptx.shared_pairs import read_pair, write_pair
 from ..schedule.work_scheduler import Piece
-from .attend import WarpState, value_column
-from .pack_gqa import lane_rows_of
+from .attend import WarpState
+from .pack_gqa import lane_rows_of, sync_consumers
 from .query_rows import QueryBlock, block_view, place_in, place_in_view
 from .softmax import finite_or_zero, quad_sum, rows_of
 
 LN_2 = math.log(2.0)
+STORES = 4  # of a thread in flight together: 64 packed rows are 4 or 16
+PAIRS_READ = 16  # pairs of columns that settle_turns reads together: registers for 64 would spill at head_dim 256
 
 
 def lse_factor(spec: KernelSpec) -> float:
     """From base 2 to the descriptor's base."""
     return 1.0 if spec.lse_base == "2" else LN_2
+
+
+def value_column(spec: KernelSpec, column: int) -> int:
+    """The column of V that is column `column` of the O accumulator: with 8 bits an n8 step has every other one of 16."""
+    if spec.v_bytes == 2 or spec.by_warpgroup:
+        return column
+    return column // 16 * 16 + column % 8 * 2 + column // 8 % 2
 
 
 def is_of(spec: KernelSpec, row: Int32, order: Int32) -> Boolean | bool:
@@ -48,7 +58,7 @@ def share_state(
 
     inverses: of the row factors, or None.
     """
-    acc, row_max, row_sum = merge
+    acc, row_max, row_sum, _ = merge
     unit = Float32(1.0) if cutlass.const_expr(state.unit is None) else unit_of(state.unit)
     lane, lane_rows = cute.arch.lane_idx(), lane_rows_of(spec, row_tile)
     outputs = rows_of(state.acc_o)
@@ -99,31 +109,106 @@ def join_sink(sink: Float32, row_lse: Float32) -> tuple[Float32, Float32]:
     return factor, cute.math.log2(total, fastmath=True) + peak
 
 
+def settled_row(spec: KernelSpec, merge: tuple, row: Int32, scaling: Scaling):
+    """What `merged` takes of a row, and its lse in base 2."""
+    if spec.by_warpgroup:
+        return None, None, merge[3][row]
+    return merge_row(spec, merge[1], merge[2], row, scaling)
+
+
+@cute.jit
+def settle_turns(
+    spec: cutlass.Constexpr,
+    merge: tuple,
+    thr_mma,
+    state: WarpState,
+    inverses,
+    row_tile: Int32,
+    heads: Int32,
+    order: Int32,
+    scaling,
+):
+    """Merges the states of the turns of a warpgroup's m-tiles in the registers of the first place, and leaves the result.
+
+    All consumer warps call it. inverses: of the row factors, or None. Left are O [row, column, 0] and the lse, both settled.
+    """
+    acc, row_max, row_sum, lse = merge
+    unit = Float32(1.0) if cutlass.const_expr(state.unit is None) else unit_of(state.unit)
+    lane, lane_rows = cute.arch.lane_idx(), lane_rows_of(spec, row_tile)
+    outputs = rows_of(state.acc_o)
+    coords = rows_of(thr_mma.partition_C(cute.make_identity_tensor((TILE_M, spec.padded_head_dim))))
+    for r in cutlass.range_constexpr(len(lane_rows)):
+        row, total = lane_rows[r], quad_sum(state.row_sum[r])
+        if row < heads and lane % 4 == 0:
+            row_max[row, order] = state.row_max[r] * (1.0 if cutlass.const_expr(inverses is None) else inverses[r])
+            row_sum[row, order] = total * unit
+        if cutlass.const_expr(spec.turns > 1) and row < heads and order > 0:
+            for c in cutlass.range_constexpr(0, cute.size(outputs, mode=[1]), 2):
+                at = acc.iterator + cute.crd2idx((row, coords[r, c][1], 0), acc.layout)
+                write_pair(at, outputs[r, c] * unit, outputs[r, c + 1] * unit)
+    sync_consumers(spec)
+    if order == 0:
+        for r in cutlass.range_constexpr(len(lane_rows)):
+            row = lane_rows[r]
+            if row < heads:
+                weights, inverse, row_lse = merge_row(spec, row_max, row_sum, row, scaling)
+                factors = [weight * inverse for weight in (weights[0] * unit, weights[spec.turns - 1])]
+                settle_outputs(
+                    spec, acc, row, [coords[r, c][1] for c in range(cute.size(coords, mode=[1]))], outputs[r, None], factors
+                )
+                if lane % 4 == 0:
+                    lse[row] = row_lse
+
+
+def settle_outputs(spec: KernelSpec, acc: cute.Tensor, row: Int32, columns: list, outputs: cute.Tensor, factors: list):
+    """A lane's outputs of a row, by the first factor, and where there are two turns those in acc by the second, come into acc."""
+    for begin in range(0, len(columns), 2 * PAIRS_READ):
+        some = range(begin, min(begin + 2 * PAIRS_READ, len(columns)), 2)
+        places = [acc.iterator + cute.crd2idx((row, columns[c], 0), acc.layout) for c in some]
+        others = [read_pair(at) for at in places] if spec.turns > 1 else []
+        for i, (c, at) in enumerate(zip(some, places, strict=True)):
+            pair = [outputs[c + j] * factors[0] for j in range(2)]
+            if others:
+                pair = [own + other * factors[1] for own, other in zip(pair, others[i], strict=True)]
+            write_pair(at, *pair)
+
+
 @cute.jit
 def merged(spec: cutlass.Constexpr, acc, weights, inverse: Float32, row: Int32, column: Int32) -> Float32:
     """One element of the merged output."""
     value, places = Float32(0.0), places_of(spec, row)
-    for w in cutlass.range_constexpr(len(places)):
-        value += weights[w] * acc[row, column, places[w]]
-    return value * inverse
+    if cutlass.const_expr(weights is None):
+        value = acc[row, column, 0]
+    else:
+        for w in cutlass.range_constexpr(len(places)):
+            value += weights[w] * acc[row, column, places[w]]
+        value = value * inverse
+    return value
+
+
+def stores_together(spec: KernelSpec) -> int:
+    """Turns of a thread's stores that are in flight together."""
+    return STORES if spec.by_warpgroup else 1
 
 
 @cute.jit
 def store_final(spec: cutlass.Constexpr, merge: tuple, block: QueryBlock, out, lse, scaling: Scaling, sinks):
     """A whole row: the merged state is the result. sinks: f32 [num_heads], or None."""
-    acc, row_max, row_sum = merge
     target = block_view(spec, out, block)
     width = cutlass.const_expr(math.gcd(spec.head_dim, 2 * spec.column_pairs))
     per_row = cutlass.const_expr(spec.head_dim // width)
     values = cute.make_rmem_tensor(width, out.element_type)
-    for i in cutlass.range(cute.arch.thread_idx()[0], block.rows * per_row, spec.num_warps * 32, unroll=1):
+    for i in cutlass.range(cute.arch.thread_idx()[0], block.rows * per_row, spec.num_warps * 32, unroll=stores_together(spec)):
         row, column = quotient(i, per_row), remainder(i, per_row)
-        weights, inverse, row_lse = merge_row(spec, row_max, row_sum, row, scaling)
+        weights, inverse, row_lse = settled_row(spec, merge, row, scaling)
         if cutlass.const_expr(spec.modifiers.sinks):
             factor, row_lse = join_sink(sinks[place_in(spec, block, row)[-1]], row_lse)
-            inverse = inverse * factor
+            inverse = factor if cutlass.const_expr(weights is None) else inverse * factor
         for c in cutlass.range_constexpr(width):
-            values[c] = merged(spec, acc, weights, inverse, row, column * width + c).to(out.element_type)
+            value = merged(spec, merge[0], weights, inverse, row, column * width + c)
+            if cutlass.const_expr(weights is None and spec.modifiers.sinks):
+                value = value * inverse
+            values[c] = value.to(out.element_type)
         cute.autovec_copy(values, cute.zipped_divide(target[(*place_in_view(spec, block, row), None)], (width,))[None, column])
         if column == 0:
             lse[place_in(spec, block, row)] = row_lse * lse_factor(spec)
@@ -132,13 +217,12 @@ def store_final(spec: cutlass.Constexpr, merge: tuple, block: QueryBlock, out, l
 @cute.jit
 def store_partial(spec: cutlass.Constexpr, merge: tuple, piece: Piece, words, slot: Int32, mark: Int32, scaling: Scaling):
     """A part of a row: the merged state goes to its slot of the workspace."""
-    acc, row_max, row_sum = merge
     per_row, threads = cutlass.const_expr(spec.row_pairs), cutlass.const_expr(spec.num_warps * 32)
-    work, pairs = piece.block.rows * per_row, cutlass.const_expr(spec.column_pairs)
-    for index in cutlass.range(cute.arch.thread_idx()[0] * pairs, work, threads * pairs, unroll=1):
+    work, pairs = piece.block.rows * per_row, cutlass.const_expr(1 if spec.by_warpgroup else spec.column_pairs)
+    for index in cutlass.range(cute.arch.thread_idx()[0] * pairs, work, threads * pairs, unroll=stores_together(spec)):
         row, values = quotient(index, per_row), cute.make_rmem_tensor((2, pairs), Float32)
-        weights, inverse, row_lse = merge_row(spec, row_max, row_sum, row, scaling)
+        weights, inverse, row_lse = settled_row(spec, merge, row, scaling)
         for c in cutlass.range_constexpr(2 * pairs):
-            values[c] = merged(spec, acc, weights, inverse, row, 2 * remainder(index, per_row) + c)
+            values[c] = merged(spec, merge[0], weights, inverse, row, 2 * remainder(index, per_row) + c)
         for j in cutlass.range_constexpr(pairs):
             send(word_at(words, index + j, slot), values[0, j], values[1, j], row_lse, mark)

@@ -11,8 +11,6 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
 
 from ...config.decode import KernelSpec
-from ..ptx.barriers import sync_turn
-from .pack_gqa import reader_of
 from .query_rows import KvRange, Queries, QueryBlock, Row, TilePlace, end_seen, first_seen, position_of, query_row_of
 
 VECTOR = 8  # units of one 16-byte store
@@ -55,15 +53,11 @@ def has_outside(spec: KernelSpec, place: TilePlace) -> Boolean:
 
 @cute.jit
 def zero_outside(spec: cutlass.Constexpr, tile: cute.Tensor, place: TilePlace, lane: Int32):
-    """Zeroes what no query row sees of a tile of V. Where several warps read it one does, and the others wait."""
-    if has_outside(spec, place):
-        if reader_of(spec) == 0:
-            if place.valid < spec.tile_n:
-                zero_rows(spec, tile, cutlass.max(place.valid, 0), Int32(spec.tile_n), lane)
-            if cutlass.const_expr(place.skip is not None):
-                zero_rows(spec, tile, Int32(0), cutlass.max(cutlass.min(place.skip, spec.tile_n), 0), lane)
-        if cutlass.const_expr(spec.readers > 1):
-            sync_turn(spec.readers)
+    """A warp zeroes what no query row sees of a tile of V."""
+    if place.valid < spec.tile_n:
+        zero_rows(spec, tile, cutlass.max(place.valid, 0), Int32(spec.tile_n), lane)
+    if cutlass.const_expr(place.skip is not None):
+        zero_rows(spec, tile, Int32(0), cutlass.max(cutlass.min(place.skip, spec.tile_n), 0), lane)
 
 
 @dataclass(frozen=True)

@@ -3,8 +3,9 @@
 Or the heads of a unit's two KV heads. Packed row r lies in row r % TILE_M of m-tile r // TILE_M of the unit; where it is in q:
 query_rows.place_in. Columns past head_dim are zero on load. Rows past the last are zero, or hold whatever shared memory held: no
 row of a product depends on another, and these are never stored. A tile is kept as m16n8k16 A fragments, eight elements a lane and
-k16 step, in shared memory, and held in registers while a piece lasts where they fit. Two buffers: the next row's query comes
-while this one's is in use (one buffer where the query is in registers by then and shared memory is short).
+k16 step, in shared memory, and held in registers while a piece lasts where they fit. A warpgroup reads it as rows of elements,
+swizzled (mainloop/tile.py). Two buffers: the next row's query comes while this one's is in use (one buffer where shared memory is
+short: the next query comes once this one is in registers, or a warpgroup has read it for the last time).
 """
 
 from itertools import product
@@ -13,7 +14,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64
 
-from ...config.decode import LINE_BYTES, MMA_K, TILE_M, KernelSpec
+from ...config.decode import LINE_BYTES, MMA_K, TILE_M, UNIT_BYTES, WARPGROUP, KernelSpec
+from ..mainloop.tile import columns, swizzle, swizzled
 from ..ptx.barriers import CONSUMERS
 from ..ptx.cp_async import copy_async
 from ..ptx.registers import LANES, quotient, remainder
@@ -22,17 +24,24 @@ from .query_range import rescale
 from .query_rows import QueryBlock, block_view, place_in, place_in_view
 
 PAIR_BYTES = 4  # of two columns of the query
+VECTOR = 8  # columns of 16 bytes of it
 FRAGMENT = 8  # elements of one lane's A fragment of a k16 step: (column pair, row, half of the columns)
 
 
 def query_layout(spec: KernelSpec) -> cute.Layout:
-    """(element, lane, k16 step of each m-tile, buffer) -> element in shared memory: a lane reads its fragment in one load."""
+    """(element, lane, k16 step of each m-tile, buffer) -> element in shared memory: a lane reads its fragment in one load.
+
+    (element, buffer) where a warpgroup reads it.
+    """
+    if spec.by_warpgroup:
+        return cute.make_layout((spec.block_rows * spec.padded_head_dim, spec.query_buffers))
     return cute.make_layout((FRAGMENT, LANES, spec.row_tiles * (spec.padded_head_dim // MMA_K), spec.query_buffers))
 
 
 def query_buffer(spec: KernelSpec, query: cute.Tensor, index: Int32) -> cute.Tensor:
-    """The buffer [element, lane, k16 step] of row `index`."""
-    return query[None, None, None, index % spec.query_buffers if spec.query_buffers > 1 else 0]
+    """The buffer [element, lane, k16 step] of row `index`, [element] where a warpgroup reads it."""
+    buffer = index % spec.query_buffers if spec.query_buffers > 1 else 0
+    return query[None, buffer] if spec.by_warpgroup else query[None, None, None, buffer]
 
 
 def fragments(tensor: cute.Tensor) -> cute.Tensor:
@@ -41,8 +50,13 @@ def fragments(tensor: cute.Tensor) -> cute.Tensor:
     return cute.make_tensor(tensor.iterator, cute.make_layout(((2, 2, 2), 1, steps), stride=((1, 2, 4), 0, FRAGMENT)))
 
 
-def place_of(spec: KernelSpec, row: Int32, column: Int32) -> tuple:
-    """(pair, lane, k16 step) of a pair of columns, the first of them even: as the codec leaves the columns of K (kv/codec.py)."""
+def place_of(spec: KernelSpec, row: Int32, column: Int32) -> tuple | Int32:
+    """(pair, lane, k16 step) of a pair of columns, the first of them even: as the codec leaves the columns of K (kv/codec.py).
+
+    The pair where a warpgroup reads it.
+    """
+    if spec.by_warpgroup:
+        return swizzled(spec.query_tile, 0, row, column * UNIT_BYTES) // PAIR_BYTES
     step, rest = quotient(column, MMA_K), remainder(column, MMA_K)
     if spec.row_tiles > 1:
         step, row = quotient(row, TILE_M) * (spec.padded_head_dim // MMA_K) + step, remainder(row, TILE_M)
@@ -79,6 +93,16 @@ def fetch_query(spec: cutlass.Constexpr, q: cute.Tensor, block: QueryBlock, shar
     shared: a buffer [element, lane, k16 step]. A warp brings the rows that it rescales. If it rescales none it brings k16 steps
     of all: by heads, a launch whose CTAs all read one row's ended up to 1 us later (1 x 16k + 15 x 64 at 8/1; why is not known).
     """
+    if cutlass.const_expr(spec.by_warpgroup):
+        fetch_rows(spec, q, block, shared)
+    else:
+        fetch_fragments(spec, q, block, shared)
+    cute.arch.cp_async_commit_group()
+
+
+@cute.jit
+def fetch_fragments(spec: cutlass.Constexpr, q: cute.Tensor, block: QueryBlock, shared: cute.Tensor):
+    """fetch_query to where each lane reads its fragments."""
     source, lane = block_view(spec, q, block), cute.arch.lane_idx()
     steps = cutlass.const_expr(spec.padded_head_dim // MMA_K)
     stop = block.rows if cutlass.const_expr(spec.rescales_query) else spec.row_tiles * steps
@@ -94,7 +118,30 @@ def fetch_query(spec: cutlass.Constexpr, q: cute.Tensor, block: QueryBlock, shar
             for half, rows in product(range(2), range(2)):
                 column = step * MMA_K + lane % 4 * 2 + 8 * half
                 fetch_pair(spec, source, block, first + lane // 4 + 8 * rows, column, shared, (rows + 2 * half, lane, turn))
-    cute.arch.cp_async_commit_group()
+
+
+@cute.jit
+def fetch_rows(spec: cutlass.Constexpr, q: cute.Tensor, block: QueryBlock, shared: cute.Tensor):
+    """fetch_query as rows of elements: 16 bytes at a time where q's address and strides allow it. Rows past the last stay."""
+    source, warp = block_view(spec, q, block), cute.arch.make_warp_uniform(cute.arch.warp_idx())
+    per_row = cutlass.const_expr(spec.padded_head_dim // VECTOR)
+    turns = cutlass.const_expr(-(-spec.block_rows // spec.num_warps * per_row // LANES))
+    strides = [source.iterator.toint()] + [Int64(stride) * spec.q_bytes for stride in cute.flatten_to_tuple(source.stride)[:-1]]
+    odd = strides[0]
+    for stride in strides[1:]:
+        odd = odd | stride
+    aligned = odd % (VECTOR * spec.q_bytes) == 0
+    for turn in cutlass.range_constexpr(turns):
+        index = turn * LANES + cute.arch.lane_idx()
+        row, column = warp + quotient(index, per_row) * spec.num_warps, remainder(index, per_row) * VECTOR
+        if row < block.rows:
+            at = (source.iterator + cute.crd2idx((*place_in_view(spec, block, row), column), source.layout)).toint()
+            target = shared.iterator.toint() + swizzled(spec.query_tile, 0, row, column * spec.q_bytes)
+            if aligned:
+                copy_async(at, target, VECTOR * spec.q_bytes, Boolean(True))
+            else:
+                for pair in cutlass.range_constexpr(VECTOR // 2):
+                    copy_async(at + pair * PAIR_BYTES, target + pair * PAIR_BYTES, PAIR_BYTES, Boolean(True))
 
 
 @cute.jit
@@ -144,6 +191,8 @@ def settle_query(
                     words[place_of(spec, query_row, column)] = pairs[i]
             if cute.arch.lane_idx() == 0:
                 inverses[query_row] = inverse
+    if cutlass.const_expr(spec.by_warpgroup):
+        cute.arch.fence_proxy("async.shared", space="cta")
 
 
 def hold_query(spec: KernelSpec) -> cute.Tensor | None:
@@ -157,6 +206,12 @@ def reader_of(spec: KernelSpec) -> Int32 | int:
     return remainder(cute.arch.make_warp_uniform(cute.arch.warp_idx()), spec.readers) if spec.readers > 1 else 0
 
 
+def turn_of(spec: KernelSpec) -> Int32:
+    """Which of the groups of readers that take KV tiles in turn this warp is of."""
+    warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+    return warp if spec.readers == 1 else quotient(warp, spec.readers)
+
+
 def row_tiles_of(spec: KernelSpec) -> list[Int32 | int]:
     """The m-tiles that this warp attends to."""
     return [reader_of(spec) * spec.warp_tiles + i for i in range(spec.warp_tiles)]
@@ -167,6 +222,8 @@ def read_query(spec: KernelSpec, shared: cute.Tensor, held: cute.Tensor | None, 
 
     shared: [element, lane, k16 step of each m-tile].
     """
+    if spec.by_warpgroup:
+        return row_block(spec, shared, row_tile)
     source = shared if spec.k_math == spec.element_type else cute.recast_tensor(shared, ELEMENT_TYPES[spec.k_math])
     if spec.row_tiles > 1:
         source = cute.domain_offset((0, 0, row_tile * (spec.padded_head_dim // MMA_K)), source)
@@ -175,6 +232,15 @@ def read_query(spec: KernelSpec, shared: cute.Tensor, held: cute.Tensor | None, 
     for step in range(spec.padded_head_dim // MMA_K):
         cute.autovec_copy(source[None, cute.arch.lane_idx(), step], held[None, step])
     return held
+
+
+def row_block(spec: KernelSpec, shared: cute.Tensor, row_tile: Int32 | int) -> cute.Tensor:
+    """The 64 rows [row, column] of a settled query that the warpgroup of an m-tile multiplies."""
+    shape, rows = spec.query_tile, TILE_M * WARPGROUP
+    block = shape.column_block
+    begin = cute.recast_ptr(shared.iterator, swizzle(shape), ELEMENT_TYPES[spec.k_math])
+    layout = cute.make_layout((rows, columns(shape)), stride=(block, (1, shape.tile_n * block)))
+    return cute.make_tensor(begin + quotient(row_tile, WARPGROUP) * (rows * block), layout)
 
 
 def read_inverses(spec: KernelSpec, shared: cute.Tensor, row_tile: Int32 | int) -> list[Float32] | None:

@@ -111,8 +111,8 @@ def heads_of(spec: KernelSpec, queries: Queries | None, unit: Int32) -> tuple[In
     kv_head = quotient(unit, blocks) * spec.unit_heads
     if spec.several:
         return kv_head, kv_head * spec.group_size, Int32(spec.group_size)
-    m_tile = remainder(unit, blocks)
-    return kv_head, kv_head * spec.group_size + m_tile * TILE_M, cutlass.min(spec.unit_rows - m_tile * TILE_M, TILE_M)
+    first, most = remainder(unit, blocks) * (spec.block_rows or TILE_M), spec.block_rows or TILE_M
+    return kv_head, kv_head * spec.group_size + first, cutlass.min(spec.unit_rows - first, most)
 
 
 def query_block(spec: KernelSpec, queries: Queries | None, unit: Int32, heads: tuple, index: Int32, row: Row) -> QueryBlock:

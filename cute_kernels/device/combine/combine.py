@@ -91,18 +91,21 @@ def combine_columns(spec: cutlass.Constexpr, words: cute.Tensor, parts: Parts, c
     thread, bits = cute.arch.thread_idx()[0], cute.arch.make_warp_uniform(columns.bits)
     width = 1 << bits
     for base in cutlass.range(columns.low, columns.high, width * spec.combine_pairs, unroll=1):
-        begin = base + (thread & (width - 1)) * spec.combine_pairs
-        states = gather(spec, words, parts, columns.high, begin, bits, scratch[1])
+        step, begin = 1, base + (thread & (width - 1)) * spec.combine_pairs
+        if cutlass.const_expr(spec.by_warpgroup):  # neighbours' words beside each other: with 4 pairs a thread it matters
+            step, begin = width, base + (thread & (width - 1))
+        states = gather(spec, words, parts, columns.high, begin, step, bits, scratch[1])
         if width < spec.num_warps * LANES:
             merge_threads(spec, states, width, scratch[0])
         if begin < columns.high and thread < width:
             for j in cutlass.range_constexpr(spec.combine_pairs):
-                store_pair(spec, states[None, j], columns, begin + j, out, lse, sinks)
+                if cutlass.const_expr(not spec.by_warpgroup) or begin + j * step < columns.high:
+                    store_pair(spec, states[None, j], columns, begin + j * step, out, lse, sinks)
 
 
 @cute.jit
-def gather(spec: cutlass.Constexpr, words: cute.Tensor, parts: Parts, high: Int32, begin: Int32, bits: Int32, declined):
-    """This thread's pairs from `begin` on, over its parts: (first, second, peak, total) x pairs."""
+def gather(spec: cutlass.Constexpr, words: cute.Tensor, parts: Parts, high: Int32, begin: Int32, step, bits: Int32, declined):
+    """This thread's pairs from `begin` on, `step` apart, over its parts: (first, second, peak, total) x pairs."""
     pairs, chunk = cutlass.const_expr(spec.combine_pairs), cutlass.const_expr(parts_together(spec))
     states = cute.make_rmem_tensor((4, pairs), Float32)
     for j in cutlass.range_constexpr(pairs):
@@ -111,7 +114,7 @@ def gather(spec: cutlass.Constexpr, words: cute.Tensor, parts: Parts, high: Int3
     for base in cutlass.range(0, parts.count, others * chunk, unroll=1):  # as often in all lanes of a warp: collect syncs them
         p = base + (cute.arch.thread_idx()[0] >> bits)
         found = cute.make_rmem_tensor((3, chunk, pairs), Float32)
-        collect(spec, words, parts, high, begin, others, p, found, declined)
+        collect(spec, words, parts, high, (begin, step), others, p, found, declined)
         for j in cutlass.range_constexpr(pairs):
             merge_parts(states[None, j], found[None, None, j], Int32(chunk))
     return states
@@ -214,7 +217,7 @@ def collect(
     words: cute.Tensor,
     parts: Parts,
     high: Int32,
-    begin: Int32,
+    place: tuple,
     others: Int32,
     p: Int32,
     found: cute.Tensor,
@@ -222,14 +225,16 @@ def collect(
 ):
     """Waits for a chunk of this thread's parts, p and on, one of `others`, and clears their words. found: (first, second, lse).
 
-    All loads of a round are in flight together, and a round asks only for what is missing.
+    place: (the first of the thread's pairs, how far they are apart). All loads of a round are in flight together, and a round
+    asks only for what is missing.
     """
     chunk, pairs = parts_together(spec), spec.combine_pairs
+    begin, step = place
     seen = cute.make_rmem_tensor((chunk, pairs), Int32)
     found.fill(0.0)
     for j in cutlass.range_constexpr(pairs):
         for i in cutlass.range_constexpr(chunk):
-            asked = (p + i * others < parts.count) & (begin < high)
+            asked = (p + i * others < parts.count) & inside(begin, step, j, high)
             seen[i, j] = cutlass.select_(asked, Int32(0), WRITTEN)
             found[2, i, j] = cutlass.select_(asked, found[2, i, j], -Float32.inf)
     waiting = Boolean(True)
@@ -237,7 +242,7 @@ def collect(
         waiting = Boolean(False)
         for j in cutlass.range_constexpr(pairs):
             for i in cutlass.range_constexpr(chunk):
-                word = part_at(spec, words, parts, begin + j, p + i * others)
+                word = part_at(spec, words, parts, begin + j * step, p + i * others)
                 known = (found[0, i, j], found[1, i, j], found[2, i, j], seen[i, j])
                 found[0, i, j], found[1, i, j], found[2, i, j], seen[i, j] = receive(word, known)
         for j in cutlass.range_constexpr(pairs):
@@ -248,13 +253,18 @@ def collect(
     for j in cutlass.range_constexpr(pairs):
         for i in cutlass.range_constexpr(chunk):
             signs = signs | seen[i, j]
-            if (p + i * others < parts.count) & (begin < high):
-                send(part_at(spec, words, parts, begin + j, p + i * others), clear, clear, clear, Int32(0))
+            if (p + i * others < parts.count) & inside(begin, step, j, high):
+                send(part_at(spec, words, parts, begin + j * step, p + i * others), clear, clear, clear, Int32(0))
     if signs < 0:
         for j in cutlass.range_constexpr(pairs):
             for i in cutlass.range_constexpr(chunk):
                 if seen[i, j] < 0 and p + i * others < MOST_PIECES:
                     declined[0], declined[p + i * others] = Int8(1), Int8(1)
+
+
+def inside(begin: Int32, step: Int32 | int, j: int, high: Int32) -> Boolean:
+    """Whether a thread's pair j is one of the columns: neighbouring pairs all are, or none."""
+    return (begin if isinstance(step, int) else begin + j * step) < high
 
 
 def part_at(spec: KernelSpec, words: cute.Tensor, parts: Parts, index: Int32, part: Int32) -> cute.Pointer:

@@ -8,9 +8,9 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64
 
-from ...config.decode import LOG2_E, MAX_BLOCKS, KernelSpec
-from ..attend.attend import Attention, RowTile, make_mmas, make_readers, make_state, reset_state
-from ..attend.epilogue import share_state, store_final, store_partial
+from ...config.decode import LOG2_E, MAX_BLOCKS, WARPGROUP, WIDENING_WARPS, KernelSpec
+from ..attend.attend import Attention, RowTile, make_products, make_state, reset_state
+from ..attend.epilogue import settle_turns, share_state, store_final, store_partial
 from ..attend.mask import make_row_mask
 from ..attend.pack_gqa import (
     fetch_query,
@@ -48,6 +48,8 @@ from ..schedule.crew import (
 )
 from ..schedule.work_scheduler import Piece, Share, after, block_of, first_slice, keys_of, make_piece, unfinished
 
+CONSUMER_REGISTERS, PRODUCER_REGISTERS = 176, 80  # of a thread, where warps widen tiles: 16 warps share 65,536
+
 
 class DecodeKernel:
     """Launches decode for one kernel spec."""
@@ -55,9 +57,10 @@ class DecodeKernel:
     def __init__(self, spec: KernelSpec):
         self.spec = spec
         self.mainloop = TmaMainloop(spec) if spec.arch == "sm90" else CpAsyncMainloop(spec)
-        self.threads = (spec.num_warps + self.mainloop.producer_warps) * 32
+        self.threads = (spec.num_warps + (WARPGROUP + WIDENING_WARPS if spec.widens_tiles else self.mainloop.producer_warps)) * 32
         self.overlap = spec.target == "sm_90a"  # programmatic dependent launch: start while the kernel before drains
         self.divides = spec.divides_combine
+        self.fetches_late = spec.by_warpgroup and spec.query_buffers == 1
 
     @cute.jit
     def __call__(
@@ -116,13 +119,29 @@ class DecodeKernel:
             if warp == self.mainloop.ahead_warp:
                 self.mainloop.look_ahead(problem, shared)
             if warp < spec.num_warps:
+                if cutlass.const_expr(spec.widens_tiles):
+                    cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
                 self.consume(problem, shared, scale_log2)
-            elif warp == spec.num_warps:
-                self.mainloop.produce(problem, shared, scales=False)
-            elif cutlass.const_expr(spec.token_scales > 0):
-                self.mainloop.produce(problem, shared, scales=True)
+            else:
+                if cutlass.const_expr(spec.widens_tiles):
+                    cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
+                self.supply(problem, shared, warp - spec.num_warps)
         else:
             self.consume(problem, shared, scale_log2)
+
+    @cute.jit
+    def supply(self, problem: Problem, shared: Shared, role: Int32):
+        """The warps that bring tiles. role: the first brings K and V, the second their tokens' scales, the last ones widen."""
+        spec = self.spec
+        if role == 0:
+            self.mainloop.produce(problem, shared, scales=False)
+        elif cutlass.const_expr(spec.widens_tiles):
+            if role >= WARPGROUP:
+                self.mainloop.widen(problem, shared, role - WARPGROUP)
+            elif role == 1 and cutlass.const_expr(spec.token_scales > 0):
+                self.mainloop.produce(problem, shared, scales=True)
+        elif cutlass.const_expr(spec.token_scales > 0):
+            self.mainloop.produce(problem, shared, scales=True)
 
     @cute.jit
     def consume(self, problem: Problem, shared: Shared, scale_log2: Float32):
@@ -133,10 +152,9 @@ class DecodeKernel:
             announce(self.spec, problem, Int32(RUNNING))
         opening = self.mainloop.open_share(problem, shared)
         share = opening.share
-        spec, lane = self.spec, cute.arch.lane_idx()
-        queries = problem.rows.queries
-        mmas = make_mmas(spec)
-        thr_mma, readers = mmas[1].get_slice(lane), make_readers(spec, mmas, lane, shared)
+        spec, queries = self.spec, problem.rows.queries
+        products = make_products(spec, shared)
+        thr_mma = products.thr_mma
         held, states = hold_query(spec), tuple(make_state(spec, thr_mma) for _ in range(spec.warp_tiles))
         heads = heads_of(spec, queries, share.unit)
         scaling = open_scaling(spec, problem.scales, heads[0], scale_log2)
@@ -158,32 +176,46 @@ class DecodeKernel:
             settled = index
             sync_consumers(spec)
             row_tiles = self.row_tiles(problem, piece, buffer, factors, held, states)
-            if cutlass.const_expr(spec.query_buffers == 1):
+            if cutlass.const_expr(spec.query_buffers == 1 and not spec.by_warpgroup):
                 sync_consumers(spec)  # all have read theirs
             if cutlass.const_expr(spec.several):  # which query rows to fetch follows from the row
                 row = self.open_next(problem, share, next_index, next_first)
-            if next_index > index and unfinished(share, next_index, next_first):
-                block = query_block(spec, queries, share.unit, heads, next_index, row)
-                fetch_query(spec, problem.q, block, query_buffer(spec, shared.query, next_index))
+            if cutlass.const_expr(not self.fetches_late):
+                self.fetch_next(problem, shared, share, heads, index, (next_index, next_first), row)
             for state in states:
                 reset_state(state)
-            self.mainloop.consume(piece, Attention(mmas, readers, row_tiles, scaling), problem, shared)
+            self.mainloop.consume(piece, Attention(products, row_tiles, scaling), problem, shared)
             if cutlass.const_expr(not spec.several):
                 row = self.open_next(problem, share, next_index, next_first)
             if cutlass.const_expr(self.divides):
                 settle(spec, problem, shared, share)
             order = self.mainloop.order(piece)
+            merging = merge_scaling(spec, scaling)
             for rows, row_tile in zip(row_tiles, row_tiles_of(spec), strict=True):
                 inverses = None if cutlass.const_expr(spec.modifiers.functions) else rows.inverses
-                share_state(spec, shared.merge, thr_mma, rows.state, inverses, row_tile, piece.block.rows, order)
+                state = shared.merge, thr_mma, rows.state, inverses, row_tile, piece.block.rows, order
+                if cutlass.const_expr(spec.by_warpgroup):
+                    settle_turns(spec, *state, merging)
+                else:
+                    share_state(spec, *state)
             sync_consumers(spec)
-            self.store(problem, shared, share, piece, merge_scaling(spec, scaling))
+            if cutlass.const_expr(self.fetches_late):  # all have read this one
+                self.fetch_next(problem, shared, share, heads, index, (next_index, next_first), row)
+            self.store(problem, shared, share, piece, merging)
             issued += piece.stop - piece.first
             index, first = next_index, next_first
         if cutlass.const_expr(spec.split):
             self.finish(problem, shared, share)
         if cutlass.const_expr(self.divides):
             announce(spec, problem, Int32(0))
+
+    @cute.jit
+    def fetch_next(self, problem: Problem, shared: Shared, share: Share, heads: tuple, index: Int32, following: tuple, row: Row):
+        """Starts to bring the query of the row after `index`. heads: of the unit; following: where the share goes on, in row."""
+        spec, queries = self.spec, problem.rows.queries
+        if following[0] > index and unfinished(share, *following):
+            block = query_block(spec, queries, share.unit, heads, following[0], row)
+            fetch_query(spec, problem.q, block, query_buffer(spec, shared.query, following[0]))
 
     def open_next(self, problem: Problem, share: Share, index: Int32, first: Int32) -> Row:
         """The row at which the share goes on, or nothing past its end."""

@@ -8,7 +8,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int8, Int16, Int32
 
-from ...config.decode import UNIT_BYTES, KernelSpec, RingShape
+from ...config.decode import KernelSpec
 from ..attend.attend import Attention, attend_tile
 from ..attend.query_rows import first_tile, place_of_tile
 from ..kv.scale import fetch_scales, find_scales
@@ -66,7 +66,7 @@ class CpAsyncMainloop:
             pages = upcoming
             stage, place = warp * depth + i % depth, place_of_tile(spec, piece.keys, token_tile)
             holes = read_holes(spec, shared, stage)
-            attend_tile(spec, attention, shared, stage, place, holes)
+            attend_tile(spec, attention, shared, stage, (stage, stage), place, holes)
             cute.arch.sync_warp()
         cute.arch.cp_async_wait_group(0)
         if piece.first == 0 and cute.arch.thread_idx()[0] == 0:
@@ -117,7 +117,7 @@ class CpAsyncMainloop:
                 inside = inside and page >= 0 and page < num_pages
                 slot = position % spec.page_size if cutlass.const_expr(spec.page_size) else slot_start(spec, piece.row) + position
                 for cache, ring, shape in caches:
-                    offset = swizzled(shape, stage, token, column * element_bytes)
+                    offset = tile.swizzled(shape, stage, token, column * element_bytes)
                     self.fetch_vector(cache, ring, (page, piece.kv_head, slot, column), offset, inside)
 
     @cute.jit
@@ -138,10 +138,3 @@ class CpAsyncMainloop:
             if inside:
                 value = cute.make_tensor(cute.make_ptr(element, source, cute.AddressSpace.gmem), 1)[0]
             cute.arch.inline_ptx(f"st.shared.u{8 * size} [{{$r0}}], {{$r1}};", read_only_args=[Int32(target), Int16(value)])
-
-
-def swizzled(shape: RingShape, stage: Int32, token: Int32, column: Int32) -> Int32:
-    """Byte offset in the ring of a token's byte `column`: tile.ring_layout with tile.swizzle applied."""
-    row_bytes, bits = shape.column_block * UNIT_BYTES, tile.SWIZZLE_BITS[shape.column_block]
-    offset = (column // row_bytes * shape.tile_n + token) * row_bytes + column % row_bytes
-    return stage * shape.tile_bytes + (offset ^ ((offset >> 3) & ((2**bits - 1) << 4)))

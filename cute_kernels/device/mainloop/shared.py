@@ -21,6 +21,8 @@ SHARE_WORDS = 7  # of a share, but for what a CTA knows of it by itself
 class Shared:
     """The K and V rings, swizzled, and their tokens' scales; two queries; the merge buffer; holes (attend/mask).
 
+    wide: rings of K and V tiles, [token, element, stage], where a warpgroup multiplies 8-bit ones, else None.
+
     barriers: the mbarriers, by the functions below.
 
     inverses: of the row factors of each query, f32 [row, query] (attend/query_range.py).
@@ -31,6 +33,7 @@ class Shared:
     """
 
     rings: tuple
+    wide: tuple[cute.Tensor | None, cute.Tensor | None]
     scales: tuple[ScaleRing | None, ScaleRing | None]
     query: cute.Tensor
     inverses: cute.Tensor
@@ -51,24 +54,42 @@ def crew_words(spec: KernelSpec) -> int:
 
 
 def merge_tensors(spec: KernelSpec, base: cute.Pointer) -> tuple:
-    """Shared memory of the merge, f32: O [row, column, order], then row_max and row_sum [row, order]."""
+    """Shared memory of the merge, f32: O [row, column, order], then row_max and row_sum [row, order], and lse [row].
+
+    Of warpgroups O of one order alone. Only they have an lse there.
+    """
     rows, warps, columns = spec.packed_rows, spec.turns, spec.merge_columns
+    outputs = 1 if spec.by_warpgroup else warps
     states = cute.make_layout((rows, warps), stride=(warps, 1))
-    acc = cute.make_layout((rows, columns, warps), stride=(columns, 1, rows * columns))
-    row_max = base + rows * columns * warps
-    return cute.make_tensor(base, acc), cute.make_tensor(row_max, states), cute.make_tensor(row_max + rows * warps, states)
+    acc = cute.make_layout((rows, columns, outputs), stride=(columns, 1, rows * columns))
+    row_max = base + rows * columns * outputs
+    row_sum, lse = row_max + rows * warps, row_max + 2 * rows * warps
+    settled = cute.make_tensor(lse, cute.make_layout(rows)) if spec.by_warpgroup else None
+    return cute.make_tensor(base, acc), cute.make_tensor(row_max, states), cute.make_tensor(row_sum, states), settled
+
+
+def allocate_tiles(smem, spec: KernelSpec, shapes: tuple) -> tuple:
+    """Memory for tiles of K and of V, swizzled; None where there is no shape."""
+    tiles: list[cute.Tensor | None] = []
+    for shape, math_type in zip(shapes, (spec.k_math, spec.v_math), strict=True):
+        found = None
+        if shape is not None:
+            layout, swizzle = tile.ring_layout(shape), tile.swizzle(shape)
+            found = smem.allocate_tensor(ELEMENT_TYPES[math_type], layout, byte_alignment=1024, swizzle=swizzle)
+        tiles.append(found)
+    return tuple(tiles)
 
 
 def allocate(spec: KernelSpec) -> Shared:
     """Lays out the CTA's shared memory."""
     smem = cutlass.memory.SmemAllocator()
-    rings = []
-    for shape, math_type in zip(spec.rings, (spec.k_math, spec.v_math), strict=True):
-        layout, swizzle = tile.ring_layout(shape), tile.swizzle(shape)
-        rings.append(smem.allocate_tensor(ELEMENT_TYPES[math_type], layout, byte_alignment=1024, swizzle=swizzle))
-    query = smem.allocate_tensor(ELEMENT_TYPES[spec.element_type], query_layout(spec), byte_alignment=128)
+    rings = allocate_tiles(smem, spec, spec.rings)
+    wide = allocate_tiles(smem, spec, spec.wide)
+    query = smem.allocate_tensor(
+        ELEMENT_TYPES[spec.element_type], query_layout(spec), byte_alignment=1024 if spec.by_warpgroup else 128
+    )
     merge = merge_tensors(spec, smem.allocate_array(Float32, spec.merge_floats, byte_alignment=16))
-    barriers = smem.allocate_array(Int64, 2 * spec.num_stages + NEWS)
+    barriers = smem.allocate_array(Int64, (2 + (spec.readers > 1)) * spec.num_stages + NEWS + 2 * spec.wide_stages)
     shapes = spec.num_stages, crew_words(spec) + 1, SHARE_WORDS + len(row_fields(spec)), 32
     holes, crew, opening, pages = (smem.allocate_tensor(Int32, cute.make_layout(n), byte_alignment=16) for n in shapes)
     declined = smem.allocate_tensor(Int8, cute.make_layout(MOST_PIECES), byte_alignment=16)
@@ -76,7 +97,7 @@ def allocate(spec: KernelSpec) -> Shared:
     inverses = smem.allocate_tensor(Float32, cute.make_layout((TILE_M * spec.row_tiles, 2)), byte_alignment=16)
     combines = cute.make_tensor(crew.iterator + crew_words(spec), cute.make_layout(1))
     end = crew, crew, combines  # opener, crew, combines
-    return Shared(tuple(rings), scales, query, inverses, merge, barriers, holes, *end, opening, pages, declined)
+    return Shared(rings, wide, scales, query, inverses, merge, barriers, holes, *end, opening, pages, declined)
 
 
 def full_barrier(spec: KernelSpec, shared: Shared, stage: Int32 | int) -> cute.Pointer:
@@ -97,6 +118,21 @@ def crew_barrier(spec: KernelSpec, shared: Shared) -> cute.Pointer:
 def announced_barrier(spec: KernelSpec, shared: Shared) -> cute.Pointer:
     """The row's last CTA has announced itself: the producer arrives."""
     return shared.barriers + 2 * spec.num_stages + 1
+
+
+def zeroed_barrier(spec: KernelSpec, shared: Shared, stage: Int32 | int) -> cute.Pointer:
+    """What no row sees of a stage's V is zero: the first of several readers arrives."""
+    return shared.barriers + 2 * spec.num_stages + NEWS + stage
+
+
+def widened_barrier(spec: KernelSpec, shared: Shared, stage: Int32 | int) -> cute.Pointer:
+    """A stage of the wide rings has its tile: the warps that widen arrive."""
+    return shared.barriers + 3 * spec.num_stages + NEWS + stage
+
+
+def narrow_barrier(spec: KernelSpec, shared: Shared, stage: Int32 | int) -> cute.Pointer:
+    """A stage of the wide rings is free: its readers arrive."""
+    return widened_barrier(spec, shared, stage) + spec.wide_stages
 
 
 @cute.jit

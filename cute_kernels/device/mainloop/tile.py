@@ -3,12 +3,14 @@
 A unit is an element of 16 bits or two neighbouring ones of 8. One slab is what one TMA box brings: [column block][row]
 [column_block units], with `box_rows` rows of one page. Its rows of 32, 64 or 128 bytes are swizzled over 8 (or fewer) rows so
 that ldmatrix reads them without bank conflicts. A tile is tile_n / box_rows slabs in a row, so token `t` lies in slab
-t / box_rows: the nested first mode below.
+t / box_rows: the nested first mode below. Where a wgmma reads the tile its column blocks lie one behind the other, [column block]
+[token][column_block units], and a box brings `box_rows` tokens of one.
 """
 
 import cutlass.cute as cute
+from cutlass import Int32
 
-from ...config.decode import RingShape
+from ...config.decode import UNIT_BYTES, RingShape
 
 SWIZZLE_BITS = {64: 3, 32: 2, 16: 1}
 
@@ -24,31 +26,55 @@ def columns(shape: RingShape) -> tuple:
 
 
 def slab_layout(shape: RingShape) -> cute.Layout:
-    """(row, (column, block)) -> unit of one slab."""
+    """(row, (column, block)) -> unit of one slab; (row, column) of a column block of it."""
     block = shape.column_block
+    if shape.by_block:
+        return cute.make_layout((shape.box_rows, block), stride=(block, 1))
     return cute.make_layout((shape.box_rows, columns(shape)), stride=(block, (1, shape.box_rows * block)))
 
 
 def ring_layout(shape: RingShape) -> cute.Layout:
     """((row, slab), (column, block), stage) -> unit of the whole ring of K (or V) tiles."""
-    rows, block = shape.box_rows, shape.column_block
-    slab, tile = rows * shape.units, shape.tile_n * shape.units
+    block, (slab, between) = shape.column_block, distances(shape)
     return cute.make_layout(
-        ((rows, shape.tile_n // rows), columns(shape), shape.num_stages),
-        stride=((block, slab), (1, rows * block), tile),
+        ((shape.box_rows, shape.tile_n // shape.box_rows), columns(shape), shape.num_stages),
+        stride=((block, slab), (1, between), shape.tile_n * shape.units),
     )
 
 
+def distances(shape: RingShape) -> tuple[int, int]:
+    """Units from a slab of a tile to the next, and from a column block of it to the next."""
+    rows = shape.tile_n if shape.by_block else shape.box_rows
+    return shape.box_rows * (shape.column_block if shape.by_block else shape.units), rows * shape.column_block
+
+
+def box_columns(shape: RingShape) -> tuple | int:
+    """The columns that one TMA box brings."""
+    return shape.column_block if shape.by_block else columns(shape)
+
+
+def boxes_across(shape: RingShape) -> int:
+    """Boxes that bring all columns of a slab."""
+    return shape.units // shape.column_block if shape.by_block else 1
+
+
 def slab_ring_layout(shape: RingShape) -> cute.Layout:
-    """(row, (column, block), slab, stage): the same memory, one TMA box at a time."""
-    rows, block = shape.box_rows, shape.column_block
-    slab, tile = rows * shape.units, shape.tile_n * shape.units
+    """(row, column, slab, column block, stage): the same memory, one TMA box at a time."""
+    block, (slab, between) = shape.column_block, distances(shape)
+    across = (1, between) if not shape.by_block else 1
     return cute.make_layout(
-        (rows, columns(shape), shape.tile_n // rows, shape.num_stages),
-        stride=(block, (1, rows * block), slab, tile),
+        (shape.box_rows, box_columns(shape), shape.tile_n // shape.box_rows, boxes_across(shape), shape.num_stages),
+        stride=(block, across, slab, between, shape.tile_n * shape.units),
     )
 
 
 def transposed(ring: cute.Tensor) -> cute.Tensor:
     """The ring as (column, token, stage): V as the B operand of P V."""
     return cute.make_tensor(ring.iterator, cute.select(ring.layout, mode=[1, 0, 2]))
+
+
+def swizzled(shape: RingShape, stage: Int32 | int, token: Int32, column: Int32) -> Int32:
+    """Byte offset in a ring of one slab a tile of a token's byte `column`: ring_layout with the swizzle applied."""
+    row_bytes, bits = shape.column_block * UNIT_BYTES, SWIZZLE_BITS[shape.column_block]
+    offset = (column // row_bytes * shape.tile_n + token) * row_bytes + column % row_bytes
+    return stage * shape.tile_bytes + (offset ^ ((offset >> 3) & ((2**bits - 1) << 4)))

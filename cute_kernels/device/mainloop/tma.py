@@ -14,11 +14,12 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64
 from cutlass.cute.nvgpu import cpasync
 
-from ...config.decode import PRODUCER_WARPS, UNIT_BYTES, KernelSpec, RingShape
+from ...config.decode import PRODUCER_WARPS, UNIT_BYTES, WIDENING_WARPS, KernelSpec, RingShape
 from ..attend.attend import Attention, attend_tile
-from ..attend.mask import has_outside
-from ..attend.pack_gqa import prefetch_query
-from ..attend.query_rows import Row, first_tile, place_of_tile
+from ..attend.mask import has_outside, zero_outside
+from ..attend.pack_gqa import prefetch_query, reader_of, turn_of
+from ..attend.query_rows import Row, TilePlace, first_tile, place_of_tile
+from ..attend.widen import widen_tile
 from ..kv.scale import fetch_scales, find_scales
 from ..kv.source import (
     box_pages,
@@ -36,7 +37,17 @@ from ..schedule.crew import prepare_end
 from ..schedule.opening import Opening, find_opening, first_pages, meet, meet_consumers, publish, read_opening
 from ..schedule.work_scheduler import Piece, after, keys_of, make_piece, take_share, unfinished
 from . import tile
-from .shared import Shared, announced_barrier, crew_barrier, empty_barrier, full_barrier, read_holes
+from .shared import (
+    Shared,
+    announced_barrier,
+    crew_barrier,
+    empty_barrier,
+    full_barrier,
+    narrow_barrier,
+    read_holes,
+    widened_barrier,
+    zeroed_barrier,
+)
 
 EVICT_FIRST = 0x12F0000000000000  # L2 policy: KV is read once
 EVICT_NORMAL = 0x1000000000000000
@@ -65,38 +76,43 @@ class TmaMainloop:
         self.boxes = spec.tile_n // spec.box_rows
         self.arrivals = 1 + (32 + 1 if spec.token_scales else 0)  # at a full barrier: K and V, a lane's scales, their flags
         readers = spec.readers  # at an empty one: each lane has read scales, one alone the holes
-        self.releases = readers * (32 if spec.token_scales else 1)
+        self.releases = readers * (32 if spec.token_scales else 1) + (WIDENING_WARPS if spec.widens_tiles else 0)
+        self.zeroes_alone = readers > 1 and spec.wide[1] is None
 
     def operands(self, k: cute.Tensor, v: cute.Tensor) -> tuple:
         """(K atom, K coordinates, V atom, V coordinates) of caches [pages, heads, slots, head_dim] in any strides."""
         return (*self._tensor_map(k, self.spec.rings[0]), *self._tensor_map(v, self.spec.rings[1]))
 
     def _tensor_map(self, cache: cute.Tensor, shape: RingShape) -> tuple:
-        columns, units = tile.columns(shape), in_units(cache)
-        layout = cute.make_layout(
-            (units.shape[2], columns, units.shape[1], units.shape[0]),
-            stride=(units.stride[2], (1, columns[0]), units.stride[1], units.stride[0]),
-        )
-        view = cute.make_tensor(units.iterator, layout)
+        (width, blocks), units = tile.columns(shape), in_units(cache)
+        slots, heads, pages = (units.shape[i] for i in (2, 1, 0))
+        strides = [units.stride[i] for i in (2, 1, 0)]
+        shapes, steps = (slots, (width, blocks), heads, pages), (strides[0], (1, width), *strides[1:])
+        if shape.by_block:
+            shapes, steps = (slots, width, blocks, heads, pages), (strides[0], 1, width, *strides[1:])
+        view = cute.make_tensor(units.iterator, cute.make_layout(shapes, stride=steps))
         slab = cute.make_composed_layout(tile.swizzle(shape), 0, tile.slab_layout(shape))
         load = cpasync.CopyBulkTensorTileG2SOp()
-        return tuple(cpasync.make_tiled_tma_atom(load, view, slab, (shape.box_rows, columns)))[:2]
+        return tuple(cpasync.make_tiled_tma_atom(load, view, slab, (shape.box_rows, tile.box_columns(shape))))[:2]
 
     def from_start(self, piece: Piece, coords: cute.Tensor) -> cute.Tensor:
         """The coordinates of a cache [slots, columns, heads, pages] from where the piece's row begins in its page."""
-        return cute.domain_offset((piece.row.start, 0, 0, 0), coords) if self.spec.table_format == "packed" else coords
+        if self.spec.table_format != "packed":
+            return coords
+        return cute.domain_offset((piece.row.start, *(0 for _ in range(cute.rank(coords) - 1))), coords)
 
     def _partition(self, atom, coords: cute.Tensor, ring: cute.Tensor, shape: RingShape) -> tuple:
-        """Boxes in shared memory [box, slab, stage] and global memory [box, slot block, head, page]."""
+        """Boxes in shared memory [box, slab, column block, stage] and global memory [box, slot block, column block, head, page].
+
+        Global memory has no axis of column blocks where a box brings all.
+        """
         slabs = cute.make_tensor(ring.iterator, tile.slab_ring_layout(shape))
-        boxes = cute.zipped_divide(coords, (shape.box_rows, tile.columns(shape)))
+        boxes = cute.zipped_divide(coords, (shape.box_rows, tile.box_columns(shape)))
         return cpasync.tma_partition(atom, 0, cute.make_layout(1), cute.group_modes(slabs, 0, 2), boxes)
 
     def order(self, piece: Piece) -> Int32:
         """This warp's place in the merge: the residue of its tiles in the piece, so it depends on the piece alone."""
-        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        turn = warp if self.spec.readers == 1 else quotient(warp, self.spec.readers)
-        return (turn - piece.issued * self.spec.unit_heads) & (self.spec.turns - 1)  # turns are a power of two
+        return (turn_of(self.spec) - piece.issued * self.spec.unit_heads) & (self.spec.turns - 1)  # turns are a power of two
 
     @cute.jit
     def prepare(self, operands: tuple, shared: Shared):
@@ -111,6 +127,11 @@ class TmaMainloop:
             for stage in cutlass.range_constexpr(self.spec.num_stages):
                 cute.arch.mbarrier_init(full_barrier(self.spec, shared, stage), self.arrivals)
                 cute.arch.mbarrier_init(empty_barrier(self.spec, shared, stage), self.releases)
+                if cutlass.const_expr(self.spec.readers > 1):
+                    cute.arch.mbarrier_init(zeroed_barrier(self.spec, shared, stage), 1)
+            for stage in cutlass.range_constexpr(self.spec.wide_stages):
+                cute.arch.mbarrier_init(widened_barrier(self.spec, shared, stage), WIDENING_WARPS)
+                cute.arch.mbarrier_init(narrow_barrier(self.spec, shared, stage), self.spec.readers)
             for news in (crew_barrier, announced_barrier):
                 cute.arch.mbarrier_init(news(self.spec, shared), 1)
         cute.arch.mbarrier_init_fence()
@@ -141,18 +162,19 @@ class TmaMainloop:
         for box in cutlass.range(cutlass.min((piece.stop - piece.first) * self.boxes, most), unroll=1):
             page = cute.arch.shuffle_sync(pages, box)
             for head in cutlass.range_constexpr(spec.unit_heads):
-                place = self.box_at(piece, self.tile_at(piece, Int32(0)) * self.boxes + box, page, head)
-                cute.prefetch(atom_k, gmem_k[None, place])
-                cute.prefetch(atom_v, gmem_v[None, place])
+                index = self.tile_at(piece, Int32(0)) * self.boxes + box
+                for atom, gmem, shape in ((atom_k, gmem_k, spec.rings[0]), (atom_v, gmem_v, spec.rings[1])):
+                    for block in cutlass.range_constexpr(tile.boxes_across(shape)):
+                        cute.prefetch(atom, gmem[None, self.box_at(piece, shape, index, block, page, head)])
 
     def tile_at(self, piece: Piece, i: Int32) -> Int32:
         """Which KV tile of its row the piece's tile i is."""
         return first_tile(self.spec, piece.keys) + (piece.first + i)
 
-    def box_at(self, piece: Piece, index: Int32, page: Int32, head: int) -> tuple:
-        """The coordinates of box `index` of a row, which lies on `page`, for one of the unit's KV heads."""
+    def box_at(self, piece: Piece, shape: RingShape, index: Int32, block: int, page: Int32, head: int) -> tuple:
+        """The coordinates of box `index` of a row, of a column block, which lies on `page`, for one of the unit's KV heads."""
         slot = remainder(index, self.spec.page_size // self.spec.box_rows) if self.spec.page_size else index
-        return (slot, 0, piece.kv_head + head, page)
+        return (slot, 0, *((block,) if shape.by_block else ()), piece.kv_head + head, page)
 
     @cute.jit
     def produce(self, problem: Problem, shared: Shared, scales: cutlass.Constexpr):
@@ -227,15 +249,54 @@ class TmaMainloop:
     @cute.jit
     def await_stage(self, shared: Shared, ordinal: Int32) -> Int32:
         """The stage of the share's tile `ordinal`, once it is free."""
-        stage, parity = self.turn_of(ordinal)
+        stage, parity = self.place_in_ring(ordinal)
         cute.arch.mbarrier_wait(empty_barrier(self.spec, shared, stage), parity ^ 1)
         return stage
 
-    def turn_of(self, ordinal: Int32) -> tuple[Int32, Int32]:
+    def place_in_ring(self, ordinal: Int32) -> tuple[Int32, Int32]:
         """(stage, parity of its full barrier) of the share's tile `ordinal`."""
         if self.spec.m_tiles > 1:  # signed: 8 warps with 16 rows of several m-tiles then spill no register (read from SASS)
             return ordinal % self.spec.num_stages, ordinal // self.spec.num_stages % 2
         return remainder(ordinal, self.spec.num_stages), quotient(ordinal, self.spec.num_stages) & 1
+
+    def place_in_wide(self, ordinal: Int32) -> tuple[Int32, Int32]:
+        """(stage, parity of its widened barrier) of the share's tile `ordinal` in the wide rings."""
+        return remainder(ordinal, self.spec.wide_stages), quotient(ordinal, self.spec.wide_stages) & 1
+
+    @cute.jit
+    def widen(self, problem: Problem, shared: Shared, warp: Int32):
+        """The warps that widen 8-bit tiles: every tile of the share, in order, all warps together. warp: which of them."""
+        spec, rows, issued = self.spec, problem.rows, Int32(0)
+        cute.arch.griddepcontrol_wait()
+        meet(spec)
+        opening = read_opening(spec, problem, shared)[0]
+        share, row = opening.share, opening.row
+        index, tile = share.row, share.tile
+        while unfinished(share, index, tile):
+            piece = make_piece(spec, rows, share, index, row, tile, issued)
+            index, tile = after(spec, piece)
+            row = open_row_or_nothing(spec, rows, index, problem.batch(spec))
+            for i in cutlass.range(piece.stop - piece.first, unroll=1):
+                self.widen_stage(shared, piece, i, warp)
+            issued += piece.stop - piece.first
+
+    @cute.jit
+    def widen_stage(self, shared: Shared, piece: Piece, i: Int32, warp: Int32):
+        """The piece's tile i, once it has come and a stage of the wide rings is free."""
+        spec, ordinal = self.spec, piece.issued + i
+        (stage, parity), (wide, turn) = self.place_in_ring(ordinal), self.place_in_wide(ordinal)
+        place = place_of_tile(spec, piece.keys, piece.first + i)
+        cute.arch.mbarrier_wait(full_barrier(spec, shared, stage), parity)
+        cute.arch.mbarrier_wait(narrow_barrier(spec, shared, wide), turn ^ 1)
+        for which, (stored, seen) in enumerate(((spec.k_type, None), (spec.v_type, place))):
+            if cutlass.const_expr(spec.wide[which] is not None):
+                source, target = shared.rings[which][None, None, stage], shared.wide[which][None, None, wide]
+                widen_tile(stored, source, target, seen, warp)
+        cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.sync_warp()
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive(empty_barrier(spec, shared, stage))
+            cute.arch.mbarrier_arrive(widened_barrier(spec, shared, wide))
 
     @cute.jit
     def issue_boxes(
@@ -262,9 +323,11 @@ class TmaMainloop:
             cute.arch.mbarrier_arrive_and_expect_tx(full, spec.tile_bytes)
         for box in cutlass.range_constexpr(self.boxes):
             page = cute.arch.shuffle_sync(pages, lane + box)
-            place = self.box_at(piece, self.tile_at(piece, i) * self.boxes + box, page, head)
-            cute.copy(atom_k, gmem_k[None, place], smem_k[None, box, stage], tma_bar_ptr=full, cache_policy=policy)
-            cute.copy(atom_v, gmem_v[None, place], smem_v[None, box, stage], tma_bar_ptr=full, cache_policy=policy)
+            index = self.tile_at(piece, i) * self.boxes + box
+            for atom, gmem, smem, shape in ((atom_k, gmem_k, smem_k, spec.rings[0]), (atom_v, gmem_v, smem_v, spec.rings[1])):
+                for block in cutlass.range_constexpr(tile.boxes_across(shape)):
+                    source = gmem[None, self.box_at(piece, shape, index, block, page, head)]
+                    cute.copy(atom, source, smem[None, box, block, stage], tma_bar_ptr=full, cache_policy=policy)
 
     @cute.jit
     def issue_scales(
@@ -295,11 +358,21 @@ class TmaMainloop:
         """This warp's tiles of one piece: those whose place in the CTA's stream is its own modulo num_warps."""
         spec = self.spec
         for i in cutlass.range(self.order(piece), (piece.stop - piece.first) * spec.unit_heads, spec.turns, unroll=1):
-            stage, parity = self.turn_of(piece.issued * spec.unit_heads + i)
+            stage, parity = self.place_in_ring(piece.issued * spec.unit_heads + i)
             cute.arch.mbarrier_wait(full_barrier(spec, shared, stage), parity)
             place = place_of_tile(spec, piece.keys, piece.first + quotient(i, spec.unit_heads))
             holes = read_holes(spec, shared, stage)
-            attend_tile(spec, attention, shared, stage, place, holes)
+            if cutlass.const_expr(self.zeroes_alone):
+                self.zero_for_readers(shared, stage, parity, place)
+            wide = stage
+            if cutlass.const_expr(spec.widens_tiles):
+                wide, turn = self.place_in_wide(piece.issued + i)
+                cute.arch.mbarrier_wait(widened_barrier(spec, shared, wide), turn)
+            operands = tuple(stage if cutlass.const_expr(shape is None) else wide for shape in spec.wide)
+            attend_tile(spec, attention, shared, stage, operands, place, holes)
+            if cutlass.const_expr(spec.widens_tiles):
+                with cute.arch.elect_one():
+                    cute.arch.mbarrier_arrive(narrow_barrier(spec, shared, wide))
             if has_outside(spec, place):
                 cute.arch.fence_proxy("async.shared", space="cta")  # zeroed V rows, before TMA writes the stage again
             cute.arch.sync_warp()
@@ -308,3 +381,16 @@ class TmaMainloop:
             else:
                 with cute.arch.elect_one():
                     cute.arch.mbarrier_arrive(empty_barrier(spec, shared, stage))
+
+    @cute.jit
+    def zero_for_readers(self, shared: Shared, stage: Int32, parity: Int32, place: TilePlace):
+        """The first of several readers zeroes what no row sees of a tile of V, if anything, and all wait for that."""
+        spec, zeroed = self.spec, zeroed_barrier(self.spec, shared, stage)
+        if reader_of(spec) == 0:
+            if has_outside(spec, place):
+                zero_outside(spec, shared.rings[1][None, None, stage], place, cute.arch.lane_idx())
+                cute.arch.fence_proxy("async.shared", space="cta")
+                cute.arch.sync_warp()
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive(zeroed)
+        cute.arch.mbarrier_wait(zeroed, parity)

@@ -1,20 +1,12 @@
 """The named barriers of a CTA; 0 is that of all its threads."""
 
 import cutlass.cute as cute
-from cutlass import Int32
 
 CONSUMERS = 1  # the consumer warps meet
 OPENED = 2  # the opening lies in shared memory, and the mbarriers are made (schedule/opening.py)
-TURNS = 8  # and those behind it: the warps that read one tile meet
 ALONE = 3  # of one warp: racecheck takes warps at a barrier to be ordered where they have met equally often before
 
 
 def sync_branches(barrier_id: int, warps: int):
     """Barrier of warps that come to it in different branches: "bar.sync" promises that all execute the same instruction."""
     cute.arch.inline_ptx(f"barrier.sync {barrier_id}, {32 * warps};")
-
-
-def sync_turn(warps: int):
-    """Barrier of the `warps` neighbours that this warp takes tiles with."""
-    turn = cute.arch.make_warp_uniform(cute.arch.warp_idx()) // warps
-    cute.arch.inline_ptx("barrier.sync {$r0}, {$r1};", read_only_args=[TURNS + turn, Int32(32 * warps)])

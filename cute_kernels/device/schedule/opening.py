@@ -11,7 +11,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32
 
-from ...config.decode import KernelSpec
+from ...config.decode import WIDENING_WARPS, KernelSpec
 from ..attend.pack_gqa import sync_consumers
 from ..attend.query_rows import Row, first_tile
 from ..kv.source import Rows, box_pages, open_row_or_nothing, row_fields
@@ -85,7 +85,8 @@ def comes_late(spec: KernelSpec) -> bool:
 
 def meet(spec: KernelSpec):
     """Producers and consumers, but for a late one, meet: what one of them wrote before, mbarriers too, the others see."""
-    sync_branches(OPENED, spec.num_warps - comes_late(spec) + 1 + (spec.token_scales > 0))
+    widening = WIDENING_WARPS if spec.widens_tiles else 0
+    sync_branches(OPENED, spec.num_warps - comes_late(spec) + 1 + (spec.token_scales > 0) + widening)
 
 
 @cute.jit

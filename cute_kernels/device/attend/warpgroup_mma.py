@@ -1,0 +1,83 @@
+"""Q K^T and P V of a warpgroup, by wgmma (m64nNk16): Q, K and V are read from shared memory, P comes from registers.
+
+A warp's rows of an m64 tile lie in its lanes as those of an m16n8k16 tile do, so the warps of a group have m-tiles beside each
+other and everything between the products is a warp's own. Tiles of 8 bits are first widened to 16 in shared memory, by all warps
+that read the tile.
+"""
+
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
+
+from ...config.decode import MMA_K, TILE_M, WARPGROUP, KernelSpec
+from ..mainloop.shared import Shared
+from ..tracing.fakes import ELEMENT_TYPES
+from .warp_mma import make_mma
+
+ROWS = TILE_M * WARPGROUP  # of a wgmma
+
+
+class WarpgroupProducts:
+    """The products of a warp's m-tile, made with the other warps of its group."""
+
+    def __init__(self, spec: KernelSpec, shared: Shared, lane: Int32):
+        self.spec = spec
+        self.tiles = tuple(ring if wide is None else wide for ring, wide in zip(shared.rings, shared.wide, strict=True))
+        self.thr_mma = make_mma(spec.k_math).get_slice(lane)
+
+    def scores(self, queries: list, stage: Int32) -> list[cute.Tensor]:
+        """Q K^T with the tile in a stage, f32 ((2, 2), 1, n8)."""
+        spec, (query,) = self.spec, queries
+        acc_s = cute.make_rmem_tensor(self.thr_mma.partition_shape_C((TILE_M, spec.tile_n)), Float32)
+        acc = accumulator(acc_s, spec.tile_n)
+        mma = make_mma_of(spec.k_math, spec.tile_n, warpgroup.OperandSource.SMEM, OperandMajorMode.K)
+        rows, keys = mma.make_fragment_A(mma.get_slice(0).partition_A(query)), descriptors(mma, in_one(self.tiles[0], stage))
+        warpgroup.fence()
+        for step in range(spec.padded_head_dim // MMA_K):
+            mma.set(warpgroup.Field.ACCUMULATE, step > 0)
+            cute.gemm(mma, acc, rows[None, None, step], keys[None, None, step], acc)
+        warpgroup.commit_group()
+        warpgroup.wait_group(0)
+        return [acc_s]
+
+    def add_values(self, outputs: list, weights: list, stage: Int32):
+        """Adds P V to the output. weights: P as A fragments."""
+        spec, (acc_o,), (p,) = self.spec, outputs, weights
+        acc = accumulator(acc_o, spec.padded_head_dim)
+        mma = make_mma_of(spec.v_math, spec.padded_head_dim, warpgroup.OperandSource.RMEM, OperandMajorMode.MN)
+        mma.set(warpgroup.Field.ACCUMULATE, True)
+        values = descriptors(mma, transposed(in_one(self.tiles[1], stage)))
+        warpgroup.fence()
+        for step in range(spec.tile_n // MMA_K):
+            cute.gemm(mma, acc, p[None, None, step], values[None, None, step], acc)
+        warpgroup.commit_group()
+        warpgroup.wait_group(0)
+
+
+def make_mma_of(element_type: str, columns: int, source: warpgroup.OperandSource, major: OperandMajorMode) -> cute.TiledMma:
+    """m64nNk16 with f32 accumulation. source: of the first operand; major: of the second."""
+    op = warpgroup.MmaF16BF16Op(ELEMENT_TYPES[element_type], Float32, (ROWS, columns, MMA_K), source, OperandMajorMode.K, major)
+    return cute.make_tiled_mma(op)
+
+
+def accumulator(acc: cute.Tensor, columns: int) -> cute.Tensor:
+    """A warp's accumulator as that of an m64nNk16 step."""
+    return cute.make_tensor(acc.iterator, cute.make_layout(((2, 2, columns // 8), 1, 1)))
+
+
+def in_one(tiles: cute.Tensor, stage: Int32) -> cute.Tensor:
+    """A tile [token, column], whose slabs lie one behind the other."""
+    tile = tiles[None, None, stage]
+    (rows, slabs), columns = tile.shape
+    layout = cute.make_layout((rows * slabs, columns), stride=(tile.stride[0][0], tile.stride[1]))
+    return cute.make_tensor(tile.iterator, layout)
+
+
+def transposed(tile: cute.Tensor) -> cute.Tensor:
+    """[column, token]."""
+    return cute.make_tensor(tile.iterator, cute.select(tile.layout, mode=[1, 0]))
+
+
+def descriptors(mma: cute.TiledMma, tensor: cute.Tensor) -> cute.Tensor:
+    """What a wgmma takes for a tensor [column or token, k] in shared memory, by k16 step."""
+    return mma.make_fragment_B(mma.get_slice(0).partition_B(tensor))

@@ -1,0 +1,54 @@
+"""What warpgroups compile to: wgmma on whole tiles, in the background, without a spilled register."""
+
+import re
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import cute_kernels as ck
+from cute_kernels.attention.choice.heuristics import choose
+from cute_kernels.attention.kernel_spec import kernel_spec
+from cute_kernels.config.limits import supports
+from cute_kernels.device.tracing.decode import build
+from tests.support import machine_code
+
+E4M3 = {"kv_dtype": ck.KVDtype.E4M3}
+INT8_TOKEN = {"kv_dtype": ck.KVDtype.INT8, "k_scale": ck.KVScale.TOKEN_F16, "v_scale": ck.KVScale.TOKEN_F16}
+EVERYTHING = {"window_left": 100, "softcap": 20.0, "alibi": True, "sinks": True}
+CASES: dict[str, dict[str, Any]] = {
+    "64 rows": {},
+    "128 rows": {"max_q_len": 32},
+    "page 64": {"page_size": 64},
+    "page 8": {"page_size": 8},
+    "everything": EVERYTHING,
+    "tree": {"tree_mask": True},
+    "head_dim 64": {"head_dim": 64},
+    "head_dim 96": {"head_dim": 96, "max_q_len": 32},
+    "head_dim 256": {"head_dim": 256, "num_heads": 16},
+    "71 heads of one": {"num_heads": 71, "num_kv_heads": 1, "max_q_len": 1, "query_format": "uniform", "head_dim": 64},
+    "e4m3, 64 rows": E4M3,
+    "e4m3, 128 rows": {**E4M3, "max_q_len": 32},
+    "int8 token, 64 rows": INT8_TOKEN,
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_warpgroups(name: str, tmp_path: Path) -> None:
+    fields = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128, "page_size": 16, "max_q_len": 16, **CASES[name]}
+    problem = ck.PagedAttentionDescriptor(8, q_dtype=torch.bfloat16, max_seq_len=8192, **fields).problem
+    config = choose(problem, "sm90", "sm_90a", 132)
+    assert config.mma == "warpgroup"
+    spec = kernel_spec(problem, "sm90", "sm_90a", config, partition="balanced")
+    assert supports(spec) == []
+    ptx, sass = machine_code.dump(build, spec, tmp_path)
+    scores = rf"wgmma\.mma_async\.sync\.aligned\.m64n{spec.tile_n}k16\.f32\.{spec.k_math}"
+    values = rf"wgmma\.mma_async\.sync\.aligned\.m64n{spec.padded_head_dim}k16\.f32\.{spec.v_math}"
+    steps = Counter({scores: spec.padded_head_dim // 16}) + Counter({values: spec.tile_n // 16})
+    assert {step: len(re.findall(step, ptx)) for step in steps} == steps
+    assert "mma.sync" not in ptx
+    assert not re.search(r"\b(LDL|STL)\b", sass), "registers spilled to local memory"
+    assert sass.count("HGMMA") == spec.padded_head_dim // 16 + spec.tile_n // 16
+    assert sass.count("WARPGROUP.DEPBAR") == 2, "the assembler waits for more than both products"
