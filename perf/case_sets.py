@@ -75,6 +75,15 @@ PEERS_SHAPES: tuple[tuple[int, int, int, Rows | Spread], ...] = (
     (32, 8, 128, LOG_UNIFORM),
 )
 
+# heads, KV heads, head_dim, rows, bar in bf16: many query heads on a KV head
+MQA_SHAPES: tuple[tuple[int, int, int, Rows | Spread, Bar], ...] = (
+    (71, 1, 64, fixed(32, 2560), Bar("us", 13.0)),
+    (64, 1, 128, fixed(16, 8 * K), Bar("ratio", 1.6)),
+    (128, 1, 128, fixed(16, 8 * K), Bar("ratio", 1.6)),
+    (24, 2, 128, fixed(9, 20 * K), Bar("ratio", 1.07, 1.5)),
+    (64, 4, 128, fixed(16, 9 * K), Bar("ratio", 1.07, 1.5)),
+)
+
 HEADS: tuple[tuple[int, int, int], ...] = (
     *((32, 32, 128), (32, 4, 128), (8, 1, 128), (64, 8, 128), (28, 4, 128), (40, 8, 128), (12, 2, 128), (64, 4, 128)),
     *((128, 8, 128), (64, 8, 64), (16, 8, 256), (8, 4, 256)),
@@ -134,6 +143,15 @@ def eight_bit_cases() -> dict[Case, Bar]:
     }
 
 
+def mqa_cases() -> dict[Case, Bar | None]:
+    """Groups of 12 to 128 query heads, over 16 bits and over e4m3, which has no bar."""
+    kv_dtypes: tuple[EightBit | None, ...] = (None, "e4m3")
+    return {
+        Case(heads, kv_heads, dim, 16, rows, kv_dtype=kv_dtype): None if kv_dtype else bar
+        for kv_dtype, (heads, kv_heads, dim, rows, bar) in product(kv_dtypes, MQA_SHAPES)
+    }
+
+
 def append_cases() -> dict[Case, Bar]:
     """The appends with their bars: 64 tokens in 4 us, 8,192 at 85% of a copy's bandwidth."""
     return {
@@ -151,7 +169,8 @@ def peers_cases() -> tuple[Case, ...]:
 @functools.cache
 def all_bars() -> dict[Case, Bar]:
     """The newest bar of each case that has one."""
-    attention = {case: bar for case, bar in (verify_cases() | modifier_cases()).items() if bar is not None}
+    some = {**verify_cases(), **modifier_cases(), **mqa_cases()}
+    attention = {case: bar for case, bar in some.items() if bar is not None}
     return throughput_cases() | latency_cases() | ragged_cases() | eight_bit_cases() | append_cases() | attention
 
 
@@ -174,6 +193,7 @@ def case_sets() -> dict[str, tuple[Case, ...]]:
         "append": tuple(append_cases()),
         "verify": tuple(verify_cases()),
         "modifiers": tuple(modifier_cases()),
+        "mqa": tuple(mqa_cases()),
         "peers": peers_cases(),
         "core": tuple(
             replace(gqa, page_size=page, lengths=rows, kv_dtype=kv_dtype, kv_scale=kv_scale)
