@@ -7,7 +7,7 @@ from typing import cast
 from ..config.decode import (
     HALF_TILE_M,
     TILE_M,
-    WARPGROUP,
+    WARPGROUP_M,
     Arch,
     DecodeConfig,
     ElementType,
@@ -60,7 +60,7 @@ def block_rows(problem: DecodeProblem, arch: Arch, config: DecodeConfig) -> int:
     """
     needed = 1 << (problem.packed_rows - 1).bit_length()
     if config.mma == "warpgroup":
-        return min(TILE_M * config.num_warps, max(TILE_M * WARPGROUP, needed))
+        return min(TILE_M * config.num_warps, max(WARPGROUP_M, needed))
     if problem.query == "one":
         return 0
     most = TILE_M * (config.num_warps * most_warp_tiles(config.num_warps, problem.padded_head_dim) if arch == "sm90" else 1)

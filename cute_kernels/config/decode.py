@@ -28,7 +28,8 @@ MMA_K = 16  # depth of one m16n8k16 step
 WIDENING_WARPS = 4  # those that make 16 bits of 8, where a warpgroup multiplies
 PRODUCER_WARPS: dict[Arch, int] = {"sm90": 2, "sm80": 0}  # one for K and V; one for tokens' scales, or to look ahead
 TILE_M = 16  # packed query rows of one tensor-core tile
-WARPGROUP = 4  # warps that issue a wgmma together: 16 rows of its 64 are each one's
+WARPGROUP = 4  # warps that issue a wgmma together
+WARPGROUP_M = WARPGROUP * TILE_M  # packed query rows of its tile: 16 are each warp's
 HALF_TILE_M = 8  # those that leave a lane one row to work on, of its two
 MAX_TILE_ELEMENTS = 8192  # tile_n x padded head_dim of a 16-row tile: above, registers spill (read from SASS)
 MIN_BOX_ROWS = 8  # rows of one 128-byte swizzle atom: the smallest page part that one TMA box may bring
@@ -185,12 +186,17 @@ class KernelSpec:
     @property
     def reread(self) -> bool:
         """Whether several units read the same KV tiles."""
-        return self.many_blocks or (not self.several and self.group_size > (self.block_rows or TILE_M))
+        return self.many_blocks or (not self.several and self.group_size > self.unit_m)
 
     @property
     def unit_rows(self) -> int:
         """Query heads of a unit's KV heads."""
         return self.group_size * self.unit_heads
+
+    @property
+    def unit_m(self) -> int:
+        """Rows of a unit's tensor-core tiles where a request has one query row."""
+        return self.block_rows or TILE_M
 
     @property
     def split(self) -> bool:
@@ -302,12 +308,12 @@ class KernelSpec:
     @property
     def packed_rows(self) -> int:
         """Packed rows that a unit holds at most."""
-        return self.block_rows if self.several else packed_rows(self.unit_rows, self.block_rows or TILE_M)
+        return self.block_rows if self.several else packed_rows(self.unit_rows, self.unit_m)
 
     @property
     def m_tiles(self) -> int:
         """Units that share the KV heads of one where a request has one query row: a block of query heads each."""
-        return 1 if self.several else m_tiles(self.unit_rows, self.block_rows or TILE_M)
+        return 1 if self.several else m_tiles(self.unit_rows, self.unit_m)
 
     @property
     def tile_bytes(self) -> int:
@@ -391,9 +397,8 @@ class KernelSpec:
         query += 1024 if self.by_warpgroup else 0  # alignment
         barriers += 8 if self.readers > 1 else 0  # zeroed
         wide = sum(shape.tile_bytes * shape.num_stages for shape in self.wide if shape) + 16 * self.wide_stages
-        return (
-            self.num_stages * (stage + barriers) + query + wide + 4 * self.merge_floats + MOST_PIECES + 1024
-        )  # alignment, words
+        rest = MOST_PIECES + 1024  # alignment, words
+        return self.num_stages * (stage + barriers) + query + wide + 4 * self.merge_floats + rest
 
 
 def most_warp_tiles(num_warps: int, padded_head_dim: int) -> int:

@@ -11,6 +11,7 @@ from .decode import (
     SMEM_BYTES,
     TILE_M,
     WARPGROUP,
+    WARPGROUP_M,
     KernelSpec,
     MmaScope,
 )
@@ -106,11 +107,11 @@ def _query_reasons(spec: KernelSpec) -> list[str]:
 
 
 def _warpgroup_reasons(spec: KernelSpec) -> list[str]:
-    reasons, rows = [], TILE_M * WARPGROUP
+    reasons = []
     if spec.arch != "sm90":
         reasons.append("mma=warpgroup needs the TMA mainloop")
-    if spec.block_rows < rows or spec.block_rows % rows:
-        reasons.append(f"block_rows={spec.block_rows} is not a multiple of the {rows} rows of a warpgroup's step")
+    if spec.block_rows < WARPGROUP_M or spec.block_rows % WARPGROUP_M:
+        reasons.append(f"block_rows={spec.block_rows} is not a multiple of the {WARPGROUP_M} rows of a warpgroup's step")
     if spec.readers > spec.num_warps or spec.num_warps % spec.readers:
         reasons.append(f"the {spec.readers} m-tiles of block_rows={spec.block_rows} do not divide num_warps={spec.num_warps}")
     if spec.unit_heads > 1:

@@ -36,7 +36,7 @@ PAIRED = (8_192, 8, 1)
 # token two m-tiles a warp (by 5 to 20%)
 M_TILES, M_TILES_OF_SHORT, M_TILES_OF_TOKEN_SCALES = (64, 8), (32, 8), (32, 4)
 SHARE_TILES = 4
-M_TILES_ROWS = 32  # packed rows: with more, warpgroups end first (64 x 8k, e4m3: 32 rows 306 us and 377, 64 rows 584 and 382)
+M_TILES_ROWS = 32  # packed rows: with more, warpgroups end first (docs/notes/kernel-log.md)
 # (tokens of a tile, consumer warps) of warpgroups
 WARPGROUP_SHAPES = ((64, 8), (32, 8), (64, 4), (32, 4), (16, 8), (16, 4))
 PAIRED_HEAD_DIM = 128  # larger ones were not measured

@@ -110,9 +110,9 @@ def join_sink(sink: Float32, row_lse: Float32) -> tuple[Float32, Float32]:
 
 
 def settled_row(spec: KernelSpec, merge: tuple, row: Int32, scaling: Scaling):
-    """What `merged` takes of a row, and its lse in base 2."""
+    """merge_row, or of a row that settle_turns left no weights and a factor of 1."""
     if spec.by_warpgroup:
-        return None, None, merge[3][row]
+        return None, Float32(1.0), merge[3][row]
     return merge_row(spec, merge[1], merge[2], row, scaling)
 
 
@@ -182,8 +182,7 @@ def merged(spec: cutlass.Constexpr, acc, weights, inverse: Float32, row: Int32, 
     else:
         for w in cutlass.range_constexpr(len(places)):
             value += weights[w] * acc[row, column, places[w]]
-        value = value * inverse
-    return value
+    return value * inverse
 
 
 def stores_together(spec: KernelSpec) -> int:
@@ -203,12 +202,9 @@ def store_final(spec: cutlass.Constexpr, merge: tuple, block: QueryBlock, out, l
         weights, inverse, row_lse = settled_row(spec, merge, row, scaling)
         if cutlass.const_expr(spec.modifiers.sinks):
             factor, row_lse = join_sink(sinks[place_in(spec, block, row)[-1]], row_lse)
-            inverse = factor if cutlass.const_expr(weights is None) else inverse * factor
+            inverse = inverse * factor
         for c in cutlass.range_constexpr(width):
-            value = merged(spec, merge[0], weights, inverse, row, column * width + c)
-            if cutlass.const_expr(weights is None and spec.modifiers.sinks):
-                value = value * inverse
-            values[c] = value.to(out.element_type)
+            values[c] = merged(spec, merge[0], weights, inverse, row, column * width + c).to(out.element_type)
         cute.autovec_copy(values, cute.zipped_divide(target[(*place_in_view(spec, block, row), None)], (width,))[None, column])
         if column == 0:
             lse[place_in(spec, block, row)] = row_lse * lse_factor(spec)

@@ -14,7 +14,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64
 
-from ...config.decode import LINE_BYTES, MMA_K, TILE_M, UNIT_BYTES, WARPGROUP, KernelSpec
+from ...config.decode import LINE_BYTES, MMA_K, TILE_M, UNIT_BYTES, WARPGROUP, WARPGROUP_M, KernelSpec
 from ..mainloop.tile import columns, swizzle, swizzled
 from ..ptx.barriers import CONSUMERS
 from ..ptx.cp_async import copy_async
@@ -236,7 +236,7 @@ def read_query(spec: KernelSpec, shared: cute.Tensor, held: cute.Tensor | None, 
 
 def row_block(spec: KernelSpec, shared: cute.Tensor, row_tile: Int32 | int) -> cute.Tensor:
     """The 64 rows [row, column] of a settled query that the warpgroup of an m-tile multiplies."""
-    shape, rows = spec.query_tile, TILE_M * WARPGROUP
+    shape, rows = spec.query_tile, WARPGROUP_M
     block = shape.column_block
     begin = cute.recast_ptr(shared.iterator, swizzle(shape), ELEMENT_TYPES[spec.k_math])
     layout = cute.make_layout((rows, columns(shape)), stride=(block, (1, shape.tile_n * block)))

@@ -10,7 +10,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64
 
-from ...config.decode import TILE_M, KernelSpec
+from ...config.decode import KernelSpec
 from ..kv.status import QUERY_INDPTR_FAULT, QUERY_LENGTH_FAULT, report
 from ..ptx.registers import quotient, remainder
 
@@ -111,8 +111,8 @@ def heads_of(spec: KernelSpec, queries: Queries | None, unit: Int32) -> tuple[In
     kv_head = quotient(unit, blocks) * spec.unit_heads
     if spec.several:
         return kv_head, kv_head * spec.group_size, Int32(spec.group_size)
-    first, most = remainder(unit, blocks) * (spec.block_rows or TILE_M), spec.block_rows or TILE_M
-    return kv_head, kv_head * spec.group_size + first, cutlass.min(spec.unit_rows - first, most)
+    first = remainder(unit, blocks) * spec.unit_m
+    return kv_head, kv_head * spec.group_size + first, cutlass.min(spec.unit_rows - first, spec.unit_m)
 
 
 def query_block(spec: KernelSpec, queries: Queries | None, unit: Int32, heads: tuple, index: Int32, row: Row) -> QueryBlock:

@@ -9,12 +9,11 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
-from ...config.decode import MMA_K, TILE_M, WARPGROUP, KernelSpec
+from ...config.decode import MMA_K, TILE_M, WARPGROUP_M, KernelSpec
 from ..mainloop.shared import Shared
+from ..mainloop.tile import transposed
 from ..tracing.fakes import ELEMENT_TYPES
 from .warp_mma import make_mma
-
-ROWS = TILE_M * WARPGROUP  # of a wgmma
 
 
 class WarpgroupProducts:
@@ -22,7 +21,8 @@ class WarpgroupProducts:
 
     def __init__(self, spec: KernelSpec, shared: Shared, lane: Int32):
         self.spec = spec
-        self.tiles = tuple(ring if wide is None else wide for ring, wide in zip(shared.rings, shared.wide, strict=True))
+        keys, values = (in_one(ring if wide is None else wide) for ring, wide in zip(shared.rings, shared.wide, strict=True))
+        self.keys, self.values = keys, transposed(values)
         self.thr_mma = make_mma(spec.k_math).get_slice(lane)
 
     def scores(self, queries: list, stage: Int32) -> list[cute.Tensor]:
@@ -31,7 +31,7 @@ class WarpgroupProducts:
         acc_s = cute.make_rmem_tensor(self.thr_mma.partition_shape_C((TILE_M, spec.tile_n)), Float32)
         acc = accumulator(acc_s, spec.tile_n)
         mma = make_mma_of(spec.k_math, spec.tile_n, warpgroup.OperandSource.SMEM, OperandMajorMode.K)
-        rows, keys = mma.make_fragment_A(mma.get_slice(0).partition_A(query)), descriptors(mma, in_one(self.tiles[0], stage))
+        rows, keys = mma.make_fragment_A(mma.get_slice(0).partition_A(query)), descriptors(mma, self.keys[None, None, stage])
         warpgroup.fence()
         for step in range(spec.padded_head_dim // MMA_K):
             mma.set(warpgroup.Field.ACCUMULATE, step > 0)
@@ -46,7 +46,7 @@ class WarpgroupProducts:
         acc = accumulator(acc_o, spec.padded_head_dim)
         mma = make_mma_of(spec.v_math, spec.padded_head_dim, warpgroup.OperandSource.RMEM, OperandMajorMode.MN)
         mma.set(warpgroup.Field.ACCUMULATE, True)
-        values = descriptors(mma, transposed(in_one(self.tiles[1], stage)))
+        values = descriptors(mma, self.values[None, None, stage])
         warpgroup.fence()
         for step in range(spec.tile_n // MMA_K):
             cute.gemm(mma, acc, p[None, None, step], values[None, None, step], acc)
@@ -56,7 +56,9 @@ class WarpgroupProducts:
 
 def make_mma_of(element_type: str, columns: int, source: warpgroup.OperandSource, major: OperandMajorMode) -> cute.TiledMma:
     """m64nNk16 with f32 accumulation. source: of the first operand; major: of the second."""
-    op = warpgroup.MmaF16BF16Op(ELEMENT_TYPES[element_type], Float32, (ROWS, columns, MMA_K), source, OperandMajorMode.K, major)
+    op = warpgroup.MmaF16BF16Op(
+        ELEMENT_TYPES[element_type], Float32, (WARPGROUP_M, columns, MMA_K), source, OperandMajorMode.K, major
+    )
     return cute.make_tiled_mma(op)
 
 
@@ -65,17 +67,11 @@ def accumulator(acc: cute.Tensor, columns: int) -> cute.Tensor:
     return cute.make_tensor(acc.iterator, cute.make_layout(((2, 2, columns // 8), 1, 1)))
 
 
-def in_one(tiles: cute.Tensor, stage: Int32) -> cute.Tensor:
-    """A tile [token, column], whose slabs lie one behind the other."""
-    tile = tiles[None, None, stage]
-    (rows, slabs), columns = tile.shape
-    layout = cute.make_layout((rows * slabs, columns), stride=(tile.stride[0][0], tile.stride[1]))
-    return cute.make_tensor(tile.iterator, layout)
-
-
-def transposed(tile: cute.Tensor) -> cute.Tensor:
-    """[column, token]."""
-    return cute.make_tensor(tile.iterator, cute.select(tile.layout, mode=[1, 0]))
+def in_one(ring: cute.Tensor) -> cute.Tensor:
+    """A ring of tiles [token, column, stage] whose slabs lie one behind the other."""
+    (rows, slabs), *others = ring.shape
+    layout = cute.make_layout((rows * slabs, *others), stride=(ring.stride[0][0], *ring.stride[1:]))
+    return cute.make_tensor(ring.iterator, layout)
 
 
 def descriptors(mma: cute.TiledMma, tensor: cute.Tensor) -> cute.Tensor:

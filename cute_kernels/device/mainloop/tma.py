@@ -387,7 +387,7 @@ class TmaMainloop:
         """The first of several readers zeroes what no row sees of a tile of V, and the others wait where there is something.
 
         It waits for its own arrival each time, which holds nothing up: where all readers waited for each tile two warpgroups went
-        in step, and 128 rows over 64 x 8k took 750 us in place of 612.
+        in step (docs/notes/kernel-log.md).
         """
         spec, zeroed = self.spec, zeroed_barrier(self.spec, shared, stage)
         if reader_of(spec) == 0:
