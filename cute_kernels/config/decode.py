@@ -26,6 +26,9 @@ MmaScope = Literal["warp", "warpgroup"]  # who issues a tensor-core step: m16n8k
 LOG2_E = math.log2(math.e)  # from a natural logarithm to base 2
 MMA_K = 16  # depth of one m16n8k16 step
 WIDENING_WARPS = 4  # those that make 16 bits of 8, where a warpgroup multiplies
+# registers of a thread that attends and of the others, by warps that attend: where others widen, and where products overlap
+WIDENING_REGISTERS = {4: (232, 136), 8: (176, 80)}
+OVERLAP_REGISTERS = {8: (224, 56), 12: (160, 32)}
 PRODUCER_WARPS: dict[Arch, int] = {"sm90": 2, "sm80": 0}  # one for K and V; one for tokens' scales, or to look ahead
 TILE_M = 16  # packed query rows of one tensor-core tile
 WARPGROUP = 4  # warps that issue a wgmma together
@@ -174,6 +177,11 @@ class KernelSpec:
         return self.by_warpgroup and min(self.k_bytes, self.v_bytes) == 1
 
     @property
+    def overlaps(self) -> bool:
+        """Whether a warpgroup has the next tile's Q K^T under way while it weighs a tile's scores (mainloop/overlap.py)."""
+        return self.by_warpgroup and self.turns == 1
+
+    @property
     def readers(self) -> int:
         """Warps that read a KV tile, for warp_tiles m-tiles of its unit each."""
         return self.row_tiles // self.warp_tiles
@@ -182,6 +190,20 @@ class KernelSpec:
     def turns(self) -> int:
         """Groups of `readers` warps, which take KV tiles in turn."""
         return self.num_warps // self.readers
+
+    @property
+    def warps(self) -> int:
+        """Warps of a CTA: those that attend, and those that bring tiles and widen them."""
+        if not self.widens_tiles and not self.register_shares:
+            return self.num_warps + PRODUCER_WARPS[self.arch]
+        return self.num_warps + WARPGROUP + (WIDENING_WARPS if self.widens_tiles else 0)
+
+    @property
+    def register_shares(self) -> tuple[int, int] | None:
+        """Registers of a thread that attends and of another, where warpgroups exchange them; None where all have as many."""
+        if self.widens_tiles:
+            return WIDENING_REGISTERS.get(self.num_warps)
+        return OVERLAP_REGISTERS.get(self.num_warps) if self.overlaps else None
 
     @property
     def reread(self) -> bool:
@@ -285,8 +307,8 @@ class KernelSpec:
 
     @property
     def wide_stages(self) -> int:
-        """Widened tiles: each turn reads one while the next is widened. 0 where none is."""
-        return max(2, self.turns + 1) if self.widens_tiles else 0
+        """Widened tiles: each turn reads one, or where products overlap two, while the next is widened. 0 where none is."""
+        return max(2, self.turns + 1) + self.overlaps if self.widens_tiles else 0
 
     @property
     def stage_turns(self) -> int:
@@ -352,12 +374,15 @@ class KernelSpec:
         """f32 of the buffer in which the warps' states merge: of each warp and packed row its padded output, maximum and sum.
 
         At least what the combine needs (device/combine/combine.py): four of each thread's pairs of columns. Warpgroups merge in
-        registers: one output of each packed row, its lse, and a maximum and a sum of each turn.
+        registers: one output of each packed row, its lse, and a maximum and a sum of each turn; with one turn nothing merges.
         """
+        combine = self.num_warps * 4 * 32 * self.column_pairs
+        if self.overlaps:  # no states meet: each goes from registers to memory
+            return combine if self.split else 0
         states = self.packed_rows * (self.merge_columns + 1 + 2 * self.turns)
         if not self.by_warpgroup:
             states = self.turns * self.packed_rows * (self.merge_columns + 2)
-        return max(states, self.num_warps * 4 * 32 * self.column_pairs)
+        return max(states, combine)
 
     @property
     def row_pairs(self) -> int:
@@ -396,6 +421,7 @@ class KernelSpec:
         query += 2 * (self.row_tiles - 1) * TILE_M * 4  # the inverses of further m-tiles
         query += 1024 if self.by_warpgroup else 0  # alignment
         barriers += 8 if self.readers > 1 else 0  # zeroed
+        barriers += 16 if self.overlaps else 0  # full and empty ones of V alone
         wide = sum(shape.tile_bytes * shape.num_stages for shape in self.wide if shape) + 16 * self.wide_stages
         rest = MOST_PIECES + 1024  # alignment, words
         return self.num_stages * (stage + barriers) + query + wide + 4 * self.merge_floats + rest

@@ -21,6 +21,12 @@ TWO_WARPGROUPS_HEAD_DIM = {False: 192, True: 128}
 LONG_WARPGROUP_HEAD_DIM, SHORT_TILE_N = 128, 32  # above, a warpgroup's tiles have no more tokens, for the same reason
 
 
+# registers of a thread for the output, scores and weights of a warpgroup whose products overlap, by warps that attend; with those
+# that widen beside them fewer. Above, registers spill, or ptxas puts a wait behind each wgmma (read from SASS)
+OVERLAP_TILE_REGISTERS = {4: 188, 8: 188, 12: 128}
+WIDENING_TILE_REGISTERS = {4: 188, 8: 128}
+
+
 def most_tile_n(padded_head_dim: int, v_bytes: int, mma: MmaScope = "warp") -> int:
     """KV tokens of a tile, at most: with more a thread needs more registers than it has."""
     if mma == "warpgroup":
@@ -31,6 +37,13 @@ def most_tile_n(padded_head_dim: int, v_bytes: int, mma: MmaScope = "warp") -> i
     return min(fits, widest) if padded_head_dim > 192 else fits
 
 
+def overlap_registers(spec: KernelSpec) -> tuple[int, int]:
+    """(registers of a thread for the output, scores and weights of its warpgroup's tile, how many there are)."""
+    needed = spec.padded_head_dim // 2 + spec.tile_n // 2 + spec.tile_n // 4
+    most = WIDENING_TILE_REGISTERS if spec.widens_tiles else OVERLAP_TILE_REGISTERS
+    return needed, most.get(spec.num_warps, 0)
+
+
 def supports(spec: KernelSpec) -> list[str]:
     """Every reason why `spec` cannot be built; an empty list means that it can."""
     reasons = []
@@ -38,8 +51,9 @@ def supports(spec: KernelSpec) -> list[str]:
         reasons.append(f"head_dim={spec.head_dim} is outside 1..256")
     if spec.tile_n < 16 or spec.tile_n % 16:
         reasons.append(f"tile_n={spec.tile_n} is not a positive multiple of 16")
-    if spec.num_warps not in (1, 2, 4, 8):
-        reasons.append(f"num_warps={spec.num_warps} is not 1, 2, 4 or 8")
+    counts = (1, 2, 4, 8, 12) if spec.overlaps and not spec.split else (1, 2, 4, 8)
+    if spec.num_warps not in counts:
+        reasons.append(f"num_warps={spec.num_warps} is not one of {', '.join(map(str, counts))}")
     if spec.several:
         reasons += _query_reasons(spec)
     if spec.by_warpgroup:
@@ -48,7 +62,7 @@ def supports(spec: KernelSpec) -> list[str]:
     if spec.num_stages % readers:
         of = f"num_warps={spec.num_warps}" if spec.readers == 1 else f"the {readers} turns of its warps"
         reasons.append(f"num_stages={spec.num_stages} is not a multiple of {of}: a stage has one reader")
-    if spec.tile_n > most_tile_n(spec.padded_head_dim, spec.v_bytes, spec.mma):
+    if not spec.overlaps and spec.tile_n > most_tile_n(spec.padded_head_dim, spec.v_bytes, spec.mma):
         reasons.append(f"tile_n={spec.tile_n} x head_dim={spec.padded_head_dim} needs more registers than a thread has")
     if spec.smem_bytes > SMEM_BYTES[spec.target]:
         reasons.append(f"shared memory {spec.smem_bytes} bytes exceeds {SMEM_BYTES[spec.target]} on {spec.target}")
@@ -116,7 +130,11 @@ def _warpgroup_reasons(spec: KernelSpec) -> list[str]:
         reasons.append(f"the {spec.readers} m-tiles of block_rows={spec.block_rows} do not divide num_warps={spec.num_warps}")
     if spec.unit_heads > 1:
         reasons.append(f"unit_heads={spec.unit_heads} takes tensor-core steps of a warp")
-    if spec.num_warps > WARPGROUP and spec.padded_head_dim > TWO_WARPGROUPS_HEAD_DIM[spec.widens_tiles]:
+    if spec.overlaps:
+        needed, most = overlap_registers(spec)
+        if needed > most:
+            reasons.append(f"tile_n={spec.tile_n} x head_dim={spec.padded_head_dim} needs {needed} registers a thread of {most}")
+    elif spec.num_warps > WARPGROUP and spec.padded_head_dim > TWO_WARPGROUPS_HEAD_DIM[spec.widens_tiles]:
         reasons.append(f"head_dim={spec.head_dim} leaves a thread of {spec.num_warps} warps too few registers")
     return reasons
 

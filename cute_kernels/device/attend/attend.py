@@ -85,8 +85,13 @@ def reset_state(state: WarpState):
 def probabilities(acc_s: cute.Tensor, element_type: type) -> cute.Tensor:
     """P in 16 bits, its accumulator registers reread as A fragments: ((2,2),1,n8) -> ((2,2,2),1,n16)."""
     p = cute.make_rmem_tensor(acc_s.shape, element_type)
-    p.store(acc_s.load().to(element_type))
+    probabilities_into(p, acc_s)
     return fragments(p)
+
+
+def probabilities_into(p: cute.Tensor, acc_s: cute.Tensor):
+    """As probabilities, to registers for as many elements of 16 bits."""
+    p.store(acc_s.load().to(p.element_type))
 
 
 def row_scales(rows: RowTile, scaling: Scaling) -> list:
@@ -106,9 +111,26 @@ def attend_tile(
     spec: cutlass.Constexpr, attention: Attention, shared: Shared, stage: Int32, operands: tuple, place: TilePlace, holes: Int32
 ):
     """Adds tile `stage` to the states of the warp's m-tiles. operands: where K and V are multiplied from; holes: mask.py."""
-    lane, row_tiles, products = cute.arch.lane_idx(), attention.row_tiles, attention.products
+    row_tiles, products = attention.row_tiles, attention.products
     peak = settle_scales(spec, shared.scales, stage)
     scores = products.scores([rows.query for rows in row_tiles], operands[0])
+    hide_scores(spec, attention, shared, scores, stage, place, holes)
+    for acc_s, rows in zip(scores, row_tiles, strict=True):
+        make_weights(spec, acc_s, rows, attention.scaling, peak)
+    if cutlass.const_expr(spec.v_token_scale):
+        columns = column_scales(spec, shared.scales[1], spec.v_scale, stage)
+        for acc_s in scores:
+            scale_columns(acc_s, spec.lane_rows, columns)
+    weights = [probabilities(acc_s, ELEMENT_TYPES[spec.v_math]) for acc_s in scores]
+    products.add_values([rows.state.acc_o for rows in row_tiles], weights, operands[1])
+
+
+@cute.jit
+def hide_scores(
+    spec: cutlass.Constexpr, attention: Attention, shared: Shared, scores: list, stage: Int32, place: TilePlace, holes: Int32
+):
+    """A tile's scores, in place, with K's scales of tokens and all that modifies them; what a row does not see becomes -inf."""
+    lane, row_tiles, products = cute.arch.lane_idx(), attention.row_tiles, attention.products
     if cutlass.const_expr(spec.k_token_scale):
         columns = column_scales(spec, shared.scales[0], spec.k_scale, stage)
         for acc_s in scores:
@@ -129,22 +151,17 @@ def attend_tile(
     if holes != 0:
         for acc_s in scores:
             mask_holes(acc_s, coords, holes, spec.hole_tokens)
-    weights = [weights_of(spec, acc_s, rows, attention.scaling, peak) for acc_s, rows in zip(scores, row_tiles, strict=True)]
-    if cutlass.const_expr(spec.v_token_scale):
-        columns = column_scales(spec, shared.scales[1], spec.v_scale, stage)
-        for acc_s in weights:
-            scale_columns(acc_s, spec.lane_rows, columns)
-    weights = [probabilities(acc_s, ELEMENT_TYPES[spec.v_math]) for acc_s in weights]
-    products.add_values([rows.state.acc_o for rows in row_tiles], weights, operands[1])
 
 
-def weights_of(spec: KernelSpec, acc_s: cute.Tensor, rows: RowTile, scaling: Scaling, peak: Int32) -> cute.Tensor:
-    """A tile's scores, in place, as softmax weights; the m-tile's state moves to its new maximum. peak: of V's scales."""
+def make_weights(spec: KernelSpec, acc_s: cute.Tensor, rows: RowTile, scaling: Scaling, peak: Int32, known: tuple | None = None):
+    """A tile's scores, in place, become softmax weights; the m-tile's state moves to its new maximum.
+
+    peak: of V's scales. known: what softmax.find_bases found, or None.
+    """
     state, weights_up = rows.state, None
     if spec.v_token_scale:
         shrink, up = widen_unit(state.unit, peak)
         weights_up = (up + spec.weight_bits, shrink)
     elif spec.weight_bits > 0:
         weights_up = (Float32(spec.weight_bits), Float32(1.0))
-    online_softmax(acc_s, state.acc_o, state.row_max, state.row_sum, row_scales(rows, scaling), weights_up)
-    return acc_s
+    online_softmax(acc_s, state.acc_o, state.row_max, state.row_sum, row_scales(rows, scaling), weights_up, known)

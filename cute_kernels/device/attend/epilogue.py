@@ -5,6 +5,7 @@ in the piece, so it is deterministic; an empty state is (0, -inf) and weighs not
 """
 
 import math
+from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
@@ -13,13 +14,15 @@ from cutlass import Boolean, Float32, Int32
 from ...config.decode import LOG2_E, TILE_M, KernelSpec
 from ..combine.partials import send, word_at
 from ..kv.scale import Scaling, unit_of
-from ..ptx.registers import quotient, remainder
+from ..mainloop.tile import swizzled
+from ..ptx.registers import LANES, quotient, remainder
 from ..ptx.shared_pairs import read_pair, write_pair
 from ..schedule.work_scheduler import Piece
 from .attend import WarpState
-from .pack_gqa import lane_rows_of, sync_consumers
+from .pack_gqa import VECTOR, lane_rows_of, place_of, sync_consumers
+from .query_range import pack
 from .query_rows import QueryBlock, block_view, place_in, place_in_view
-from .softmax import finite_or_zero, quad_sum, rows_of
+from .softmax import finite_or_zero, quad_sum, rescale_row, rows_of
 
 LN_2 = math.log(2.0)
 STORES = 4  # of a thread in flight together: 64 packed rows are 4 or 16
@@ -91,11 +94,17 @@ def merge_row(spec: cutlass.Constexpr, row_max, row_sum, row: Int32, scaling: Sc
         weight = cute.math.exp2((row_max[row, places[w]] - shift) * scaling.log2, fastmath=True)
         weights[w] = cutlass.select_(row_max[row, places[w]] == -Float32.inf, Float32(0.0), weight)  # whatever the scale
         total += weights[w] * row_sum[row, places[w]]
+    return weights, *normalisation(spec, total, shift, scaling)
+
+
+@cute.jit
+def normalisation(spec: cutlass.Constexpr, total: Float32, shift: Float32, scaling: Scaling) -> tuple[Float32, Float32]:
+    """(a factor on a row's output, its lse in base 2, -inf when empty). total: the row's sum, its weights relative to `shift`."""
     lse = cute.math.log2(total, fastmath=True) + (shift * scaling.log2 - spec.weight_bits)
     inverse = scaling.value * cute.arch.rcp_approx(total)
     if total == 0.0:  # an empty state, whatever its scales; NaN is not one
         lse, inverse = -Float32.inf, Float32(0.0)
-    return weights, inverse, lse
+    return inverse, lse
 
 
 @cute.jit
@@ -222,3 +231,73 @@ def store_partial(spec: cutlass.Constexpr, merge: tuple, piece: Piece, words, sl
             values[c] = merged(spec, merge[0], weights, inverse, row, 2 * remainder(index, per_row) + c)
         for j in cutlass.range_constexpr(pairs):
             send(word_at(words, index + j, slot), values[0, j], values[1, j], row_lse, mark)
+
+
+@dataclass(frozen=True)
+class SettledRows:
+    """A lane's rows of an m-tile that no other state joins: the normalised output; of each row its place, its lse in base 2."""
+
+    acc_o: cute.Tensor
+    coords: cute.Tensor
+    rows: list[Int32]
+    lse: list[Float32]
+
+
+@cute.jit
+def settle_rows(spec: cutlass.Constexpr, thr_mma, state: WarpState, inverses, row_tile: Int32, scaling: Scaling) -> SettledRows:
+    """A warp's state of an m-tile, settled in its registers. inverses: of the row factors, or None."""
+    unit = Float32(1.0) if cutlass.const_expr(state.unit is None) else unit_of(state.unit)
+    coords = rows_of(thr_mma.partition_C(cute.make_identity_tensor((TILE_M, spec.padded_head_dim))))
+    rows, found = lane_rows_of(spec, row_tile), []
+    for r in cutlass.range_constexpr(len(rows)):
+        peak = state.row_max[r] * (1.0 if cutlass.const_expr(inverses is None) else inverses[r])
+        total = cutlass.select_(peak == -Float32.inf, Float32(0.0), quad_sum(state.row_sum[r]) * unit)
+        factor, row_lse = normalisation(spec, total, finite_or_zero(peak), scaling)
+        rescale_row(state.acc_o, r, factor * unit)
+        found.append(row_lse)
+    return SettledRows(state.acc_o, coords, rows, found)
+
+
+@cute.jit
+def send_rows(spec: cutlass.Constexpr, settled: SettledRows, heads: Int32, words, slot: Int32, mark: Int32):
+    """A part of a row: a lane writes its settled rows to their slot of the workspace."""
+    outputs = rows_of(settled.acc_o)
+    for r in cutlass.range_constexpr(len(settled.rows)):
+        row = settled.rows[r]
+        if row < heads:
+            for c in cutlass.range_constexpr(0, cute.size(outputs, mode=[1]), 2):
+                word = word_at(words, row * spec.row_pairs + settled.coords[r, c][1] // 2, slot)
+                send(word, outputs[r, c], outputs[r, c + 1], settled.lse[r], mark)
+
+
+@cute.jit
+def store_rows(
+    spec: cutlass.Constexpr, settled: SettledRows, query: cute.Tensor, row_tile: Int32, block: QueryBlock, out, lse, sinks
+):
+    """A whole row: a warp's settled rows are the result. They go through the query's own rows, which no warp needs any more.
+
+    query: the buffer of the piece. sinks: f32 [num_heads], or None.
+    """
+    outputs, words = rows_of(settled.acc_o), cute.recast_tensor(query, Int32)
+    for r in cutlass.range_constexpr(len(settled.rows)):
+        row, factor, row_lse = settled.rows[r], Float32(1.0), settled.lse[r]
+        if row < block.rows:
+            place = place_in(spec, block, row)
+            if cutlass.const_expr(spec.modifiers.sinks):
+                factor, row_lse = join_sink(sinks[place[-1]], row_lse)
+            for c in cutlass.range_constexpr(0, cute.size(outputs, mode=[1]), 2):
+                pair = pack(spec.element_type, outputs[r, c] * factor, outputs[r, c + 1] * factor)
+                words[place_of(spec, row, settled.coords[r, c][1])] = pair
+            if cute.arch.lane_idx() % 4 == 0:
+                lse[place] = row_lse * lse_factor(spec)
+    cute.arch.sync_warp()
+    target, per_row = block_view(spec, out, block), cutlass.const_expr(spec.padded_head_dim // VECTOR)
+    for i in cutlass.range(cute.arch.lane_idx(), TILE_M * per_row, LANES, unroll=STORES):
+        row, column = row_tile * TILE_M + quotient(i, per_row), remainder(i, per_row)
+        if row < block.rows:
+            at = query.iterator.toint() + swizzled(spec.query_tile, 0, row, column * VECTOR * spec.q_bytes)
+            source = cute.make_tensor(cute.make_ptr(out.element_type, at, cute.AddressSpace.smem, assumed_align=16), VECTOR)
+            values = cute.make_rmem_tensor(VECTOR, out.element_type)
+            cute.autovec_copy(source, values)
+            goal = cute.zipped_divide(target[(*place_in_view(spec, block, row), None)], (VECTOR,))
+            cute.autovec_copy(values, goal[None, column])

@@ -116,7 +116,7 @@ def cuts(mask: RowMask, token: Int32, tokens: int) -> Boolean:
 def mask_rows(acc_s: cute.Tensor, coords: cute.Tensor, mask: RowMask, token: Int32, tokens: cutlass.Constexpr):
     """Scores of what a row does not see become -inf, in a tile of `tokens` from `token` on."""
     for r in cutlass.range_constexpr(len(mask.end)):
-        seen = (Int32(-1), Int32(-1))
+        seen: tuple = ()
         if cutlass.const_expr(mask.tree is not None):
             seen = tuple(seen_new_tokens(mask.tree[0][r], token + base - mask.tree[1]) for base in range(0, tokens, 32))
         for i in cutlass.range_constexpr(cute.size(acc_s)):
@@ -126,7 +126,7 @@ def mask_rows(acc_s: cute.Tensor, coords: cute.Tensor, mask: RowMask, token: Int
                 if cutlass.const_expr(mask.first is not None):
                     hidden = hidden | (token + column < mask.first[r])
                 if cutlass.const_expr(mask.tree is not None):
-                    bits = seen[0] if cutlass.const_expr(i // 4 < 4) else seen[1]
+                    bits = seen[i // 4 * 8 // 32]  # four elements of an n8 step
                     hidden = hidden | ((bits >> (column & 31)) & 1 == 0)
                 if hidden:
                     acc_s[i] = -Float32.inf

@@ -101,8 +101,9 @@ def blocks_of(spec: KernelSpec, queries: Queries | None) -> Int32 | int:
 
 
 def block_of_unit(spec: KernelSpec, queries: Queries | None, unit: Int32) -> Int32:
-    """Which block of the packed rows of its KV head a unit holds."""
-    return remainder(unit, blocks_of(spec, queries)) if spec.many_blocks else Int32(0)
+    """Which block of the packed rows of its KV head a unit holds: the last ones, which see most keys, begin first."""
+    blocks = blocks_of(spec, queries)
+    return blocks - 1 - remainder(unit, blocks) if spec.many_blocks else Int32(0)
 
 
 def heads_of(spec: KernelSpec, queries: Queries | None, unit: Int32) -> tuple[Int32, Int32, Int32]:

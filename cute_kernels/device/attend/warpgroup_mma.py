@@ -27,9 +27,23 @@ class WarpgroupProducts:
 
     def scores(self, queries: list, stage: Int32) -> list[cute.Tensor]:
         """Q K^T with the tile in a stage, f32 ((2, 2), 1, n8)."""
-        spec, (query,) = self.spec, queries
-        acc_s = cute.make_rmem_tensor(self.thr_mma.partition_shape_C((TILE_M, spec.tile_n)), Float32)
-        acc = accumulator(acc_s, spec.tile_n)
+        acc_s = self.make_scores()
+        self.start_scores(acc_s, queries[0], stage)
+        wait_for_products(0)
+        return [acc_s]
+
+    def add_values(self, outputs: list, weights: list, stage: Int32):
+        """Adds P V to the output. weights: P as A fragments."""
+        self.start_values(outputs[0], weights[0], stage)
+        wait_for_products(0)
+
+    def make_scores(self) -> cute.Tensor:
+        """Registers for the scores of a tile."""
+        return cute.make_rmem_tensor(self.thr_mma.partition_shape_C((TILE_M, self.spec.tile_n)), Float32)
+
+    def start_scores(self, acc_s: cute.Tensor, query: cute.Tensor, stage: Int32):
+        """Starts Q K^T with the tile in a stage: a group to be waited for."""
+        spec, acc = self.spec, accumulator(acc_s, self.spec.tile_n)
         mma = make_mma_of(spec.k_math, spec.tile_n, warpgroup.OperandSource.SMEM, OperandMajorMode.K)
         rows, keys = mma.make_fragment_A(mma.get_slice(0).partition_A(query)), descriptors(mma, self.keys[None, None, stage])
         warpgroup.fence()
@@ -37,13 +51,10 @@ class WarpgroupProducts:
             mma.set(warpgroup.Field.ACCUMULATE, step > 0)
             cute.gemm(mma, acc, rows[None, None, step], keys[None, None, step], acc)
         warpgroup.commit_group()
-        warpgroup.wait_group(0)
-        return [acc_s]
 
-    def add_values(self, outputs: list, weights: list, stage: Int32):
-        """Adds P V to the output. weights: P as A fragments."""
-        spec, (acc_o,), (p,) = self.spec, outputs, weights
-        acc = accumulator(acc_o, spec.padded_head_dim)
+    def start_values(self, acc_o: cute.Tensor, p: cute.Tensor, stage: Int32):
+        """Starts to add P V to the output: a group to be waited for. p: A fragments."""
+        spec, acc = self.spec, accumulator(acc_o, self.spec.padded_head_dim)
         mma = make_mma_of(spec.v_math, spec.padded_head_dim, warpgroup.OperandSource.RMEM, OperandMajorMode.MN)
         mma.set(warpgroup.Field.ACCUMULATE, True)
         values = descriptors(mma, self.values[None, None, stage])
@@ -51,7 +62,11 @@ class WarpgroupProducts:
         for step in range(spec.tile_n // MMA_K):
             cute.gemm(mma, acc, p[None, None, step], values[None, None, step], acc)
         warpgroup.commit_group()
-        warpgroup.wait_group(0)
+
+
+def wait_for_products(groups: int):
+    """Waits until at most so many of the groups that this warp started, the last ones, are under way."""
+    warpgroup.wait_group(groups)
 
 
 def make_mma_of(element_type: str, columns: int, source: warpgroup.OperandSource, major: OperandMajorMode) -> cute.TiledMma:

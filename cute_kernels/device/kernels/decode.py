@@ -8,9 +8,18 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64
 
-from ...config.decode import LOG2_E, MAX_BLOCKS, WARPGROUP, WIDENING_WARPS, KernelSpec
+from ...config.decode import LOG2_E, MAX_BLOCKS, WARPGROUP, KernelSpec
 from ..attend.attend import Attention, RowTile, make_products, make_state, reset_state
-from ..attend.epilogue import settle_turns, share_state, store_final, store_partial
+from ..attend.epilogue import (
+    SettledRows,
+    send_rows,
+    settle_rows,
+    settle_turns,
+    share_state,
+    store_final,
+    store_partial,
+    store_rows,
+)
 from ..attend.mask import make_row_mask
 from ..attend.pack_gqa import (
     fetch_query,
@@ -30,6 +39,7 @@ from ..combine.partials import DECLINED, WRITTEN, open_workspace
 from ..kv.scale import Scaling, merge_scaling, open_scaling
 from ..kv.source import Rows, open_row, open_row_or_nothing
 from ..mainloop.cp_async import CpAsyncMainloop
+from ..mainloop.overlap import OverlapMainloop
 from ..mainloop.shared import Shared, allocate
 from ..mainloop.tma import TmaMainloop
 from ..problem import Problem
@@ -48,7 +58,12 @@ from ..schedule.crew import (
 )
 from ..schedule.work_scheduler import Piece, Share, after, block_of, first_slice, keys_of, make_piece, unfinished
 
-CONSUMER_REGISTERS, PRODUCER_REGISTERS = 176, 80  # of a thread, where warps widen tiles: 16 warps share 65,536
+
+def mainloop_of(spec: KernelSpec) -> TmaMainloop | CpAsyncMainloop:
+    """How the machine moves tiles."""
+    if spec.arch == "sm80":
+        return CpAsyncMainloop(spec)
+    return OverlapMainloop(spec) if spec.overlaps else TmaMainloop(spec)
 
 
 class DecodeKernel:
@@ -56,8 +71,7 @@ class DecodeKernel:
 
     def __init__(self, spec: KernelSpec):
         self.spec = spec
-        self.mainloop = TmaMainloop(spec) if spec.arch == "sm90" else CpAsyncMainloop(spec)
-        self.threads = (spec.num_warps + (WARPGROUP + WIDENING_WARPS if spec.widens_tiles else self.mainloop.producer_warps)) * 32
+        self.mainloop = mainloop_of(spec)
         self.overlap = spec.target == "sm_90a"  # programmatic dependent launch: start while the kernel before drains
         self.divides = spec.divides_combine
         self.fetches_late = spec.by_warpgroup and spec.query_buffers == 1
@@ -94,7 +108,7 @@ class DecodeKernel:
         """Starts the grid. further: AttentionKernel's operands, () in a plain kernel."""
         self.decode(q, k, caches, scales, tables, out, lse, workspace, softmax_scale * LOG2_E, status, further).launch(
             grid=(num_ctas, 1, 1),
-            block=(self.threads, 1, 1),
+            block=(32 * self.spec.warps, 1, 1),
             smem=self.spec.smem_bytes,
             min_blocks_per_mp=self.spec.min_ctas_per_sm,
             preferred_smem_carveout=100,
@@ -119,12 +133,12 @@ class DecodeKernel:
             if warp == self.mainloop.ahead_warp:
                 self.mainloop.look_ahead(problem, shared)
             if warp < spec.num_warps:
-                if cutlass.const_expr(spec.widens_tiles):
-                    cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
+                if cutlass.const_expr(spec.register_shares is not None):
+                    cute.arch.setmaxregister_increase(spec.register_shares[0])
                 self.consume(problem, shared, scale_log2)
             else:
-                if cutlass.const_expr(spec.widens_tiles):
-                    cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
+                if cutlass.const_expr(spec.register_shares is not None):
+                    cute.arch.setmaxregister_decrease(spec.register_shares[1])
                 self.supply(problem, shared, warp - spec.num_warps)
         else:
             self.consume(problem, shared, scale_log2)
@@ -168,6 +182,8 @@ class DecodeKernel:
                 begin_crew(spec, problem, shared, share, row)
         elif cutlass.const_expr(spec.split):
             self.find_opener(problem, shared, share, row)
+        if cutlass.const_expr(spec.overlaps):
+            self.mainloop.open_turns()
         while unfinished(share, index, first):
             piece = make_piece(spec, problem.rows, share, index, row, first, issued)
             next_index, next_first = after(spec, piece)
@@ -191,23 +207,39 @@ class DecodeKernel:
                 settle(spec, problem, shared, share)
             order = self.mainloop.order(piece)
             merging = merge_scaling(spec, scaling)
-            for rows, row_tile in zip(row_tiles, row_tiles_of(spec), strict=True):
-                inverses = None if cutlass.const_expr(spec.modifiers.functions) else rows.inverses
-                state = shared.merge, thr_mma, rows.state, inverses, row_tile, piece.block.rows, order
-                if cutlass.const_expr(spec.by_warpgroup):
-                    settle_turns(spec, *state, merging)
-                else:
-                    share_state(spec, *state)
+            outcome = self.settle(shared, piece, row_tiles, thr_mma, order, merging)
             sync_consumers(spec)
-            if cutlass.const_expr(self.fetches_late):  # all have read this one
+            if cutlass.const_expr(self.fetches_late and not spec.overlaps):  # all have read this one
                 self.fetch_next(problem, shared, share, heads, index, (next_index, next_first), row)
-            self.store(problem, shared, share, piece, merging)
+            self.store(problem, shared, share, piece, merging, outcome)
+            if cutlass.const_expr(self.fetches_late and spec.overlaps):  # the output went through it
+                sync_consumers(spec)
+                self.fetch_next(problem, shared, share, heads, index, (next_index, next_first), row)
             issued += piece.stop - piece.first
             index, first = next_index, next_first
+        if cutlass.const_expr(spec.overlaps):
+            self.mainloop.close_turns()
         if cutlass.const_expr(spec.split):
             self.finish(problem, shared, share)
         if cutlass.const_expr(self.divides):
             announce(spec, problem, Int32(0))
+
+    @cute.jit
+    def settle(
+        self, shared: Shared, piece: Piece, row_tiles: tuple, thr_mma, order: Int32, merging: Scaling
+    ) -> SettledRows | None:
+        """A piece is attended to: the warps' states meet in shared memory, or each stays settled in its registers."""
+        spec, settled = self.spec, None
+        for rows, row_tile in zip(row_tiles, row_tiles_of(spec), strict=True):
+            inverses = None if cutlass.const_expr(spec.modifiers.functions) else rows.inverses
+            state = thr_mma, rows.state, inverses, row_tile
+            if cutlass.const_expr(spec.overlaps):
+                settled = settle_rows(spec, *state, merging)
+            elif cutlass.const_expr(spec.by_warpgroup):
+                settle_turns(spec, shared.merge, *state, piece.block.rows, order, merging)
+            else:
+                share_state(spec, shared.merge, *state, piece.block.rows, order)
+        return settled
 
     @cute.jit
     def fetch_next(self, problem: Problem, shared: Shared, share: Share, heads: tuple, index: Int32, following: tuple, row: Row):
@@ -247,8 +279,8 @@ class DecodeKernel:
             shared.opener[0] = first_slice(self.spec, share, tiles)
 
     @cute.jit
-    def store(self, problem: Problem, shared: Shared, share: Share, piece: Piece, scaling: Scaling):
-        """A whole row is a result; a part of one goes to the workspace."""
+    def store(self, problem: Problem, shared: Shared, share: Share, piece: Piece, scaling: Scaling, settled: SettledRows | None):
+        """A whole row is a result; a part of one goes to the workspace. settled: this warp's rows, or None where states met."""
         spec = self.spec
         if piece.first > 0 or piece.stop < piece.tiles:
             if cutlass.const_expr(spec.split):
@@ -256,11 +288,17 @@ class DecodeKernel:
                 slot = self.slot_of(shared, share, piece)
                 if cutlass.const_expr(self.divides):
                     mark = cutlass.select_(declines(shared, share), DECLINED, mark)
-                store_partial(spec, shared.merge, piece, words, slot, mark, scaling)
+                if cutlass.const_expr(settled is None):
+                    store_partial(spec, shared.merge, piece, words, slot, mark, scaling)
+                else:
+                    send_rows(spec, settled, piece.block.rows, words, slot, mark)
                 if cutlass.const_expr(spec.partition == "invariant"):
                     self.combine_alone(problem, shared, share, piece, slot)
-        else:
+        elif cutlass.const_expr(settled is None):
             store_final(spec, shared.merge, piece.block, problem.out, problem.lse, scaling, self.sinks(problem))
+        else:
+            buffer, rows = query_buffer(spec, shared.query, piece.index), row_tiles_of(spec)[0]
+            store_rows(spec, settled, buffer, rows, piece.block, problem.out, problem.lse, self.sinks(problem))
 
     @cute.jit
     def combine_alone(self, problem: Problem, shared: Shared, share: Share, piece: Piece, slot: Int32):

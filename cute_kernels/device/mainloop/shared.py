@@ -56,8 +56,10 @@ def crew_words(spec: KernelSpec) -> int:
 def merge_tensors(spec: KernelSpec, base: cute.Pointer) -> tuple:
     """Shared memory of the merge, f32: O [row, column, order], then row_max and row_sum [row, order], and lse [row].
 
-    Of warpgroups O of one order alone. Only they have an lse there.
+    Of warpgroups O of one order alone. Only they have an lse there. Where products overlap, nothing but what the combine needs.
     """
+    if spec.overlaps:
+        return cute.make_tensor(base, cute.make_layout(spec.merge_floats)), None, None, None
     rows, warps, columns = spec.packed_rows, spec.turns, spec.merge_columns
     outputs = 1 if spec.by_warpgroup else warps
     states = cute.make_layout((rows, warps), stride=(warps, 1))
@@ -88,8 +90,10 @@ def allocate(spec: KernelSpec) -> Shared:
     query = smem.allocate_tensor(
         ELEMENT_TYPES[spec.element_type], query_layout(spec), byte_alignment=1024 if spec.by_warpgroup else 128
     )
-    merge = merge_tensors(spec, smem.allocate_array(Float32, spec.merge_floats, byte_alignment=16))
-    barriers = smem.allocate_array(Int64, (2 + (spec.readers > 1)) * spec.num_stages + NEWS + 2 * spec.wide_stages)
+    merge: tuple = ()
+    if spec.merge_floats:
+        merge = merge_tensors(spec, smem.allocate_array(Float32, spec.merge_floats, byte_alignment=16))
+    barriers = smem.allocate_array(Int64, barrier_count(spec))
     shapes = spec.num_stages, crew_words(spec) + 1, SHARE_WORDS + len(row_fields(spec)), 32
     holes, crew, opening, pages = (smem.allocate_tensor(Int32, cute.make_layout(n), byte_alignment=16) for n in shapes)
     declined = smem.allocate_tensor(Int8, cute.make_layout(MOST_PIECES), byte_alignment=16)
@@ -100,14 +104,24 @@ def allocate(spec: KernelSpec) -> Shared:
     return Shared(rings, wide, scales, query, inverses, merge, barriers, holes, *end, opening, pages, declined)
 
 
-def full_barrier(spec: KernelSpec, shared: Shared, stage: Int32 | int) -> cute.Pointer:
-    """A stage's tile has come: its producers arrive."""
-    return shared.barriers + stage
+def barrier_count(spec: KernelSpec) -> int:
+    """Those of the functions below."""
+    return (2 + (spec.readers > 1) + 2 * spec.overlaps) * spec.num_stages + NEWS + 2 * spec.wide_stages
 
 
-def empty_barrier(spec: KernelSpec, shared: Shared, stage: Int32 | int) -> cute.Pointer:
-    """A stage is free: its reader arrives."""
-    return shared.barriers + spec.num_stages + stage
+def full_barrier(spec: KernelSpec, shared: Shared, stage: Int32 | int, which: int = 0) -> cute.Pointer:
+    """A stage's tile has come: its producers arrive. Where products overlap, that of K (0) or V (1); else both."""
+    return shared.barriers + (values_barriers(spec) if spec.overlaps and which else 0) + stage
+
+
+def empty_barrier(spec: KernelSpec, shared: Shared, stage: Int32 | int, which: int = 0) -> cute.Pointer:
+    """A stage is free: its reader arrives. As full_barrier."""
+    return shared.barriers + ((values_barriers(spec) if spec.overlaps and which else 0) + spec.num_stages) + stage
+
+
+def values_barriers(spec: KernelSpec) -> int:
+    """Where those begin that V has alone: behind all others."""
+    return barrier_count(spec) - 2 * spec.num_stages
 
 
 def crew_barrier(spec: KernelSpec, shared: Shared) -> cute.Pointer:

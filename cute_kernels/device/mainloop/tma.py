@@ -74,9 +74,11 @@ class TmaMainloop:
         self.producer_warps = PRODUCER_WARPS[spec.arch]
         self.ahead_warp = spec.num_warps + (-1 if spec.token_scales else 1)
         self.boxes = spec.tile_n // spec.box_rows
-        self.arrivals = 1 + (32 + 1 if spec.token_scales else 0)  # at a full barrier: K and V, a lane's scales, their flags
+        # at a full barrier: K and V, a lane's scales, their flags; scales come with K where V has barriers of its own
+        self.arrivals = 1 + (32 + 1 if spec.token_scales else 0), 1
         readers = spec.readers  # at an empty one: each lane has read scales, one alone the holes
-        self.releases = readers * (32 if spec.token_scales else 1) + (WIDENING_WARPS if spec.widens_tiles else 0)
+        widening = WIDENING_WARPS if spec.widens_tiles else 0
+        self.releases = readers * (32 if spec.token_scales else 1) + widening, readers + widening
         self.zeroes_alone = readers > 1 and spec.wide[1] is None
 
     def operands(self, k: cute.Tensor, v: cute.Tensor) -> tuple:
@@ -125,8 +127,9 @@ class TmaMainloop:
             for atom in (operands[0], operands[2]):
                 cpasync.prefetch_descriptor(atom)
             for stage in cutlass.range_constexpr(self.spec.num_stages):
-                cute.arch.mbarrier_init(full_barrier(self.spec, shared, stage), self.arrivals)
-                cute.arch.mbarrier_init(empty_barrier(self.spec, shared, stage), self.releases)
+                for which in cutlass.range_constexpr(1 + self.spec.overlaps):
+                    cute.arch.mbarrier_init(full_barrier(self.spec, shared, stage, which), self.arrivals[which])
+                    cute.arch.mbarrier_init(empty_barrier(self.spec, shared, stage, which), self.releases[which])
                 if cutlass.const_expr(self.spec.readers > 1):
                     cute.arch.mbarrier_init(zeroed_barrier(self.spec, shared, stage), 1)
             for stage in cutlass.range_constexpr(self.spec.wide_stages):
@@ -247,10 +250,10 @@ class TmaMainloop:
         return (piece.issued + i) * self.spec.unit_heads + head
 
     @cute.jit
-    def await_stage(self, shared: Shared, ordinal: Int32) -> Int32:
-        """The stage of the share's tile `ordinal`, once it is free."""
+    def await_stage(self, shared: Shared, ordinal: Int32, which: cutlass.Constexpr = 0) -> Int32:
+        """The stage of the share's tile `ordinal`, once it is free: of which, shared.empty_barrier."""
         stage, parity = self.place_in_ring(ordinal)
-        cute.arch.mbarrier_wait(empty_barrier(self.spec, shared, stage), parity ^ 1)
+        cute.arch.mbarrier_wait(empty_barrier(self.spec, shared, stage, which), parity ^ 1)
         return stage
 
     def place_in_ring(self, ordinal: Int32) -> tuple[Int32, Int32]:
@@ -286,7 +289,8 @@ class TmaMainloop:
         spec, ordinal = self.spec, piece.issued + i
         (stage, parity), (wide, turn) = self.place_in_ring(ordinal), self.place_in_wide(ordinal)
         place = place_of_tile(spec, piece.keys, piece.first + i)
-        cute.arch.mbarrier_wait(full_barrier(spec, shared, stage), parity)
+        for which in cutlass.range_constexpr(1 + spec.overlaps):
+            cute.arch.mbarrier_wait(full_barrier(spec, shared, stage, which), parity)
         cute.arch.mbarrier_wait(narrow_barrier(spec, shared, wide), turn ^ 1)
         for which, (stored, seen) in enumerate(((spec.k_type, None), (spec.v_type, place))):
             if cutlass.const_expr(spec.wide[which] is not None):
@@ -295,7 +299,8 @@ class TmaMainloop:
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.sync_warp()
         with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive(empty_barrier(spec, shared, stage))
+            for which in cutlass.range_constexpr(1 + spec.overlaps):
+                cute.arch.mbarrier_arrive(empty_barrier(spec, shared, stage, which))
             cute.arch.mbarrier_arrive(widened_barrier(spec, shared, wide))
 
     @cute.jit
@@ -311,20 +316,30 @@ class TmaMainloop:
         holes: Int32,
     ):
         """K and V of the piece's tile i of a KV head, box by box. Its pages, and its holes, are in the lanes from `lane` on."""
-        spec, stage = self.spec, self.await_stage(shared, self.ordinal(piece, i, head))
-        full = full_barrier(spec, shared, stage)
+        spec = self.spec
         atom_k, coords_k, atom_v, coords_v = problem.caches
         coords_k, coords_v = self.from_start(piece, coords_k), self.from_start(piece, coords_v)
         smem_k, gmem_k = self._partition(atom_k, coords_k, shared.rings[0], spec.rings[0])
         smem_v, gmem_v = self._partition(atom_v, coords_v, shared.rings[1], spec.rings[1])
         policy = Int64(EVICT_NORMAL if cutlass.const_expr(spec.reread) else EVICT_FIRST)
-        with cute.arch.elect_one():
-            shared.holes[stage] = (holes >> lane) & (2**self.boxes - 1)
-            cute.arch.mbarrier_arrive_and_expect_tx(full, spec.tile_bytes)
+        both = (atom_k, gmem_k, smem_k, spec.rings[0]), (atom_v, gmem_v, smem_v, spec.rings[1])
+        for which, caches in enumerate(((one,) for one in both) if spec.overlaps else (both,)):
+            stage = self.await_stage(shared, self.ordinal(piece, i, head), which)
+            full = full_barrier(spec, shared, stage, which)
+            with cute.arch.elect_one():
+                if cutlass.const_expr(which == 0):
+                    shared.holes[stage] = (holes >> lane) & (2**self.boxes - 1)
+                cute.arch.mbarrier_arrive_and_expect_tx(full, sum(shape.tile_bytes for *_, shape in caches))
+            self.copy_boxes(piece, i, head, pages, lane, (caches, stage, full, policy))
+
+    @cute.jit
+    def copy_boxes(self, piece: Piece, i: Int32, head: cutlass.Constexpr, pages: Int32, lane: Int32, target: tuple):
+        """The boxes of a tile. target: (atom, boxes in global and shared memory, shape) of caches; stage, barrier, policy."""
+        caches, stage, full, policy = target
         for box in cutlass.range_constexpr(self.boxes):
             page = cute.arch.shuffle_sync(pages, lane + box)
             index = self.tile_at(piece, i) * self.boxes + box
-            for atom, gmem, smem, shape in ((atom_k, gmem_k, smem_k, spec.rings[0]), (atom_v, gmem_v, smem_v, spec.rings[1])):
+            for atom, gmem, smem, shape in caches:
                 for block in cutlass.range_constexpr(tile.boxes_across(shape)):
                     source = gmem[None, self.box_at(piece, shape, index, block, page, head)]
                     cute.copy(atom, source, smem[None, box, block, stage], tma_bar_ptr=full, cache_policy=policy)

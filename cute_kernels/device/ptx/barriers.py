@@ -6,6 +6,8 @@ CONSUMERS = 1  # the consumer warps meet
 OPENED = 2  # the opening lies in shared memory, and the mbarriers are made (schedule/opening.py)
 ALONE = 3  # of one warp: racecheck takes warps at a barrier to be ordered where they have met equally often before
 
+PRODUCTS = 4  # and on, one of each warpgroup: it may start its products (mainloop/overlap.py)
+
 
 def sync_branches(barrier_id: int, warps: int):
     """Barrier of warps that come to it in different branches: "bar.sync" promises that all execute the same instruction."""

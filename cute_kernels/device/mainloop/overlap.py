@@ -1,0 +1,174 @@
+"""SM90 mainloop of warpgroups that all attend to the same tiles: products and softmax overlap inside a warpgroup.
+
+While a warpgroup weighs the scores of tile i, its tensor cores add tile i - 1 to the output and make the scores of tile i, as in
+FlashAttention-3 (Shah et al. 2024, section 3.2): a step starts Q K^T of tile i, then P V of tile i - 1, and waits for the first
+alone before softmax. K and V of a stage come and go by barriers of their own, so that two stages keep both products fed.
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32
+
+from ...config.decode import WARPGROUP, KernelSpec
+from ..attend.attend import Attention, hide_scores, make_weights, probabilities_into, row_scales
+from ..attend.mask import has_outside
+from ..attend.pack_gqa import fragments
+from ..attend.query_rows import TilePlace, place_of_tile
+from ..attend.softmax import find_bases
+from ..attend.warpgroup_mma import wait_for_products
+from ..kv.scale import column_scales, scale_columns, settle_scales
+from ..problem import Problem
+from ..ptx.barriers import PRODUCTS
+from ..ptx.registers import LANES, quotient, remainder
+from ..schedule.work_scheduler import Piece
+from ..tracing.fakes import ELEMENT_TYPES
+from .shared import Shared, empty_barrier, full_barrier, narrow_barrier, widened_barrier
+from .tma import TmaMainloop
+
+
+def warpgroup() -> Int32:
+    """Which of the warpgroups that attend this warp is of."""
+    return quotient(cute.arch.make_warp_uniform(cute.arch.warp_idx()), WARPGROUP)
+
+
+class OverlapMainloop(TmaMainloop):
+    """The producers of TmaMainloop; consumers that each attend to every tile."""
+
+    def __init__(self, spec: KernelSpec):
+        super().__init__(spec)
+        self.warpgroups = spec.num_warps // WARPGROUP
+
+    @cute.jit
+    def consume(self, piece: Piece, attention: Attention, problem: Problem, shared: Shared):
+        """This warp's m-tile and every tile of a piece."""
+        acc_s, tiles = attention.products.make_scores(), piece.stop - piece.first
+        p = cute.make_rmem_tensor(acc_s.shape, ELEMENT_TYPES[self.spec.v_math])
+        if tiles > 0:
+            for i in cutlass.range(0, tiles, unroll=1):
+                stage, holes = self.operand(shared, piece, i, 0), self.read_holes(piece, i, shared)
+                self.await_turn()
+                attention.products.start_scores(acc_s, attention.row_tiles[0].query, stage)
+                if i > 0:
+                    self.start_values(piece, i - 1, attention, shared, p)
+                    self.pass_turn()
+                    wait_for_products(1)
+                else:
+                    self.pass_turn()
+                    wait_for_products(0)
+                self.weigh(piece, i, attention, shared, acc_s, holes)
+                probabilities_into(p, acc_s)
+            self.start_values(piece, tiles - 1, attention, shared, p)
+            self.settle_zeros(piece, tiles - 1)
+            wait_for_products(0)
+            self.release_values(piece, tiles - 1, shared)
+
+    def place(self, piece: Piece, i: Int32) -> TilePlace:
+        """Where the piece's tile i is in its row."""
+        return place_of_tile(self.spec, piece.keys, piece.first + i)
+
+    @cute.jit
+    def operand(self, shared: Shared, piece: Piece, i: Int32, which: cutlass.Constexpr) -> Int32:
+        """Waits for K (0) or V (1) of the piece's tile i; returns its stage in what is multiplied: a ring, or a wide one."""
+        spec, ordinal = self.spec, piece.issued + i
+        if cutlass.const_expr(spec.wide[which] is None):
+            stage, parity = self.place_in_ring(ordinal)
+            cute.arch.mbarrier_wait(full_barrier(spec, shared, stage, which), parity)
+        else:
+            stage, parity = self.place_in_wide(ordinal)
+            cute.arch.mbarrier_wait(widened_barrier(spec, shared, stage), parity)
+        return stage
+
+    @cute.jit
+    def await_turn(self):
+        """This warpgroup may start its products: in turn, so that one weighs while another multiplies (FlashAttention-3, 3.1)."""
+        if cutlass.const_expr(self.warpgroups > 1):
+            cute.arch.barrier(barrier_id=PRODUCTS + warpgroup(), number_of_threads=2 * WARPGROUP * LANES)
+
+    @cute.jit
+    def pass_turn(self):
+        """This warpgroup has started its products: the next may."""
+        if cutlass.const_expr(self.warpgroups > 1):
+            following = remainder(warpgroup() + 1, self.warpgroups)
+            cute.arch.barrier_arrive(barrier_id=PRODUCTS + following, number_of_threads=2 * WARPGROUP * LANES)
+
+    @cute.jit
+    def open_turns(self):
+        """Before the first piece: the last warpgroup has had its turn."""
+        if warpgroup() == self.warpgroups - 1:
+            self.pass_turn()
+
+    @cute.jit
+    def close_turns(self):
+        """Behind the last piece: the turn that nobody takes."""
+        if warpgroup() == 0:
+            self.await_turn()
+
+    @cute.jit
+    def read_holes(self, piece: Piece, i: Int32, shared: Shared) -> Int32:
+        """The holes of the piece's tile i, whose K has come: read ahead of what would wait for them."""
+        spec, (stage, parity) = self.spec, self.place_in_ring(piece.issued + i)
+        if cutlass.const_expr(spec.wide[0] is not None):  # they came with what was widened
+            cute.arch.mbarrier_wait(full_barrier(spec, shared, stage), parity)
+        return shared.holes[stage] if cutlass.const_expr(spec.source == "paged") else Int32(0)
+
+    @cute.jit
+    def weigh(self, piece: Piece, i: Int32, attention: Attention, shared: Shared, acc_s: cute.Tensor, holes: Int32):
+        """The scores of the piece's tile i, in place, as weights times V's scales of tokens.
+
+        P V of the tile before is waited for once the maxima are known: it ends about then, and what follows, whose pace the
+        exponentials set, hides the rescaling of O and the conversion of P.
+        """
+        spec, stage, (rows,) = self.spec, self.place_in_ring(piece.issued + i)[0], attention.row_tiles
+        peak = settle_scales(spec, shared.scales, stage)
+        hide_scores(spec, attention, shared, [acc_s], stage, self.place(piece, i), holes)
+        known = find_bases(acc_s, rows.state.row_max, row_scales(rows, attention.scaling))
+        self.settle_zeros(piece, i - 1)
+        wait_for_products(0)
+        if cutlass.const_expr(spec.token_scales == 0):
+            self.release(shared, stage, 0)
+        if i > 0:
+            self.release_values(piece, i - 1, shared)
+        make_weights(spec, acc_s, rows, attention.scaling, peak, known)
+        if cutlass.const_expr(spec.v_token_scale):
+            scale_columns(acc_s, spec.lane_rows, column_scales(spec, shared.scales[1], spec.v_scale, stage))
+        if cutlass.const_expr(spec.token_scales > 0):
+            self.release(shared, stage, 0)
+
+    @cute.jit
+    def start_values(self, piece: Piece, i: Int32, attention: Attention, shared: Shared, p: cute.Tensor):
+        """Starts to add P V of the piece's tile i, once its V has come and holds zeros where nothing is seen."""
+        stage = self.operand(shared, piece, i, 1)
+        if cutlass.const_expr(self.zeroes_alone):
+            parity = self.place_in_ring(piece.issued + i)[1]
+            self.zero_for_readers(shared, stage, parity, self.place(piece, i))
+        attention.products.start_values(attention.row_tiles[0].state.acc_o, fragments(p), stage)
+
+    @cute.jit
+    def settle_zeros(self, piece: Piece, i: Int32):
+        """Zeroed rows of V of the piece's tile i come before what TMA writes there next.
+
+        Its branch also keeps ptxas from moving a wait for products ahead of all that is before it (read from SASS).
+        """
+        if cutlass.const_expr(self.zeroes_alone) and has_outside(self.spec, self.place(piece, i)):
+            cute.arch.fence_proxy("async.shared", space="cta")
+
+    @cute.jit
+    def release_values(self, piece: Piece, i: Int32, shared: Shared):
+        """This warp is done with V of the piece's tile i."""
+        spec = self.spec
+        self.release(shared, self.place_in_ring(piece.issued + i)[0], 1)
+        if cutlass.const_expr(spec.widens_tiles):
+            wide = self.place_in_wide(piece.issued + i)[0]
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive(narrow_barrier(spec, shared, wide))
+
+    @cute.jit
+    def release(self, shared: Shared, stage: Int32, which: cutlass.Constexpr):
+        """This warp is done with K (0) or V (1) of a stage."""
+        barrier = empty_barrier(self.spec, shared, stage, which)
+        cute.arch.sync_warp()
+        if cutlass.const_expr(which == 0 and self.spec.token_scales > 0):
+            cute.arch.mbarrier_arrive(barrier)
+        else:
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive(barrier)
