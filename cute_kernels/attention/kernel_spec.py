@@ -74,5 +74,7 @@ def units_of(problem: DecodeProblem, spec: KernelSpec) -> int:
 
 
 def grid_ctas_of(problem: DecodeProblem, spec: KernelSpec, sm_count: int, ctas_per_sm: int) -> int:
-    """CTAs of the persistent grid: as many slices of the batch as fit, at least one, for each unit."""
+    """CTAs of the persistent grid: as many slices of the batch as fit, at least one, for each unit; or one an SM, if dealt."""
+    if spec.dealt:
+        return sm_count
     return grid_ctas(units_of(problem, spec), sm_count, ctas_per_sm)

@@ -45,12 +45,12 @@ def _evaluate(variant: Variant, problem: DecodeProblem, facts: DeviceFacts, pref
     config, source = _config(variant.arch, target, problem, facts, preference)
     spec = kernel_spec(problem, variant.arch, target, config, partition="invariant" if preference.batch_invariant else "balanced")
     num_ctas = grid_ctas_of(problem, spec, facts.sm_count, config.ctas_per_sm)
-    why = _whole_because(problem, spec, num_ctas, preference)
+    partition, why = _whole_because(problem, spec, num_ctas, preference)
     if why:
-        config, source = _config(variant.arch, target, problem, facts, preference, "whole")
-        spec = kernel_spec(problem, variant.arch, target, config, partition="whole")
+        config, source = _config(variant.arch, target, problem, facts, preference, partition)
+        spec = kernel_spec(problem, variant.arch, target, config, partition=partition)
         num_ctas = grid_ctas_of(problem, spec, facts.sm_count, config.ctas_per_sm)
-    why += _to_come(problem, spec)
+    why += _passes(problem, spec)
     reasons += misfits(problem, spec)
     verdict: Verdict = "rejected" if reasons else "fits"
     cost = cost_of(problem, spec, config.ctas_per_sm, facts.sm_count)
@@ -59,22 +59,22 @@ def _evaluate(variant: Variant, problem: DecodeProblem, facts: DeviceFacts, pref
     return Candidate(variant.name, variant.arch, verdict, tuple(reasons), line, spec, num_ctas, config, source + why, cost)
 
 
-def _whole_because(problem: DecodeProblem, spec: KernelSpec, num_ctas: int, preference: PlanPreference) -> str:
-    """Why rows stay whole; empty where they are divided between CTAs."""
+def _whole_because(problem: DecodeProblem, spec: KernelSpec, num_ctas: int, preference: PlanPreference) -> tuple[Partition, str]:
+    """(how, why) rows stay whole; no reason where they are divided between CTAs."""
     limit, needed = preference.max_workspace_bytes, workspace_bytes(problem, num_ctas, spec.partition, spec.packed_rows)
     if limit is not None and needed > limit:
-        return f", whole rows: cutting them needs {needed:,} workspace bytes"
+        return "whole", f", whole rows: cutting them needs {needed:,} workspace bytes"
     if spec.several and num_ctas == units_of(problem, spec):
-        return f", whole rows: {num_ctas} units fill the GPU"
-    return ""
+        return "dealt" if spec.by_warpgroup else "whole", f", whole rows: {num_ctas} units fill the GPU"
+    return "balanced", ""
 
 
-def _to_come(problem: DecodeProblem, spec: KernelSpec) -> str:
+def _passes(problem: DecodeProblem, spec: KernelSpec) -> str:
     """What there is to say where a request has more packed rows than a unit holds."""
     if not spec.many_blocks:
         return ""
     passes = -(-problem.packed_rows // spec.block_rows)
-    return f", up to {passes} passes over the cache, {spec.block_rows} packed rows each: a kernel for long queries is to come"
+    return f", up to {passes} passes over the cache, {spec.block_rows} packed rows each"
 
 
 def _dtype_reasons(variant: Variant, problem: DecodeProblem) -> list[str]:

@@ -20,7 +20,7 @@ ElementType = Literal["f16", "bf16"]
 StoredType = Literal["f16", "bf16", "e4m3", "e5m2", "int8"]
 ScaleForm = Literal["none", "head", "token_f16", "token_f32"]
 LseBase = Literal["e", "2"]
-Partition = Literal["whole", "balanced", "invariant"]
+Partition = Literal["whole", "balanced", "invariant", "dealt"]
 MmaScope = Literal["warp", "warpgroup"]  # who issues a tensor-core step: m16n8k16 (mma.sync), m64 (wgmma)
 
 LOG2_E = math.log2(math.e)  # from a natural logarithm to base 2
@@ -51,6 +51,7 @@ MAX_BLOCKS = 32  # parts of a row under the invariant partition
 MIN_BLOCK = 16  # tiles of the smallest of them
 SLOTS: dict[Partition, int] = {  # partial states that a CTA may leave in the workspace
     "whole": 0,
+    "dealt": 0,
     "balanced": 2,  # of the row it continues and of the row it opens
     "invariant": 2 * MAX_BLOCKS,  # every block of the row it works on alone and of the row it opens for others
 }
@@ -111,7 +112,8 @@ class KernelSpec:
     for a scale a KV head or one for all, "token_..." for one a token and KV head.
     vector_bytes: bytes one cp.async moves (16 for TMA). page_size: 0 when contiguous.
     partition: how rows are divided between CTAs. "whole": not at all; "balanced": wherever the shares of the CTAs end;
-    "invariant": at places that depend on the row's length only. Parts of a row meet in the workspace.
+    "invariant": at places that depend on the row's length only. Parts of a row meet in the workspace. "dealt": not at all, and
+    units of long queries go to the CTAs one by one (device/schedule/dealing.py).
     unit_heads: KV heads of a unit, the share of a row that one CTA works on at a time.
     query: how many query rows a request has; where it may be several, block_rows: packed rows (query rows x query heads of a KV
     head) that a unit holds, 8 or m-tiles of 16, each attended to by a warp of its own; many_blocks: whether a request may have
@@ -223,7 +225,12 @@ class KernelSpec:
     @property
     def split(self) -> bool:
         """Whether rows may be cut between CTAs, so that partial states go through the workspace."""
-        return self.partition != "whole"
+        return self.partition in ("balanced", "invariant")
+
+    @property
+    def dealt(self) -> bool:
+        """Whether blocks of query rows, each with all its keys, are dealt to the CTAs (device/schedule/dealing.py)."""
+        return self.partition == "dealt"
 
     @property
     def divides_combine(self) -> bool:
@@ -360,6 +367,8 @@ class KernelSpec:
     @property
     def query_buffers(self) -> int:
         """Two: the next row's query comes while this one's is in use. One where both would take the ring's room."""
+        if self.dealt:
+            return 2 if self.smem_with(2) <= SMEM_BYTES[self.target] else 1
         if self.by_warpgroup:
             return 2 if self.row_tiles * self.padded_head_dim <= TWO_QUERIES and not self.widens_tiles else 1
         return 1 if self.row_tiles > 2 and self.holds_query else 2
@@ -415,9 +424,13 @@ class KernelSpec:
     @property
     def smem_bytes(self) -> int:
         """Shared memory of one CTA in bytes: rings of tiles and their scales, two queries, the merge, barriers, and 1 KiB."""
+        return self.smem_with(self.query_buffers)
+
+    def smem_with(self, query_buffers: int) -> int:
+        """smem_bytes with so many queries."""
         stage = self.tile_bytes + self.token_scales * self.tile_n * SCALE_BYTES
         barriers = 2 * 8 + 4 + 8 * self.token_scales  # full, empty, the tile's holes, where in its words the scales are
-        query = self.query_buffers * self.row_tiles * TILE_M * self.padded_head_dim * self.q_bytes
+        query = query_buffers * self.row_tiles * TILE_M * self.padded_head_dim * self.q_bytes
         query += 2 * (self.row_tiles - 1) * TILE_M * 4  # the inverses of further m-tiles
         query += 1024 if self.by_warpgroup else 0  # alignment
         barriers += 8 if self.readers > 1 else 0  # zeroed

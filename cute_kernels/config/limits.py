@@ -58,6 +58,8 @@ def supports(spec: KernelSpec) -> list[str]:
         reasons += _query_reasons(spec)
     if spec.by_warpgroup:
         reasons += _warpgroup_reasons(spec)
+    if spec.dealt and not (spec.overlaps and spec.several):
+        reasons.append("partition=dealt needs several query rows, and warpgroups that all attend to the same tiles")
     readers = max(1, spec.stage_turns)
     if spec.num_stages % readers:
         of = f"num_warps={spec.num_warps}" if spec.readers == 1 else f"the {readers} turns of its warps"

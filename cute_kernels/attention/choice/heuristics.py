@@ -37,6 +37,11 @@ PAIRED = (8_192, 8, 1)
 M_TILES, M_TILES_OF_SHORT, M_TILES_OF_TOKEN_SCALES = (64, 8), (32, 8), (32, 4)
 SHARE_TILES = 4
 M_TILES_ROWS = 32  # packed rows: with more, warpgroups end first (docs/notes/kernel-log.md)
+# (tokens of a tile, consumer warps) of long queries, over 16 bits and over 8: the first that fits. Timed on an H200 at 8k: three
+# warpgroups at head_dim 64 and 96, two above; 8 bits on larger tiles have too few stages (docs/notes/kernel-log.md)
+LONG_SHAPES = ((128, 12), (96, 12), (128, 8), (112, 8), (80, 8), (64, 8), (32, 8), (64, 4), (32, 4), (16, 4))
+LONG_SHAPES_OF_8_BITS = ((64, 8), (32, 8), (64, 4), (32, 4), (16, 4))
+LONG_STAGES, LONG_STAGES_OF_8_BITS = 2, 3
 # (tokens of a tile, consumer warps) of warpgroups
 WARPGROUP_SHAPES = ((64, 8), (32, 8), (64, 4), (32, 4), (16, 8), (16, 4))
 PAIRED_HEAD_DIM = 128  # larger ones were not measured
@@ -58,6 +63,8 @@ def choose(
     most_ctas_per_sm: int = MOST_CTAS_PER_SM,
 ) -> DecodeConfig:
     """The cheapest configuration of `problem` that `supports` allows, on `sm_count` SMs; where it allows none, the cheapest."""
+    if partition == "dealt":
+        return long_config(problem)
     found = [c for c in candidates(problem, arch, target, sm_count) if c.ctas_per_sm <= most_ctas_per_sm]
     specs = {c: kernel_spec(problem, arch, target, c, partition=partition) for c in found}
     ranked = sorted(specs, key=lambda c: cost_of(problem, specs[c], c.ctas_per_sm, sm_count).total_us)
@@ -95,6 +102,14 @@ def m_tiles_shape(problem: DecodeProblem, sm_count: int) -> tuple[int, int]:
     if "token" in (problem.k_scale.granularity, problem.v_scale.granularity):
         shape = M_TILES_OF_TOKEN_SCALES
     return min(shape[0], most_tile_n(problem.padded_head_dim, problem.v_dtype.element_bytes)), shape[1]
+
+
+def long_config(problem: DecodeProblem) -> DecodeConfig:
+    """That of long queries: the first shape that fits, or the last."""
+    shapes, stages = (LONG_SHAPES_OF_8_BITS, LONG_STAGES_OF_8_BITS) if problem.has_8_bits else (LONG_SHAPES, LONG_STAGES)
+    configs = [DecodeConfig(tile_n, stages, warps, 1, 1, "warpgroup") for tile_n, warps in shapes]
+    fitting = (c for c in configs if not supports(kernel_spec(problem, "sm90", "sm_90a", c, partition="dealt")))
+    return next(fitting, configs[-1])
 
 
 def warpgroup_config(problem: DecodeProblem) -> DecodeConfig:

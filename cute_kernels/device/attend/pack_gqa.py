@@ -16,7 +16,7 @@ from cutlass import Boolean, Float32, Int32, Int64
 
 from ...config.decode import LINE_BYTES, MMA_K, TILE_M, UNIT_BYTES, WARPGROUP, WARPGROUP_M, KernelSpec
 from ..mainloop.tile import columns, swizzle, swizzled
-from ..ptx.barriers import CONSUMERS
+from ..ptx.barriers import CONSUMERS, ROWS
 from ..ptx.cp_async import copy_async
 from ..ptx.registers import LANES, quotient, remainder
 from ..tracing.fakes import ELEMENT_TYPES
@@ -72,6 +72,15 @@ def lane_columns(spec: KernelSpec) -> list[Int32]:
 def sync_consumers(spec: KernelSpec):
     """Barrier of the consumer warps."""
     cute.arch.barrier(barrier_id=CONSUMERS, number_of_threads=spec.num_warps * 32)
+
+
+def sync_rows(spec: KernelSpec):
+    """Barrier of the warps that share a query's rows: where items are dealt, of a warpgroup, else of all consumers."""
+    if spec.dealt:
+        warpgroup = quotient(cute.arch.make_warp_uniform(cute.arch.warp_idx()), WARPGROUP)
+        cute.arch.barrier(barrier_id=ROWS + warpgroup, number_of_threads=WARPGROUP * LANES)
+    else:
+        sync_consumers(spec)
 
 
 @cute.jit
@@ -133,7 +142,8 @@ def fetch_rows(spec: cutlass.Constexpr, q: cute.Tensor, block: QueryBlock, share
     aligned = odd % (VECTOR * spec.q_bytes) == 0
     for turn in cutlass.range_constexpr(turns):
         index = turn * LANES + cute.arch.lane_idx()
-        row, column = warp + quotient(index, per_row) * spec.num_warps, remainder(index, per_row) * VECTOR
+        row, column = quotient(index, per_row), remainder(index, per_row) * VECTOR
+        row = warp * TILE_M + row if cutlass.const_expr(spec.dealt) else warp + row * spec.num_warps
         if row < block.rows:
             at = (source.iterator + cute.crd2idx((*place_in_view(spec, block, row), column), source.layout)).toint()
             target = shared.iterator.toint() + swizzled(spec.query_tile, 0, row, column * spec.q_bytes)
@@ -178,8 +188,10 @@ def settle_query(
     cute.arch.cp_async_wait_group(0)
     if cutlass.const_expr(spec.rescales_query):
         words, columns = cute.recast_tensor(shared, Int32), lane_columns(spec)
-        stop = cutlass.select_(fresh, heads, 0)
-        for query_row in cutlass.range(cute.arch.warp_idx(), stop, spec.num_warps, unroll=1):
+        begin, stop, step = cute.arch.warp_idx(), cutlass.select_(fresh, heads, 0), spec.num_warps
+        if cutlass.const_expr(spec.dealt):  # a warp has fetched the rows of its own m-tile
+            begin, stop, step = begin * TILE_M, cutlass.min(stop, (begin + 1) * TILE_M), 1
+        for query_row in cutlass.range(begin, stop, step, unroll=1):
             pairs = cute.make_rmem_tensor(len(columns), Int32)
             pairs.fill(0)
             for i, column in enumerate(columns):

@@ -120,9 +120,14 @@ def query_block(spec: KernelSpec, queries: Queries | None, unit: Int32, heads: t
     """The block that a unit holds of request `index`, opened as `row`. heads: heads_of the unit."""
     if not spec.several:
         return QueryBlock(index, heads[1], heads[2])
-    base = block_of_unit(spec, queries, unit) * spec.block_rows
+    return block_of_rows(spec, block_of_unit(spec, queries, unit), heads[1], index, row)
+
+
+def block_of_rows(spec: KernelSpec, block: Int32, head: Int32, index: Int32, row: Row) -> QueryBlock:
+    """Block `block` of the packed rows of request `index`, opened as `row`, and of a KV head whose first query head is `head`."""
+    base = block * spec.block_rows
     rows = cutlass.max(cutlass.min(row.queries * spec.group_size - base, spec.block_rows), 0)
-    return QueryBlock(index, heads[1], rows, row.query, base)
+    return QueryBlock(index, head, rows, row.query, base)
 
 
 def query_row_of(spec: KernelSpec, block: QueryBlock, packed: Int32) -> Int32:

@@ -39,6 +39,7 @@ from ..combine.partials import DECLINED, WRITTEN, open_workspace
 from ..kv.scale import Scaling, merge_scaling, open_scaling
 from ..kv.source import Rows, open_row, open_row_or_nothing
 from ..mainloop.cp_async import CpAsyncMainloop
+from ..mainloop.dealt import DealtMainloop
 from ..mainloop.overlap import OverlapMainloop
 from ..mainloop.shared import Shared, allocate
 from ..mainloop.tma import TmaMainloop
@@ -63,6 +64,8 @@ def mainloop_of(spec: KernelSpec) -> TmaMainloop | CpAsyncMainloop:
     """How the machine moves tiles."""
     if spec.arch == "sm80":
         return CpAsyncMainloop(spec)
+    if spec.dealt:
+        return DealtMainloop(spec)
     return OverlapMainloop(spec) if spec.overlaps else TmaMainloop(spec)
 
 

@@ -13,6 +13,7 @@ from ..kv.source import row_fields
 from ..tracing.fakes import ELEMENT_TYPES
 from . import tile
 
+ITEMS = 2  # that lie in shared memory: the one that is attended to and the next (schedule/dealing.py)
 NEWS = 2  # mbarriers for what the producer finds out for the share's end: crew_barrier, announced_barrier
 SHARE_WORDS = 7  # of a share, but for what a CTA knows of it by itself
 
@@ -30,6 +31,7 @@ class Shared:
     (DecodeKernel.find_opener), or crew and combines (schedule/crew.py). They share memory: a partition needs one or the other.
     opening, pages: what one warp finds for others (schedule/opening.py).
     declined: of each piece of the share's first row, Int8: whether its CTA declines.
+    items: words of an Item (schedule/dealing.py) [word, slot], where items are dealt.
     """
 
     rings: tuple
@@ -46,6 +48,7 @@ class Shared:
     opening: cute.Tensor
     pages: cute.Tensor
     declined: cute.Tensor
+    items: cute.Tensor | None = None
 
 
 def crew_words(spec: KernelSpec) -> int:
@@ -101,12 +104,14 @@ def allocate(spec: KernelSpec) -> Shared:
     inverses = smem.allocate_tensor(Float32, cute.make_layout((TILE_M * spec.row_tiles, 2)), byte_alignment=16)
     combines = cute.make_tensor(crew.iterator + crew_words(spec), cute.make_layout(1))
     end = crew, crew, combines  # opener, crew, combines
-    return Shared(rings, wide, scales, query, inverses, merge, barriers, holes, *end, opening, pages, declined)
+    items = smem.allocate_tensor(Int32, cute.make_layout((3 + len(row_fields(spec)), ITEMS))) if spec.dealt else None
+    return Shared(rings, wide, scales, query, inverses, merge, barriers, holes, *end, opening, pages, declined, items)
 
 
 def barrier_count(spec: KernelSpec) -> int:
     """Those of the functions below."""
-    return (2 + (spec.readers > 1) + 2 * spec.overlaps) * spec.num_stages + NEWS + 2 * spec.wide_stages
+    tiles = (2 + (spec.readers > 1) + 2 * spec.overlaps) * spec.num_stages + 2 * spec.wide_stages
+    return tiles + NEWS + (2 * ITEMS if spec.dealt else 0)
 
 
 def full_barrier(spec: KernelSpec, shared: Shared, stage: Int32 | int, which: int = 0) -> cute.Pointer:
@@ -122,6 +127,16 @@ def empty_barrier(spec: KernelSpec, shared: Shared, stage: Int32 | int, which: i
 def values_barriers(spec: KernelSpec) -> int:
     """Where those begin that V has alone: behind all others."""
     return barrier_count(spec) - 2 * spec.num_stages
+
+
+def item_barrier(spec: KernelSpec, shared: Shared, slot: Int32 | int) -> cute.Pointer:
+    """A slot has an item: the producer arrives."""
+    return shared.barriers + (values_barriers(spec) - 2 * ITEMS) + slot
+
+
+def taken_barrier(spec: KernelSpec, shared: Shared, slot: Int32 | int) -> cute.Pointer:
+    """All have taken a slot's item: each warp that does so arrives."""
+    return shared.barriers + (values_barriers(spec) - ITEMS) + slot
 
 
 def crew_barrier(spec: KernelSpec, shared: Shared) -> cute.Pointer:

@@ -217,7 +217,7 @@ class TmaMainloop:
         """
         spec, rows, num_pages = self.spec, problem.rows, problem.rows.num_pages
         tiles_ahead, tiles = cutlass.const_expr(32 // self.boxes), piece.stop - piece.first
-        upcoming, holes, following = pages, Int32(0), (empty_row(spec), num_pages)
+        upcoming, holes, following = pages, Int32(0), self.no_next(problem, num_pages)
         for i in cutlass.range(tiles, unroll=1):
             ahead, tile = remainder(i, tiles_ahead), self.tile_at(piece, i)
             if ahead == 0:
@@ -233,12 +233,16 @@ class TmaMainloop:
             if ahead == tiles_ahead // 2:  # the first tiles would wait for it: which pages to take is a select
                 upcoming = box_pages(spec, rows, piece.row.start, piece.keys, tile - ahead + tiles_ahead)
             if i == 0 and more:
-                following = self.open_next(problem, unit, piece)
+                following = self.open_next(problem, unit, piece, scales)
         if tiles == 0 and more:
-            following = self.open_next(problem, unit, piece)
+            following = self.open_next(problem, unit, piece, scales)
         return following
 
-    def open_next(self, problem: Problem, unit: Int32, piece: Piece) -> tuple[Row, Int32]:
+    def no_next(self, problem: Problem, pages: Int32) -> tuple:
+        """open_next of what is past the share. pages: past the cache."""
+        return empty_row(self.spec), pages
+
+    def open_next(self, problem: Problem, unit: Int32, piece: Piece, scales: bool) -> tuple[Row, Int32]:
         """(row, box_pages) of the piece after one of the share, or of nothing past the batch."""
         index, tile = after(self.spec, piece)
         row = open_row_or_nothing(self.spec, problem.rows, index, problem.batch(self.spec))

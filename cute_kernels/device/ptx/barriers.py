@@ -7,6 +7,7 @@ OPENED = 2  # the opening lies in shared memory, and the mbarriers are made (sch
 ALONE = 3  # of one warp: racecheck takes warps at a barrier to be ordered where they have met equally often before
 
 PRODUCTS = 4  # and on, one of each warpgroup: it may start its products (mainloop/overlap.py)
+ROWS = 8  # and on, one of each warpgroup: its query has come, or may be overwritten (kernels/long_queries.py)
 
 
 def sync_branches(barrier_id: int, warps: int):

@@ -8,6 +8,7 @@ from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 from ...config.decode import ELEMENT_BYTES, KernelSpec, ScaleForm, StoredType, TableFormat
 from ..kernels.attention import AttentionKernel
 from ..kernels.decode import DecodeKernel
+from ..kernels.long_queries import LongQueryKernel
 from .fakes import ELEMENT_TYPES, compile_kernel, rows, scalars, stored_element
 
 
@@ -73,5 +74,5 @@ def _further(spec: KernelSpec, leading: tuple, heads) -> tuple:
 
 def build(spec: KernelSpec, options: str = ""):
     """Compiles `spec` for its target; needs no GPU. `options` are further compiler options, such as --keep-ptx."""
-    kernel = DecodeKernel(spec) if spec.plain else AttentionKernel(spec)
-    return compile_kernel(kernel, arguments(spec), spec.target, options)
+    kernel = DecodeKernel if spec.plain else LongQueryKernel if spec.dealt else AttentionKernel
+    return compile_kernel(kernel(spec), arguments(spec), spec.target, options)

@@ -1,0 +1,64 @@
+"""The kernel of long queries (prefill): a persistent grid whose CTAs attend to blocks of query rows, each with all its keys."""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32
+
+from ..attend.attend import Attention, make_products, make_state, reset_state
+from ..attend.epilogue import settle_rows, store_rows
+from ..attend.pack_gqa import fetch_query, query_buffer, row_tiles_of, settle_query, sync_rows
+from ..kv.scale import merge_scaling, open_scaling
+from ..mainloop.shared import Shared
+from ..problem import Problem
+from ..schedule.dealing import Item, meet_all, piece_of, take_item
+from .attention import AttentionKernel
+
+
+class LongQueryKernel(AttentionKernel):
+    """Launches attention whose items are dealt (schedule/dealing.py)."""
+
+    @cute.jit
+    def consume(self, problem: Problem, shared: Shared, scale_log2: Float32):
+        """The consumer warps: every item of this CTA. A warpgroup meets no other but to multiply in turn."""
+        spec, batch, mainloop = self.spec, problem.batch(self.spec), self.mainloop
+        cute.arch.griddepcontrol_wait()
+        meet_all(spec)
+        products = make_products(spec, shared)
+        state, (row_tile,) = make_state(spec, products.thr_mma), row_tiles_of(spec)
+        issued, turn = Int32(0), Int32(0)
+        item = take_item(spec, shared, turn)
+        if item.index < batch:
+            block = piece_of(spec, problem.rows, item, issued).block
+            fetch_query(spec, problem.q, block, query_buffer(spec, shared.query, turn))
+        mainloop.open_turns()
+        while item.index < batch:
+            piece = piece_of(spec, problem.rows, item, issued)
+            scaling = open_scaling(spec, problem.scales, item.kv_head, scale_log2)
+            buffer, factors = query_buffer(spec, shared.query, turn), shared.inverses[None, turn % 2]
+            settle_query(spec, buffer, factors, piece.block.rows, scaling.sign, Boolean(True))
+            sync_rows(spec)
+            row_tiles = self.row_tiles(problem, piece, buffer, factors, None, (state,))
+            issued += piece.tiles
+            turn += 1
+            item = take_item(spec, shared, turn)
+            following = query_buffer(spec, shared.query, turn)
+            if cutlass.const_expr(spec.query_buffers > 1):
+                self.fetch_item(problem, item, batch, following)
+            reset_state(state)
+            self.mainloop.consume(piece, Attention(products, row_tiles, scaling), problem, shared)
+            merging, inverses = merge_scaling(spec, scaling), row_tiles[0].inverses
+            if cutlass.const_expr(spec.modifiers.functions):
+                inverses = None
+            settled = settle_rows(spec, products.thr_mma, state, inverses, row_tile, merging)
+            sync_rows(spec)
+            store_rows(spec, settled, buffer, row_tile, piece.block, problem.out, problem.lse, self.sinks(problem))
+            if cutlass.const_expr(spec.query_buffers == 1):
+                cute.arch.sync_warp()
+                self.fetch_item(problem, item, batch, following)
+        self.mainloop.close_turns()
+
+    @cute.jit
+    def fetch_item(self, problem: Problem, item: Item, batch: Int32, buffer: cute.Tensor):
+        """Starts to bring the query of an item, if there is one."""
+        if item.index < batch:
+            fetch_query(self.spec, problem.q, piece_of(self.spec, problem.rows, item, Int32(0)).block, buffer)

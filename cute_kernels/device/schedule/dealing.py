@@ -1,0 +1,138 @@
+"""The schedule of long queries: blocks of query rows, each with all keys that it sees, are dealt to a persistent grid.
+
+An item (a work tile) is a block of the packed rows of a request and KV head. Items are numbered request by request; in each
+the last block, which sees most keys, comes first, and the KV heads of a block are neighbours. In each round every CTA takes one
+item, in every other round in reverse order: who took the longest of one takes the shortest of the next. Nothing is planned: the
+producer finds an item from the lengths on the device while it brings the one before, and leaves it to the other warps.
+"""
+
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Int32
+
+from ...config.decode import WIDENING_WARPS, KernelSpec
+from ..attend.query_rows import Row, block_of_rows, first_tile, kv_range, open_queries, tiles_of
+from ..kv.source import Rows, box_pages, open_row_or_nothing, row_fields
+from ..mainloop.shared import Shared, item_barrier, taken_barrier
+from ..ptx.barriers import OPENED, sync_branches
+from ..ptx.registers import LANES, quotient, remainder
+from .work_scheduler import Piece, warp_prefix
+
+
+@dataclass(frozen=True)
+class Item:
+    """Block `block` of the packed rows of request `index`, opened as `row`, and a KV head. index: the batch past the last one."""
+
+    index: Int32
+    block: Int32
+    kv_head: Int32
+    row: Row
+
+
+@dataclass(frozen=True)
+class Found:
+    """Where a search may go on: at a request, behind so many items."""
+
+    begin: Int32
+    before: Int32
+
+
+def helpers(spec: KernelSpec) -> int:
+    """Warps beside those that attend which take items from the producer."""
+    return (spec.token_scales > 0) + (WIDENING_WARPS if spec.widens_tiles else 0)
+
+
+def meet_all(spec: KernelSpec):
+    """The warps that bring, widen and attend meet: the mbarriers are made."""
+    sync_branches(OPENED, spec.num_warps + 1 + helpers(spec))
+
+
+def ordinal_of(turn: Int32) -> Int32:
+    """The number of the item that this CTA takes in a round."""
+    cta, ctas = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
+    return turn * ctas + cutlass.select_(turn & 1 == 0, cta, ctas - 1 - cta)
+
+
+def items_of(spec: KernelSpec, rows: Rows, queries: Int32) -> Int32:
+    """Items of a request with so many query rows."""
+    return quotient(queries * spec.group_size + spec.block_rows - 1, spec.block_rows) * Int32(rows.k.shape[1])
+
+
+@cute.jit
+def find_item(spec: cutlass.Constexpr, rows: Rows, batch: Int32, turn: Int32, found: Found) -> tuple[Item, Found]:
+    """A warp finds this CTA's item of a round. found: of the round before."""
+    ordinal, begin, before = ordinal_of(turn), found.begin, found.before
+    if cutlass.const_expr(spec.query == "uniform"):
+        each = cutlass.max(items_of(spec, rows, open_queries(spec, rows.queries, Int32(0))[1]), 1)
+        index, rest = quotient(ordinal, each), remainder(ordinal, each)
+    else:
+        index, rest, begin, before = search(spec, rows, batch, ordinal, begin, before)
+    index = cutlass.min(index, batch)
+    row = open_row_or_nothing(spec, rows, index, batch)
+    heads = Int32(rows.k.shape[1])
+    block = quotient(items_of(spec, rows, row.queries), heads) - 1 - quotient(rest, heads)
+    uniform = cute.arch.make_warp_uniform
+    return Item(uniform(index), uniform(block), uniform(remainder(rest, heads)), row), Found(begin, before)
+
+
+@cute.jit
+def search(spec: cutlass.Constexpr, rows: Rows, batch: Int32, ordinal: Int32, begin: Int32, before: Int32) -> tuple:
+    """(request of an item, its number among the request's, request and items at which the next search may begin).
+
+    The request is at least `batch` past the last item. A warp looks at 32 requests at a time.
+    """
+    count = inclusive = Int32(0)
+    searching = Boolean(True)
+    while searching:
+        index = begin + cute.arch.lane_idx()
+        count = Int32(0)
+        if index < batch:
+            count = items_of(spec, rows, open_queries(spec, rows.queries, index)[1])
+        inclusive = warp_prefix(count)
+        total = cute.arch.shuffle_sync(inclusive, LANES - 1)
+        searching = (before + total <= ordinal) & (begin + LANES < batch)
+        before = cutlass.select_(searching, before + total, before)
+        begin = cutlass.select_(searching, begin + LANES, begin)
+    lane = cute.arch.popc(cute.arch.vote_ballot_sync(before + inclusive <= ordinal))
+    rest = ordinal - before - cute.arch.shuffle_sync(inclusive - count, cutlass.min(lane, LANES - 1))
+    return cutlass.select_(lane < LANES, begin + lane, batch), rest, begin, before
+
+
+def piece_of(spec: KernelSpec, rows: Rows, item: Item, issued: Int32) -> Piece:
+    """All keys that an item sees. issued: tiles of this CTA before."""
+    keys = kv_range(spec, rows.queries, item.row, item.block)
+    tiles = tiles_of(spec, keys)
+    block = block_of_rows(spec, item.block, item.kv_head * spec.group_size, item.index, item.row)
+    return Piece(item.index, item.row, keys, block, item.kv_head, Int32(0), tiles, tiles, tiles, issued)
+
+
+def pages_of(spec: KernelSpec, rows: Rows, item: Item) -> Int32:
+    """box_pages of the first boxes of an item."""
+    keys = kv_range(spec, rows.queries, item.row, item.block)
+    return box_pages(spec, rows, item.row.start, keys, first_tile(spec, keys))
+
+
+@cute.jit
+def publish_item(spec: cutlass.Constexpr, shared: Shared, item: Item, turn: Int32):
+    """The producer leaves the item of a round to the other warps, once all have taken that of two rounds before."""
+    slot = turn & 1
+    cute.arch.mbarrier_wait(taken_barrier(spec, shared, slot), (turn >> 1) & 1 ^ 1)
+    with cute.arch.elect_one():
+        row = [getattr(item.row, name) for name in row_fields(spec)]
+        for i, word in enumerate((item.index, item.block, item.kv_head, *row)):
+            shared.items[i, slot] = word
+        cute.arch.mbarrier_arrive(item_barrier(spec, shared, slot))
+
+
+@cute.jit
+def take_item(spec: cutlass.Constexpr, shared: Shared, turn: Int32) -> Item:
+    """The item of a round, for a warp that the producer left it to."""
+    slot, fields = turn & 1, row_fields(spec)
+    cute.arch.mbarrier_wait(item_barrier(spec, shared, slot), (turn >> 1) & 1)
+    words = [cute.arch.make_warp_uniform(shared.items[i, slot]) for i in range(3 + len(fields))]
+    cute.arch.sync_warp()
+    with cute.arch.elect_one():
+        cute.arch.mbarrier_arrive(taken_barrier(spec, shared, slot))
+    return Item(*words[:3], Row(**dict(zip(fields, words[3:], strict=True))))
