@@ -25,6 +25,7 @@ OPERATIONS: tuple[Operation, ...] = ("decode", "attention", "append")
 READ, COPY = "read", "copy"  # the providers that compute nothing
 FLOORS: dict[Operation, str] = {"decode": READ, "attention": READ, "append": COPY}  # the one whose time others are divided by
 PLAIN = "ours-plain"  # the provider that is our plain decode over the caches of a case of attention
+LONG_QUERY = 256  # query rows from which on a case's rate is given, not its time beside a read
 SLOT_BYTES = 8  # of a token's slot
 TABLE_FORMATS: tuple[TableFormat, ...] = ("dense", "csr")
 
@@ -162,6 +163,18 @@ class Case:
     def packed_rows(self) -> int:
         """Query rows of a request that read the same KV head."""
         return self.q_rows * (self.num_heads // self.num_kv_heads)
+
+    @property
+    def tflop(self) -> float:
+        """Of both products, of the pairs of a query row and a key that it sees: its request's keys up to its own."""
+        n = self.q_rows
+        pairs = sum(n * (length - n) + n * (n + 1) // 2 for length in self.tokens())
+        return 4e-12 * self.num_heads * self.head_dim * pairs
+
+    @property
+    def long(self) -> bool:
+        """Whether the tensor core limits it, not the memory."""
+        return self.q_rows >= LONG_QUERY
 
     @property
     def query_shape(self) -> tuple[int, ...]:

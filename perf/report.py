@@ -37,11 +37,13 @@ def summary(outcomes: Sequence[Outcome]) -> Table:
 
 
 def cell(outcome: Outcome) -> Text:
-    """A provider's time, its ratio and its relative error in percent; or one word for why there is none."""
+    """A provider's time, its ratio to read or its rate, and its relative error in percent; or one word for why there is none."""
     if outcome.us is None:
         word = "-" if outcome.not_supported else "error" if outcome.error else "wrong"
         return Text(word, style="red" if word != "-" else "dim")
     ratio = "" if outcome.ratio_to_read is None else f" ({outcome.ratio_to_read:.3f})"
+    if outcome.case.long:
+        ratio = f" ({1e6 * outcome.case.tflop / outcome.us.median:.0f} TFLOPS)"
     error = outcome.gate.relative_error if outcome.gate is not None else None
     accuracy = "" if error is None else f" {100 * error:.2f}%"
     return Text(f"{outcome.us.median:.1f}{ratio}{accuracy}")

@@ -33,7 +33,12 @@ from tests.support.metadata import equivalent
 F16, BF16 = torch.float16, torch.bfloat16
 LENGTHS = (0, 1, 700, 17, 129, 300)  # the long rows are cut where a plan cuts rows
 BAD_ROW, BAD_PAGE = 4, 2**31 - 1  # its first page is none of the pool: memcheck sees whether it is read
-PREFERENCES = {"whole": {"max_workspace_bytes": 0}, "balanced": {}, "invariant": {"batch_invariant": True}}
+PREFERENCES: dict[str, dict[str, object]] = {
+    "whole": {"max_workspace_bytes": 0},
+    "balanced": {},
+    "invariant": {"batch_invariant": True},
+    "dealt": {"sm_count": 1},  # the fewest SMs that items of a few rows are dealt to
+}
 
 
 E4M3, E5M2, INT8 = ck.KVDtype.E4M3, ck.KVDtype.E5M2, ck.KVDtype.INT8
@@ -143,6 +148,16 @@ ATTENTION = {
     ),
     ("sm90", "invariant"): ("everything", "int8_token_scales_packed"),
     ("sm90", "whole"): ("uniform_tree",),
+    ("sm90", "dealt"): (
+        "causal",
+        "everything",
+        "tree_2_words",
+        "prefill",
+        "e4m3_head_scales",
+        "int8_token_scales_everything",
+        "lengths",
+        "packed_everything",
+    ),
     ("sm80", "balanced"): ("everything", "tree_2_words", "int8_token_scales_packed"),
 }
 MERGES = (
@@ -193,6 +208,7 @@ def attention(name: str, arch: str, partition: str) -> None:
     """A case of several query rows, masks or functions of a score, compared with f64."""
     inputs = make_attention(next(case for case in ATTENTION_CASES if case.name == name))
     plan = select_attention(inputs.case, arch, **PREFERENCES[partition])
+    assert partition != "dealt" or plan.explain().chosen.spec.dealt, plan.explain()
     table = inputs.table._replace(operands=tuple(t if t is None else t.cuda() for t in inputs.table.operands))
     scales, extras = ({k: t if t is None else t.cuda() for k, t in given.items()} for given in (inputs.scales, inputs.extras))
     on_gpu = replace(inputs, q=inputs.q.cuda(), k=inputs.k.cuda(), v=inputs.v.cuda(), table=table, scales=scales, extras=extras)

@@ -9,6 +9,7 @@ from perf.cases import PLAIN
 from perf.providers.append import Copy, OursAppend, OursSm80Append
 from perf.providers.base import Candidate, CompilesAhead, NotSupported, Provider
 from perf.providers.flash_attention import FlashAttention3, FlashAttention3Attention
+from perf.providers.flash_attention_4 import FlashAttention4
 from perf.providers.flashinfer import FlashInferFa2, FlashInferXqa
 from perf.providers.flashinfer_attention import Fa2Attention, XqaAttention
 from perf.providers.ours import Ours, OursAttention, OursPlain, OursSm80, OursSm80Attention
@@ -19,7 +20,8 @@ from perf.providers.vllm_triton import VllmTriton
 PEER_DECODERS: tuple[type[Provider], ...] = (FlashInferFa2, FlashInferXqa, FlashAttention3, VllmTriton)
 DECODERS: tuple[type[Provider], ...] = (Ours, OursSm80, Read, Sdpa, *PEER_DECODERS)
 OURS_ATTENDING: tuple[type[Provider], ...] = (OursAttention, OursPlain, OursSm80Attention, ReadAttention)
-ATTENDERS: tuple[type[Provider], ...] = (*OURS_ATTENDING, Fa2Attention, XqaAttention, FlashAttention3Attention)
+PEER_ATTENDERS: tuple[type[Provider], ...] = (Fa2Attention, XqaAttention, FlashAttention3Attention, FlashAttention4)
+ATTENDERS: tuple[type[Provider], ...] = (*OURS_ATTENDING, *PEER_ATTENDERS)
 APPENDERS: tuple[type[Provider], ...] = (OursAppend, OursSm80Append, Copy)
 ALL = (*DECODERS, *ATTENDERS, *APPENDERS)
 PROVIDERS: dict[str, type[Provider]] = {cls.name: cls for cls in DECODERS}

@@ -48,7 +48,7 @@ class Ours:
         queries = [query(inputs.case, s.q) for s in inputs.sets]
         out = torch.empty_like(queries[0])
         lse = torch.empty(out.flatten(0, -3).shape[:2], dtype=torch.float32, device=device)
-        tables = () if inputs.pages is None else (page_table(inputs.case, inputs.pages),)
+        tables = table_of(inputs)
         fixed = {**inputs.operands.given(), "out": out, "lse": lse, "workspace": plan.new_workspace() if size else None}
         if inputs.case.query == "ragged":
             fixed["qo_indptr"] = inputs.qo_indptr()
@@ -165,8 +165,17 @@ def paged_descriptor(case: Case) -> ck.PagedDecodeDescriptor | ck.PagedAttention
     return ck.PagedAttentionDescriptor(**fields, max_q_len=case.q_len, query_format=case.query or "uniform")
 
 
-def contiguous_descriptor(case: Case) -> ck.FlashDecodingDescriptor:
+def contiguous_descriptor(case: Case) -> ck.FlashDecodingDescriptor | ck.PagedAttentionDescriptor:
     """The descriptor of a contiguous case."""
+    if case.q_len is not None:
+        fields: dict[str, Any] = {
+            "max_q_len": case.q_len,
+            "query_format": case.query or "uniform",
+            "max_seq_len": max(case.tokens()),
+        }
+        fields |= {"num_heads": case.num_heads, "num_kv_heads": case.num_kv_heads, "head_dim": case.head_dim, "page_size": None}
+        fields |= {"q_dtype": DTYPES[case.dtype], "table_format": "lengths", **storage(case)}
+        return ck.PagedAttentionDescriptor(case.batch_size, **fields)
     shape = (case.batch_size, case.num_heads, case.num_kv_heads, case.tokens()[0], case.head_dim, DTYPES[case.dtype])
     return ck.FlashDecodingDescriptor(*shape, **storage(case))
 
@@ -180,6 +189,16 @@ def scales(layer: InputSet) -> dict[str, torch.Tensor]:
     """The scale tensors that a run is given; none where the caches have none."""
     given = {"k_scale": layer.k_scale, "v_scale": layer.v_scale}
     return {name: scale for name, scale in given.items() if scale is not None}
+
+
+def table_of(inputs: Inputs) -> tuple[ck.PageTable, ...]:
+    """What a run is given for a page table: of contiguous rows with several query rows each their lengths, else nothing."""
+    if inputs.pages is not None:
+        return (page_table(inputs.case, inputs.pages),)
+    if inputs.case.q_len is None:
+        return ()
+    lengths = torch.tensor(inputs.case.tokens(), dtype=torch.int32, device=inputs.sets[0].q.device)
+    return (ck.PageTable.lengths(lengths),)
 
 
 def page_table(case: Case, pages: Pages) -> ck.PageTable:

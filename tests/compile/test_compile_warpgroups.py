@@ -11,8 +11,10 @@ import torch
 import cute_kernels as ck
 from cute_kernels.attention.choice.heuristics import choose
 from cute_kernels.attention.kernel_spec import kernel_spec
+from cute_kernels.attention.variants import explain
 from cute_kernels.config.limits import supports
 from cute_kernels.device.tracing.decode import build
+from cute_kernels.planning.variants import PRETEND
 from tests.support import machine_code
 
 E4M3 = {"kv_dtype": ck.KVDtype.E4M3}
@@ -53,3 +55,34 @@ def test_warpgroups(name: str, tmp_path: Path) -> None:
     assert not re.search(r"\b(LDL|STL)\b", sass), "registers spilled to local memory"
     assert sass.count("HGMMA") == spec.padded_head_dim // 16 + ends * spec.tile_n // 16
     assert sass.count("WARPGROUP.DEPBAR") == 2 * ends, "the assembler waits for more than both products"
+
+
+LONG: dict[str, dict[str, Any]] = {
+    "head_dim 64": {"head_dim": 64},
+    "head_dim 96": {"head_dim": 96},
+    "head_dim 128": {},
+    "head_dim 192": {"head_dim": 192, "num_heads": 16},
+    "head_dim 256": {"head_dim": 256, "num_heads": 16},
+    "page 8, everything": {"page_size": 8, **EVERYTHING},
+    "packed": {"page_size": None, "table_format": "packed"},
+    "e4m3": E4M3,
+    "int8 token": INT8_TOKEN,
+    "e4m3, head_dim 256": {**E4M3, "head_dim": 256, "num_heads": 16},
+}
+
+
+@pytest.mark.parametrize("name", LONG)
+def test_long_queries(name: str, tmp_path: Path) -> None:
+    """Registers suffice: nothing spills, no product waits for the one before it, and producers hand registers over."""
+    fields = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128, "page_size": 16, "max_q_len": 8192, **LONG[name]}
+    problem = ck.PagedAttentionDescriptor(1, q_dtype=torch.bfloat16, max_seq_len=8192, **fields).problem
+    chosen = explain(problem, PRETEND["h200"]).chosen
+    spec = chosen.spec
+    assert spec is not None and spec.dealt and supports(spec) == []
+    assert chosen.num_ctas == PRETEND["h200"].sm_count
+    ptx, sass = machine_code.dump(build, spec, tmp_path)
+    assert not re.search(r"\b(LDL|STL)\b", sass), "registers spilled to local memory"
+    assert sass.count("HGMMA") == spec.padded_head_dim // 16 + 2 * spec.tile_n // 16
+    assert sass.count("WARPGROUP.DEPBAR") == 4, "the assembler waits for more than both products"
+    shares = [int(count) for count in re.findall(r"setmaxnreg\.\w+\.sync\.aligned\.u32\s+(\d+)", ptx)]
+    assert sorted(shares) == sorted(spec.register_shares or ())

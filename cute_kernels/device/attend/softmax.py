@@ -8,7 +8,7 @@ the rounded base = max * scale: what a row's weights are relative to is the same
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32
+from cutlass import Float32
 
 
 def rows_of(acc: cute.Tensor) -> cute.Tensor:
@@ -97,17 +97,18 @@ def find_bases(acc_s: cute.Tensor, row_max: cute.Tensor, row_scales: list) -> tu
     """
     scores, rows = rows_of(acc_s), range(cute.size(row_max))
     peaks = [quad_max(largest([scores[r, c] for c in range(cute.size(scores, mode=[1]))] + [row_max[r]])) for r in rows]
-    bases, decays, far = [], [], Boolean(False)
+    bases, decays, far = [], [], []
     for r in cutlass.range_constexpr(len(peaks)):
         bases.append(rounded_product(finite_or_zero(peaks[r]), row_scales[r]))
         before = rounded_product(row_max[r], row_scales[r])
         decays.append(cute.math.exp2(before - bases[r], fastmath=True))
-        far = far | (cute.arch.fmax(bases[r], -bases[r]) >= MOST_BASE)
+        far.append(cute.arch.fmax(bases[r], -bases[r]) >= MOST_BASE)
     offsets = list(bases)
-    if cute.arch.vote_any_sync(far):
-        for r in cutlass.range_constexpr(len(peaks)):
-            scores[r, None].store(scores[r, None].load() - finite_or_zero(peaks[r]))
-            offsets[r] = Float32(0.0)
+    if cute.arch.vote_any_sync(far[0] | far[-1]):
+        for r in cutlass.range_constexpr(len(peaks)):  # a row's bits depend on no other
+            taken = cutlass.select_(far[r], finite_or_zero(peaks[r]), Float32(0.0))
+            scores[r, None].store(scores[r, None].load() - taken)
+            offsets[r] = cutlass.select_(far[r], Float32(0.0), bases[r])
     return peaks, decays, offsets
 
 

@@ -1,0 +1,153 @@
+"""Long queries: items that are dealt to a persistent grid, on few SMs so that a CTA takes many."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+
+import cute_kernels as ck
+from cute_kernels.attention.variants import explain
+from cute_kernels.planning.variants import PRETEND, PlanPreference
+from tests.support.attention_cases import CASES, Case, case, make_attention
+from tests.support.attention_harness import assert_close, assert_padding, run, select
+from tests.support.bits import differing_rows
+from tests.support.harness import assert_bitwise
+from tests.support.inputs import NAN
+from tests.support.storage import STORAGES
+
+WARPGROUP_ROWS = 16  # packed rows: with more, warpgroups attend and items are dealt
+SHORT = [c for c in CASES if c.tma and (c.q_lens != (1,) * c.batch or not c.uniform)]
+HEADS = {"num_heads": 8, "num_kv_heads": 2, "head_dim": 128, "lengths": (300, 40, 7, 900, 64), "max_seq_len": 1000}
+ROWS = {"q_lens": (300, 1, 7, 200, 64), "max_q_len": 300}
+SETS, REPLAYS = 8, 1_000
+
+
+def long_case(name: str, cache: dict[str, object] | None = None, **fields: object) -> Case:
+    """Requests of one to 300 query rows."""
+    return case(name, {**HEADS, **(cache or {})}, **{**ROWS, **fields})
+
+
+LONG = (
+    long_case("long"),
+    long_case("long_page_64", {"page_size": 64}),
+    long_case("long_page_8", {"page_size": 8}),
+    long_case("long_f16", {"dtype": torch.float16}),
+    *(long_case(f"long_d{d}", {"head_dim": d}) for d in (64, 80, 96, 192, 256)),
+    long_case("long_everything", window_left=100, softcap=3.0, alibi=True, sinks=True),
+    long_case("long_top_left", causal="top_left"),
+    long_case("long_no_mask", causal=None),
+    long_case("long_both_windows", causal=None, window_left=30, window_right=9),
+    long_case("long_csr", table="csr"),
+    long_case("long_packed", table="packed", window_left=64),
+    long_case("long_lengths", table="lengths"),
+    long_case("long_base_2", {"lse_base": "2"}),
+    *(long_case(f"long_{name.replace(' ', '_')}", storage) for name, storage in STORAGES.items() if storage),
+    long_case("long_odd_group", {"num_heads": 21, "num_kv_heads": 3, "head_dim": 64}),
+    long_case("long_uniform", {"lengths": (300, 40, 120)}, uniform=True, q_lens=(130,) * 3, max_q_len=130),
+    long_case(
+        "long_many_requests",
+        {"lengths": tuple((53 * i) % 200 for i in range(80)), "max_seq_len": 200},
+        q_lens=tuple((37 * i) % 90 if i % 3 else 0 for i in range(80)),
+        max_q_len=90,
+    ),
+)
+
+
+def packed_rows(described: Case) -> int:
+    """Query rows of a request that read the same KV head, at most."""
+    return described.max_q_len * described.cache.num_heads // described.cache.num_kv_heads
+
+
+@pytest.mark.parametrize("described", LONG, ids=str)
+def test_items_are_dealt(described: Case) -> None:
+    """Without a GPU: the plan of such a case on one SM deals its items, and says why."""
+    facts = PRETEND["h200"]
+    chosen = explain(described.descriptor().problem, PlanPreference(sm_count=1).part_of(facts)).chosen
+    assert chosen.spec is not None and chosen.spec.dealt and chosen.spec.arch == "sm90", chosen
+    assert chosen.num_ctas == 1
+    assert "whole rows" in chosen.config_source
+
+
+@pytest.mark.parametrize("described", LONG, ids=str)
+def test_long_queries_on_the_cpu(described: Case) -> None:
+    """The reference serves them too, row by row."""
+    inputs = make_attention(described)
+    assert_close(inputs, run(select(described, "cpu"), inputs))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("sm_count", [1, 3])
+@pytest.mark.parametrize("described", [c for c in (*LONG, *SHORT) if packed_rows(c) > WARPGROUP_ROWS], ids=str)
+def test_every_row_of_dealt_items(described: Case, sm_count: int) -> None:
+    """Right row by row beside NaN in all memory that is not theirs, and the same bits again."""
+    plan, inputs = select(described, "sm90", sm_count=sm_count), make_attention(described, "cuda")
+    if sm_count == 1:
+        assert plan.explain().chosen.spec.dealt, plan.explain()
+    result = run(plan, inputs)
+    assert_close(inputs, result)
+    assert_padding(inputs, result, NAN)
+    assert_bitwise(run(plan, inputs), result)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "fields", [{}, {"window_left": 100, "sinks": True}, {"storage": "e4m3"}, {"storage": "int8 token"}], ids=str
+)
+def test_graph_replays_of_dealt_items(fields: dict[str, object]) -> None:
+    """One graph over other qo_indptr, lengths and tables, which all change on the device between replays."""
+    rng = random.Random(22)
+    first = long_case("replayed", STORAGES[fields.pop("storage", "16 bits")], **fields)
+    sets = []
+    for seed in range(SETS):
+        lengths, q_lens = list(first.cache.lengths), list(first.q_lens)
+        rng.shuffle(lengths), rng.shuffle(q_lens)
+        changed = replace(first, cache=replace(first.cache, lengths=tuple(lengths)), q_lens=tuple(q_lens))
+        sets.append(make_attention(changed, "cuda", seed=seed))
+    plan = select(first, "sm90", sm_count=2)
+    assert plan.explain().chosen.spec.dealt
+    eager = [run(plan, inputs) for inputs in sets]
+    for inputs, result in zip(sets, eager, strict=True):
+        assert_close(inputs, result)
+    held = make_attention(first, "cuda", seed=0)
+    out, lse = torch.full_like(held.q, NAN), torch.full((len(held.q), 8), NAN, device="cuda")
+    given = {**held.scales, **held.extras, "out": out, "lse": lse}
+    plan.run(held.q, held.k, held.v, held.table, **given)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        plan.run(held.q, held.k, held.v, held.table, **given)
+    wrong = torch.zeros(SETS, dtype=torch.int64, device="cuda")
+    for index in (rng.randrange(SETS) for _ in range(REPLAYS)):
+        for name in ("q", "k", "v"):
+            getattr(held, name).copy_(getattr(sets[index], name))
+        for kind in ("scales", "extras"):
+            for name, tensor in getattr(held, kind).items():
+                if tensor is not None:
+                    tensor.copy_(getattr(sets[index], kind)[name])
+        for target, source in zip(held.table.operands, sets[index].table.operands, strict=True):
+            if target is not None:
+                target.copy_(source)
+        out.fill_(NAN), lse.fill_(NAN)
+        graph.replay()
+        wrong[index] += differing_rows((out, lse), eager[index]).sum()
+    assert wrong.tolist() == [0] * SETS, "rows that differ from the eager run, by set"
+    assert differing_rows(eager[1], eager[2]).any(), "sets that agree would hide a graph that ignores them"
+
+
+@pytest.mark.gpu
+def test_a_request_alone_has_the_same_bits() -> None:
+    """Items depend on no other request: the bits of each are those of a batch of it alone."""
+    described = long_case("alone")
+    plan, inputs = select(described, "sm90", sm_count=2), make_attention(described, "cuda")
+    out, lse = run(plan, inputs)
+    indptr, (table, lengths) = inputs.extras["qo_indptr"], inputs.table.operands[:2]
+    for request in range(described.batch):
+        begin, end = indptr[request].item(), indptr[request + 1].item()
+        single = replace(described.descriptor(), batch_size=1)
+        alone = ck.PagedAttentionPlan.select(single, "cuda", ck.PlanPreference(sm_count=2))
+        pages = ck.PageTable.dense(table[request : request + 1].contiguous(), lengths[request : request + 1].contiguous())
+        rows = torch.tensor([0, end - begin], dtype=torch.int32, device="cuda")
+        got = alone.run(inputs.q[begin:end], inputs.k, inputs.v, pages, qo_indptr=rows)
+        assert_bitwise(got, (out[begin:end], lse[begin:end]))
