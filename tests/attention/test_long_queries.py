@@ -18,7 +18,7 @@ from tests.support.harness import assert_bitwise
 from tests.support.inputs import NAN
 from tests.support.storage import STORAGES
 
-WARPGROUP_ROWS = 16  # packed rows: with more, warpgroups attend and items are dealt
+WARPGROUP_ROWS = 16  # packed rows: with more, warpgroups attend and items are dealt; over 8 bits with more than 32
 SHORT = [c for c in CASES if c.tma and (c.q_lens != (1,) * c.batch or not c.uniform)]
 HEADS = {"num_heads": 8, "num_kv_heads": 2, "head_dim": 128, "lengths": (300, 40, 7, 900, 64), "max_seq_len": 1000}
 ROWS = {"q_lens": (300, 1, 7, 200, 64), "max_q_len": 300}
@@ -84,7 +84,7 @@ def test_long_queries_on_the_cpu(described: Case) -> None:
 def test_every_row_of_dealt_items(described: Case, sm_count: int) -> None:
     """Right row by row beside NaN in all memory that is not theirs, and the same bits again."""
     plan, inputs = select(described, "sm90", sm_count=sm_count), make_attention(described, "cuda")
-    if sm_count == 1:
+    if sm_count == 1 and described in LONG:
         assert plan.explain().chosen.spec.dealt, plan.explain()
     result = run(plan, inputs)
     assert_close(inputs, result)

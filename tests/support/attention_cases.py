@@ -156,6 +156,8 @@ CASES = (
     case("long_window", LONG, q_lens=(4, 16, 2, 1), max_q_len=16, **{**EVERYTHING, "window_left": 1023}),
     case("long_tree", LONG, q_lens=(32, 16, 31, 7), max_q_len=32, tree=True),
     case("prefill", {"lengths": (200, 130, 77)}, q_lens=(200, 130, 77), max_q_len=200),
+    case("prefill_e4m3", {"lengths": (200, 130, 77), "kv_dtype": E4M3}, q_lens=(200, 130, 77), max_q_len=200),
+    case("prefill_int8", {"lengths": (200, 130, 77), **TOKEN_SCALES}, q_lens=(200, 1, 77), max_q_len=200, **EVERYTHING),
     case("no_rows", q_lens=(0,) * len(LENGTHS)),
     case("no_keys", {"lengths": (0, 0)}, q_lens=(2, 3), sinks=True),
     case("no_keys_no_sinks", {"lengths": (0, 0)}, q_lens=(2, 3), softcap=1.0),

@@ -187,6 +187,8 @@ def settle_query(
     """
     cute.arch.cp_async_wait_group(0)
     if cutlass.const_expr(spec.rescales_query):
+        if cutlass.const_expr(spec.by_warpgroup):
+            cute.arch.sync_warp()  # a lane has fetched what others rescale
         words, columns = cute.recast_tensor(shared, Int32), lane_columns(spec)
         begin, stop, step = cute.arch.warp_idx(), cutlass.select_(fresh, heads, 0), spec.num_warps
         if cutlass.const_expr(spec.dealt):  # a warp has fetched the rows of its own m-tile

@@ -6,6 +6,7 @@ from cutlass import Boolean, Int32
 
 from ..kv.source import empty_row, inspect_request
 from ..problem import Problem
+from ..ptx.registers import LANES
 from ..schedule.dealing import Found, Item, find_item, helpers, meet_all, pages_of, piece_of, publish_item, take_item
 from ..schedule.work_scheduler import Piece
 from .overlap import OverlapMainloop
@@ -18,10 +19,11 @@ class DealtMainloop(OverlapMainloop):
     @cute.jit
     def prepare(self, operands: tuple, shared: Shared):
         """As TmaMainloop, with the mbarriers of items."""
+        takers = LANES * (self.spec.num_warps + helpers(self.spec))
         with cute.arch.elect_one():
             for slot in cutlass.range_constexpr(ITEMS):
                 cute.arch.mbarrier_init(item_barrier(self.spec, shared, slot), 1)
-                cute.arch.mbarrier_init(taken_barrier(self.spec, shared, slot), self.spec.num_warps + helpers(self.spec))
+                cute.arch.mbarrier_init(taken_barrier(self.spec, shared, slot), takers)
         super().prepare(operands, shared)
 
     def look_ahead(self, problem: Problem, shared: Shared):

@@ -22,7 +22,7 @@ from ..ptx.barriers import PRODUCTS
 from ..ptx.registers import LANES, quotient, remainder
 from ..schedule.work_scheduler import Piece
 from ..tracing.fakes import ELEMENT_TYPES
-from .shared import Shared, empty_barrier, full_barrier, narrow_barrier, widened_barrier
+from .shared import Shared, empty_barrier, full_barrier, narrow_barrier, read_holes, widened_barrier
 from .tma import TmaMainloop
 
 
@@ -109,7 +109,7 @@ class OverlapMainloop(TmaMainloop):
         spec, (stage, parity) = self.spec, self.place_in_ring(piece.issued + i)
         if cutlass.const_expr(spec.wide[0] is not None):  # they came with what was widened
             cute.arch.mbarrier_wait(full_barrier(spec, shared, stage), parity)
-        return shared.holes[stage] if cutlass.const_expr(spec.source == "paged") else Int32(0)
+        return read_holes(spec, shared, stage)
 
     @cute.jit
     def weigh(self, piece: Piece, i: Int32, attention: Attention, shared: Shared, acc_s: cute.Tensor, holes: Int32):

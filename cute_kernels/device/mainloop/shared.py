@@ -135,7 +135,7 @@ def item_barrier(spec: KernelSpec, shared: Shared, slot: Int32 | int) -> cute.Po
 
 
 def taken_barrier(spec: KernelSpec, shared: Shared, slot: Int32 | int) -> cute.Pointer:
-    """All have taken a slot's item: each warp that does so arrives."""
+    """All have taken a slot's item: each lane of a warp that does so arrives."""
     return shared.barriers + (values_barriers(spec) - ITEMS) + slot
 
 

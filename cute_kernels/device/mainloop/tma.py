@@ -32,7 +32,7 @@ from ..kv.source import (
     token_of_lane,
 )
 from ..problem import Problem
-from ..ptx.registers import quotient, remainder
+from ..ptx.registers import LANES, quotient, remainder
 from ..schedule.crew import prepare_end
 from ..schedule.opening import Opening, find_opening, first_pages, meet, meet_consumers, publish, read_opening
 from ..schedule.work_scheduler import Piece, after, keys_of, make_piece, take_share, unfinished
@@ -131,7 +131,7 @@ class TmaMainloop:
                     cute.arch.mbarrier_init(full_barrier(self.spec, shared, stage, which), self.arrivals[which])
                     cute.arch.mbarrier_init(empty_barrier(self.spec, shared, stage, which), self.releases[which])
                 if cutlass.const_expr(self.spec.readers > 1):
-                    cute.arch.mbarrier_init(zeroed_barrier(self.spec, shared, stage), 1)
+                    cute.arch.mbarrier_init(zeroed_barrier(self.spec, shared, stage), LANES)
             for stage in cutlass.range_constexpr(self.spec.wide_stages):
                 cute.arch.mbarrier_init(widened_barrier(self.spec, shared, stage), WIDENING_WARPS)
                 cute.arch.mbarrier_init(narrow_barrier(self.spec, shared, stage), self.spec.readers)
@@ -413,9 +413,10 @@ class TmaMainloop:
             if has_outside(spec, place):
                 zero_outside(spec, shared.rings[1][None, None, stage], place, cute.arch.lane_idx())
                 cute.arch.fence_proxy("async.shared", space="cta")
-                cute.arch.sync_warp()
-            with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive(zeroed)
+                cute.arch.mbarrier_arrive(zeroed)  # each lane, for what it stored
+            else:
+                with cute.arch.elect_one():
+                    cute.arch.mbarrier_arrive(zeroed, arrive_count=LANES)
             cute.arch.mbarrier_wait(zeroed, parity)
         elif has_outside(spec, place):
             cute.arch.mbarrier_wait(zeroed, parity)

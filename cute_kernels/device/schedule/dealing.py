@@ -132,7 +132,5 @@ def take_item(spec: cutlass.Constexpr, shared: Shared, turn: Int32) -> Item:
     slot, fields = turn & 1, row_fields(spec)
     cute.arch.mbarrier_wait(item_barrier(spec, shared, slot), (turn >> 1) & 1)
     words = [cute.arch.make_warp_uniform(shared.items[i, slot]) for i in range(3 + len(fields))]
-    cute.arch.sync_warp()
-    with cute.arch.elect_one():
-        cute.arch.mbarrier_arrive(taken_barrier(spec, shared, slot))
+    cute.arch.mbarrier_arrive(taken_barrier(spec, shared, slot))
     return Item(*words[:3], Row(**dict(zip(fields, words[3:], strict=True))))
