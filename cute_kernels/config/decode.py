@@ -225,7 +225,7 @@ class KernelSpec:
     @property
     def split(self) -> bool:
         """Whether rows may be cut between CTAs, so that partial states go through the workspace."""
-        return self.partition in ("balanced", "invariant")
+        return SLOTS[self.partition] > 0
 
     @property
     def dealt(self) -> bool:

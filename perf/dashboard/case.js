@@ -15,7 +15,7 @@ function resultRow(gpuName, provider, result, slowest) {
   const error = result.error === null ? '<span class="none">computes nothing</span>' : `${result.error.toExponential(1)}<small>${result.error_ratio === null ? "" : result.error_ratio.toFixed(2) + " of PyTorch's"}${result.relative_error === null ? "" : "<br>relative " + result.relative_error.toExponential(1)}</small>`;
   return `<tr><th scope="row">${name}${version}</th>
     <td data-label="us"><span>${microseconds(result.us)}<small>${microseconds(result.p20)} to ${microseconds(result.p80)}</small></span>${bar}</td>
-    <td class="num" data-label="ratio to read"><span>${result.ratio === null ? none : result.ratio.toFixed(3)}</span></td>
+    <td class="num" data-label="ratio to read"><span>${result.tflops !== null ? result.tflops.toFixed(0) + " TFLOPS" : result.ratio === null ? none : result.ratio.toFixed(3)}</span></td>
     <td class="num" data-label="over ours, same run"><span>${result.faster === null ? none : result.faster.toFixed(2) + "×"}</span></td>
     <td class="num" data-label="in a stream"><span>${result.in_stream === null ? none : microseconds(result.in_stream) + `<small>${result.in_stream_faster === null ? "" : result.in_stream_faster.toFixed(2) + "×"}</small>`}</span></td>
     <td class="num" data-label="error"><span>${error}</span></td></tr>`;

@@ -59,7 +59,7 @@ def render(page: Page, charts: str) -> str:
     environment = Environment(
         loader=loader, autoescape=select_autoescape(["j2"]), undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    environment.filters |= {"us": microseconds, "times": times, "percent": percent}
+    environment.filters |= {"us": microseconds, "times": times, "percent": percent, "rate": rate}
     return environment.get_template("page.html.j2").render(
         page=page,
         choices=choices(page),
@@ -94,6 +94,11 @@ def data_of(page: Page) -> dict[str, object]:
 
 def microseconds(us: float) -> str:
     return f"{us:.1f}"
+
+
+def rate(tflops: float) -> str:
+    """A rate as the page spells it."""
+    return f"{tflops:.0f} TFLOPS"
 
 
 def times(ratio: float) -> str:

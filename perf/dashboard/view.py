@@ -22,8 +22,9 @@ DETAILS = ("sku", "q_dtype", "shape", "num_ctas", "num_splits", "workspace_bytes
 @dataclass(frozen=True)
 class Result:
     """One record. Times in microseconds; `reason` where there is none. error: max abs against f64; error_ratio: over that of
-    same-dtype PyTorch; relative_error: 2-norms, absent in older records. faster: its time over ours in the same run, None where
-    that run has none of ours. in_stream, in_stream_faster: the same of the time behind another kernel. source: file and line."""
+    same-dtype PyTorch; relative_error: 2-norms, absent in older records. faster: its time over ours in the same run, None
+    where that run has none of ours. tflops: the rate of a long query, which the tensor core limits, else None. in_stream,
+    in_stream_faster: the same of the time behind another kernel. source: file and line."""
 
     provider: str
     version: str
@@ -38,6 +39,7 @@ class Result:
     error_ratio: float | None
     relative_error: float | None
     faster: float | None
+    tflops: float | None
     in_stream: float | None
     in_stream_faster: float | None
     reason: str
@@ -124,8 +126,8 @@ class GpuView:
 
 
 def ratio_of(case: CaseView) -> float:
-    """Our time over the plain read's; 0 where it is not known."""
-    return (case.ours.ratio if case.ours else None) or 0.0
+    """Our time over the plain read's; 0 where it is not known, or no limit."""
+    return (case.ours.ratio if case.ours and case.ours.tflops is None else None) or 0.0
 
 
 @dataclass(frozen=True)
@@ -252,12 +254,19 @@ def result(record: Record, runs: Runs) -> Result:
         error_ratio=gate.error / gate.torch_error if gate and gate.error is not None and gate.torch_error else None,
         relative_error=gate.relative_error if gate else None,
         faster=runs.over_ours(record, DEVICE),
+        tflops=rate(record),
         in_stream=runs.us_of(record, IN_STREAM),
         in_stream_faster=runs.over_ours(record, IN_STREAM),
         reason=record.reason,
         details=details(record),
         source=f"{record.path.name}:{record.line}",
     )
+
+
+def rate(record: Record) -> float | None:
+    """TFLOPS of a long query's record; None where it computes nothing, has no time, or is limited by the memory."""
+    computes = record.us is not None and record.provider not in (PLAIN, *FLOORS.values())
+    return 1e6 * record.case.tflop / record.us.median if record.us and computes and record.case.long else None
 
 
 def details(record: Record) -> str:
