@@ -22,8 +22,10 @@ from cute_kernels.attention.choice.cost_model import (
 )
 from cute_kernels.attention.choice.heuristics import SHAPES, SHAPES_OF_8_BITS, candidates, choose, pairs_heads
 from cute_kernels.attention.kernel_spec import kernel_spec
+from cute_kernels.attention.variants import explain
 from cute_kernels.config.decode import SHARE_BYTES, DecodeConfig
 from cute_kernels.config.limits import supports
+from cute_kernels.planning.variants import PRETEND
 from tests.support.measured_launches import (
     E4M3,
     E4M3_ELSEWHERE,
@@ -358,3 +360,33 @@ def test_every_choice_is_supported_or_none_is(
     columns = 16 if kv_dtype is None else 32
     served = 1 <= head_dim <= 256 and (device[0] == "sm80" or (head_dim % columns == 0 and page_size % 8 == 0))
     assert (reasons[config] == []) == served
+
+
+TOKEN = ck.KVScale.TOKEN_F16
+LONG_MEASURED = {  # us; one H200, records of a64505e69: (batch, query rows, tokens, heads, KV heads, head_dim, cache)
+    (1, 4 * K, 4 * K, 32, 8, 128, None): 223.0,
+    (1, 8 * K, 8 * K, 32, 8, 128, None): 946.7,
+    (1, 16 * K, 16 * K, 32, 8, 128, None): 3797.2,
+    (1, 512, 64 * K, 32, 8, 128, None): 908.0,
+    (1, 2 * K, 32 * K, 32, 8, 128, None): 1830.1,
+    (16, 512, 2 * K, 32, 8, 128, None): 493.9,
+    (1, 8 * K, 8 * K, 64, 8, 64, None): 1182.5,
+    (1, 8 * K, 8 * K, 32, 8, 96, None): 796.7,
+    (1, 8 * K, 8 * K, 16, 8, 256, None): 955.6,
+    (1, 8 * K, 8 * K, 32, 8, 128, "e4m3"): 1214.8,
+    (1, 512, 64 * K, 32, 8, 128, "e4m3"): 1178.1,
+    (1, 8 * K, 8 * K, 32, 8, 128, "int8"): 1553.8,
+}
+
+
+@pytest.mark.parametrize("shape", LONG_MEASURED, ids=str)
+def test_long_queries_are_predicted_by_their_products(shape: tuple) -> None:
+    """Within 18% of what was measured; decode's terms, which count bytes, would be a tenth of it."""
+    batch, q_len, tokens, heads, kv_heads, head_dim, cache = shape
+    stored = {"kv_dtype": ck.KVDtype(cache)} if cache else {}
+    stored |= {"k_scale": TOKEN, "v_scale": TOKEN} if cache == "int8" else {}
+    fields = {"num_heads": heads, "num_kv_heads": kv_heads, "head_dim": head_dim, "page_size": 16, "q_dtype": torch.bfloat16}
+    described = ck.PagedAttentionDescriptor(batch, **fields, max_q_len=q_len, max_seq_len=tokens, **stored)
+    chosen = explain(described.problem, PRETEND["h200"]).chosen
+    assert chosen.spec is not None and chosen.spec.dealt
+    assert chosen.cost.total_us == pytest.approx(LONG_MEASURED[shape], rel=0.18)

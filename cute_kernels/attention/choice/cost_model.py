@@ -14,6 +14,9 @@ from ..descriptors import DecodeProblem
 from ..kernel_spec import grid_ctas_of, kernel_spec, units_of
 
 ASSUMED_SEQ_LEN = 4096  # tokens a row where the descriptor gives no max_seq_len: believing a stream long costs most if wrong
+# operations a us of long queries at head_dim 128 while power limits clocks; narrower heads lose a share (records of a64505e69)
+PRODUCT_RATE, PRODUCT_RATE_OF_8_BITS, PRODUCT_RATE_OF_TOKEN_SCALES = 580e6, 455e6, 355e6
+NARROW_PRODUCTS = 0.2  # of it, times 128 / head_dim - 1
 LONE_COLUMNS = 128  # of the head that lone_weight is for
 CROWDING, CROWDED_ROWS = 1.5, 4  # what a CTA does beside another on its SM, as a multiple of the same alone, at so many rows
 PAIRED_TURN = 1.6  # a turn of two KV heads, as a multiple of that of one: 256 x 200 of int8 with scales a token
@@ -191,6 +194,8 @@ def predict_us(
 
 def cost_of(problem: DecodeProblem, spec: KernelSpec, ctas_per_sm: int, sm_count: int) -> Cost:
     """What `problem` is expected to take with the kernel of `spec` and `ctas_per_sm` CTAs on each of `sm_count` SMs."""
+    if spec.dealt:
+        return dealt_cost(problem, spec, sm_count)
     costs = costs_of(problem)[spec.arch]
     units, grid = units_of(problem, spec), grid_ctas_of(problem, spec, sm_count, ctas_per_sm)
     slices, pieces, parts = expected_schedule(problem, spec, grid)
@@ -212,6 +217,27 @@ def cost_of(problem: DecodeProblem, spec: KernelSpec, ctas_per_sm: int, sm_count
         combine_us=combine_us(spec, costs, parts),
         turns_us=max(0.0, turns_us(spec, costs, turns, ctas_per_sm) - stream),
     )
+
+
+def dealt_cost(problem: DecodeProblem, spec: KernelSpec, sm_count: int) -> Cost:
+    """Of long queries, which the tensor core limits: both products at a rate, in as many rounds of items as the SMs need."""
+    items = problem.batch_size * units_of(problem, spec)
+    rounds = -(-items // sm_count)
+    seen = row_tokens(problem) - ((problem.max_q_len - 1) / 2 if problem.modifiers.causal == "bottom_right" else 0)
+    rows = problem.batch_size * problem.num_kv_heads * problem.packed_rows
+    narrow = 1 - NARROW_PRODUCTS * max(0.0, LONE_COLUMNS / spec.padded_head_dim - 1)
+    products = 4 * rows * max(seen, 1.0) * spec.padded_head_dim / (product_rate(problem) * narrow)
+    idle = rounds * sm_count / max(1, items)
+    nothing = dict.fromkeys(("drain_us", "pieces_us", "combine_us", "turns_us"), 0.0)
+    start = costs_of(problem)[spec.arch].start_us
+    return Cost(slices=sm_count, pieces=items, parts=1, start_us=start, stream_us=products * idle, **nothing)
+
+
+def product_rate(problem: DecodeProblem) -> float:
+    """Operations a us of both products of long queries, on the whole device."""
+    if not problem.has_8_bits:
+        return PRODUCT_RATE
+    return PRODUCT_RATE_OF_TOKEN_SCALES if costs_of(problem) is COSTS_OF_TOKEN_SCALES else PRODUCT_RATE_OF_8_BITS
 
 
 def costs_of(problem: DecodeProblem) -> dict[Arch, ArchCosts]:
