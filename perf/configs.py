@@ -18,7 +18,8 @@ from cute_kernels.attention.choice.tuned import KNOBS
 from cute_kernels.attention.kernel_spec import kernel_spec
 from cute_kernels.attention.variants import explain, misfits
 from cute_kernels.compile.kernels import compile_ahead
-from cute_kernels.config.decode import DecodeConfig, MmaScope
+from cute_kernels.config.decode import DecodeConfig
+from cute_kernels.config.tiling import MmaScope
 from cute_kernels.planning.variants import DeviceFacts
 from perf.case_sets import select_cases
 from perf.cases import Case

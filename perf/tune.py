@@ -15,7 +15,8 @@ from cute_kernels.attention.choice.tuning import Cell, Finding, Group, cells, fi
 from cute_kernels.attention.descriptors import DecodeProblem
 from cute_kernels.attention.variants import explain
 from cute_kernels.compile.kernels import compile_ahead
-from cute_kernels.config.decode import Arch, DecodeConfig, KernelSpec, Target
+from cute_kernels.config.decode import DecodeConfig, KernelSpec
+from cute_kernels.config.tiling import Arch, Target
 from cute_kernels.planning.variants import DeviceFacts
 from perf.case_sets import select_cases
 from perf.cases import Case, Rows

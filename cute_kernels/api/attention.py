@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..checks.fields import check_extent, check_modifiers
-from ..config.decode import LseBase
+from ..config.problem import LseBase
 from ..errors import InvalidArgument, InvalidProblem, Unsupported
 from ..kv.page_table import PAGED, PageTable
 from ..kv.types import KVDtype

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..append.descriptor import MAX_ROWS, KVAppendDescriptor
 from ..append.plan import KVAppendPlan
-from ..config.decode import LseBase
+from ..config.problem import LseBase
 from ..errors import InvalidArgument, InvalidProblem
 from ..kv.page_table import PageTable
 from ..kv.rotary import Pairing, Rotary

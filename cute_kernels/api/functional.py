@@ -7,7 +7,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ..config.decode import LseBase
+from ..config.problem import LseBase
 from ..errors import InvalidArgument, InvalidProblem
 from ..kv.page_table import PAGED, PageTable
 from ..kv.rotary import PAIRINGS, Pairing

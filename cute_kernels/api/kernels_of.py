@@ -10,7 +10,7 @@ from ..append.variants import explain as explain_append
 from ..attention.descriptors import DecodeProblem
 from ..attention.variants import explain
 from ..compile.operations import Spec
-from ..config.decode import TableFormat
+from ..config.problem import TableFormat
 from ..errors import Unsupported
 from ..kv.rotary import Rotary
 from ..merge.descriptor import MergeStatesDescriptor

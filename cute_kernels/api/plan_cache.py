@@ -16,7 +16,7 @@ from ..attention.checks import QUERY_AXES, query_error
 from ..attention.descriptors import TREE_WORD_BITS, FlashDecodingDescriptor, PagedDecodeDescriptor
 from ..attention.plan import FlashDecodingPlan, PagedDecodePlan
 from ..checks.fields import MAX_EXTENT
-from ..config.decode import TableFormat
+from ..config.problem import TableFormat
 from ..errors import InvalidArgument, InvalidProblem
 from ..kv.page_table import PageTable
 from ..kv.scale import KVScale, scale_of

@@ -10,7 +10,7 @@ import torch
 
 from ..checks.fields import check_alignment, check_extent, check_group
 from ..config.append import MAX_HEAD_DIM, IndexType, angle_columns
-from ..config.decode import ElementType, TableFormat
+from ..config.problem import ElementType, TableFormat
 from ..errors import InvalidProblem, Unsupported
 from ..kv.quantize import EIGHT_BIT
 from ..kv.rotary import Rotary, rotated_columns

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import cast
 
 from ..config.append import AppendSpec, RotarySpec, append_supports, lanes_of, share_rows
-from ..config.decode import Arch, StoredType, Target
+from ..config.problem import StoredType
+from ..config.tiling import Arch, Target
 from ..kv.rotary import Rotary
 from ..kv.scale import scale_form
 from ..planning.base import ANY_VARIANT

@@ -8,8 +8,8 @@ from typing import Literal
 import torch
 
 from ..checks.fields import check_extent, check_group, check_modifiers, check_softmax
-from ..config.decode import LseBase, TableFormat
 from ..config.modifiers import Modifiers
+from ..config.problem import LseBase, TableFormat
 from ..errors import InvalidProblem
 from ..kv.page_table import OPERAND_NAMES, PAGED
 from ..kv.scale import KVScale

@@ -9,8 +9,8 @@ from typing import Any, Literal
 import torch
 
 from ..checks.fields import check_alignment, check_extent, check_group, check_modifiers, check_softmax
-from ..config.decode import LseBase, Source, TableFormat, padded_head_dim
 from ..config.modifiers import UNMODIFIED, Modifiers, QueryForm
+from ..config.problem import LseBase, Source, TableFormat, padded_head_dim
 from ..errors import InvalidProblem
 from ..kv.scale import KVScale
 from ..kv.types import (

@@ -4,20 +4,9 @@ from __future__ import annotations
 
 from typing import cast
 
-from ..config.decode import (
-    HALF_TILE_M,
-    TILE_M,
-    WARPGROUP_M,
-    Arch,
-    DecodeConfig,
-    ElementType,
-    KernelSpec,
-    Partition,
-    StoredType,
-    Target,
-    grid_ctas,
-    most_warp_tiles,
-)
+from ..config.decode import DecodeConfig, KernelSpec, Partition, grid_ctas
+from ..config.problem import ElementType, StoredType
+from ..config.tiling import HALF_TILE_M, TILE_M, WARPGROUP_M, Arch, Target, most_warp_tiles
 from ..kv.scale import scale_form
 from .descriptors import DecodeProblem
 

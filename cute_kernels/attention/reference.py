@@ -19,8 +19,9 @@ import torch
 from torch import Tensor
 
 from ..checks.fields import MAX_EXTENT
-from ..config.decode import LOG2_E, LseBase
+from ..config.decode import LOG2_E
 from ..config.modifiers import UNMODIFIED, Modifiers, QueryForm
+from ..config.problem import LseBase
 from ..kv.faults import Span, first_fault, first_query_fault, record
 from ..kv.page_table import PAGED, PageTable, held
 from ..planning.variants import Launch

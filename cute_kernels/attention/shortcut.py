@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ..compile.kernels import as_operand
-from ..config.decode import TableFormat
+from ..config.problem import TableFormat
 from ..planning.base import LAUNCH_ERRORS
 from ..planning.variants import Launch
 from .operands import Operands, Views, kernel_views

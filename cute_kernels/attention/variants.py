@@ -6,8 +6,9 @@ from dataclasses import asdict, replace
 
 import torch
 
-from ..config.decode import Arch, DecodeConfig, KernelSpec, Partition, Target
+from ..config.decode import DecodeConfig, KernelSpec, Partition
 from ..config.limits import supports
+from ..config.tiling import Arch, Target
 from ..kv.types import QUERY_DTYPES
 from ..planning.variants import (
     VARIANTS,

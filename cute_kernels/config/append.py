@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from .decode import Arch, ElementType, ScaleForm, StoredType, TableFormat, Target
+from .problem import ElementType, ScaleForm, StoredType, TableFormat
+from .tiling import Arch, Target
 
 IndexType = Literal["i32", "i64"]
 

@@ -2,19 +2,9 @@
 
 from __future__ import annotations
 
-from .decode import (
-    HALF_TILE_M,
-    LDMATRIX_BYTES,
-    MAX_CP_ASYNC_TILE_N,
-    MAX_TILE_ELEMENTS,
-    MIN_BOX_ROWS,
-    SMEM_BYTES,
-    TILE_M,
-    WARPGROUP,
-    WARPGROUP_M,
-    KernelSpec,
-    MmaScope,
-)
+from .decode import MAX_CP_ASYNC_TILE_N, MAX_TILE_ELEMENTS, MIN_BOX_ROWS, SMEM_BYTES, KernelSpec
+from .problem import LDMATRIX_BYTES
+from .tiling import HALF_TILE_M, TILE_M, WARPGROUP, WARPGROUP_M, MmaScope
 
 # padded head_dim of more than one warpgroup, by whether warps widen tiles beside them: above, registers spill (read from SASS)
 TWO_WARPGROUPS_HEAD_DIM = {False: 192, True: 128}

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from .decode import LseBase, Target
+from .problem import LseBase
+from .tiling import Target
 
 StateType = Literal["f32", "f16", "bf16"]
 

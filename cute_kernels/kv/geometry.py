@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..config.decode import PRODUCER_WARPS, Arch
+from ..config.tiling import PRODUCER_WARPS, Arch
 from ..errors import InvalidProblem, MisalignedOperand
 
 TMA_BYTES = 16  # a TMA box's inner extent, its strides and its base are multiples of this

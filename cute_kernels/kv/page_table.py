@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..config.decode import TableFormat
+from ..config.problem import TableFormat
 from ..errors import InvalidArgument, InvalidProblem
 
 OPERAND_NAMES: dict[TableFormat, tuple[str, ...]] = {

@@ -13,7 +13,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from ..config.decode import ScaleForm
+from ..config.problem import ScaleForm
 from ..errors import InvalidProblem
 
 Granularity = Literal["none", "tensor", "head", "token"]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..checks.tensors import check_shape, check_tensor, check_unit_last, type_name
-from ..config.decode import TableFormat
+from ..config.problem import TableFormat
 from ..errors import InvalidArgument, InvalidProblem, MisalignedOperand
 from .page_table import OPERAND_NAMES, PageTable
 from .scale import Axes, KVScale

@@ -8,8 +8,8 @@ from typing import cast
 import torch
 
 from ..checks.fields import check_alignment, check_extent, check_softmax
-from ..config.decode import LseBase
 from ..config.merge import MAX_COLUMNS, StateType
+from ..config.problem import LseBase
 from ..errors import InvalidProblem, Unsupported
 from ..kv.types import QUERY_DTYPES, vector_bytes
 

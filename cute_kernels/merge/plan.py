@@ -10,8 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..config.decode import LseBase
 from ..config.merge import MergeSpec
+from ..config.problem import LseBase
 from ..planning.base import LAUNCH_ERRORS, SKU_ARCH, Plan, PrecisionGuarantee, Sku, selected
 from ..planning.checked import Checked, refuse_compile_in_capture
 from ..planning.variants import DeviceFacts, Launch, PlanPreference

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from ..config.decode import LseBase
+from ..config.problem import LseBase
 from ..planning.variants import Launch
 
 

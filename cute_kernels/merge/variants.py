@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ..config.decode import Target
 from ..config.merge import MAX_CTAS_PER_ROW, MergeSpec, merge_spec, merge_supports
+from ..config.tiling import Target
 from ..planning.base import ANY_VARIANT
 from ..planning.variants import Candidate, DeviceFacts, Explanation, PlanPreference, Variant, choice, device_reasons, variants_of
 from .descriptor import MergeStatesDescriptor

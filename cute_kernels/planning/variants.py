@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 
 from ..checks.fields import is_int
-from ..config.decode import Target
+from ..config.tiling import Target
 from ..errors import InvalidArgument, Unsupported
 
 VariantArch = Literal["sm90", "sm80", "cpu"]

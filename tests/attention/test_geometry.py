@@ -13,9 +13,12 @@ import cute_kernels as ck
 from cute_kernels.attention.descriptors import DecodeProblem
 from cute_kernels.attention.kernel_spec import kernel_spec, units_of
 from cute_kernels.attention.workspace import workspace_bytes, workspace_regions
-from cute_kernels.config.decode import MAX_BLOCKS, Arch, DecodeConfig, KernelSpec, grid_ctas, padded_head_dim
+from cute_kernels.config.decode import MAX_BLOCKS, DecodeConfig, KernelSpec, grid_ctas
 from cute_kernels.config.limits import supports
+from cute_kernels.config.problem import padded_head_dim
+from cute_kernels.config.tiling import Arch
 from cute_kernels.kv import geometry
+from tests.support.specs import usual_spec
 
 
 def test_block_and_page_bytes() -> None:
@@ -64,8 +67,8 @@ def test_group_size_and_threads() -> None:
 
 def spec_of(k_type: str, v_type: str, k_scale: str, v_scale: str) -> KernelSpec:
     """128 columns, 3 query heads a KV head, tiles of 64 tokens, 4 stages, 4 warps."""
-    storage = ("bf16", k_type, v_type, k_scale, v_scale)
-    return KernelSpec("sm90", "sm_90a", "paged", "dense", *storage, 128, 3, 16, 16, 64, 4, 4, "balanced", "e")
+    tiles = {"group_size": 3, "tile_n": 64, "num_stages": 4}
+    return usual_spec(k_type=k_type, v_type=v_type, k_scale=k_scale, v_scale=v_scale, **tiles)
 
 
 def test_smem_of_a_cta() -> None:

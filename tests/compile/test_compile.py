@@ -11,8 +11,10 @@ import torch
 from cute_kernels.attention.choice.heuristics import choose
 from cute_kernels.attention.descriptors import DecodeProblem
 from cute_kernels.attention.kernel_spec import kernel_spec
-from cute_kernels.config.decode import Arch, ElementType, KernelSpec, Source, TableFormat, Target
+from cute_kernels.config.decode import KernelSpec
 from cute_kernels.config.limits import supports
+from cute_kernels.config.problem import ElementType, Source, TableFormat
+from cute_kernels.config.tiling import Arch, Target
 from cute_kernels.device.tracing.decode import build
 from cute_kernels.kv.types import KVDtype
 from tests.support import machine_code

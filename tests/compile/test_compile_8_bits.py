@@ -14,8 +14,9 @@ import cute_kernels as ck
 from cute_kernels.attention.choice.heuristics import candidates
 from cute_kernels.attention.descriptors import DecodeProblem
 from cute_kernels.attention.kernel_spec import kernel_spec
-from cute_kernels.config.decode import DecodeConfig, KernelSpec, Target
+from cute_kernels.config.decode import DecodeConfig, KernelSpec
 from cute_kernels.config.limits import supports
+from cute_kernels.config.tiling import Target
 from tests.compile.test_compile import assert_no_spills, dump
 
 E4M3, E5M2, INT8, BF16 = ck.KVDtype.E4M3, ck.KVDtype.E5M2, ck.KVDtype.INT8, ck.KVDtype.BF16

@@ -16,11 +16,11 @@ from cute_kernels.compile.key import PACKAGE
 from cute_kernels.compile.objects import Compiled
 from cute_kernels.compile.operations import Operation
 from cute_kernels.config.append import AppendSpec, RotarySpec
-from cute_kernels.config.decode import KernelSpec
 from cute_kernels.config.merge import MergeSpec
+from tests.support.specs import usual_spec
 
 STORAGE = ("bf16", "bf16", "bf16", "none", "none")
-DECODE = KernelSpec("sm90", "sm_90a", "paged", "dense", *STORAGE, 128, 4, 16, 16, 32, 8, 4, "balanced", "e")
+DECODE = usual_spec()
 MERGE = MergeSpec("sm_90a", "bf16", 128, 2, 2, False, 4, "e")
 APPEND = AppendSpec("sm90", "sm_90a", *STORAGE, 128, 16, "none", "i64", 8, 16, 1, False, RotarySpec(True, 128, True, "i64"))
 SPECS = (DECODE, MERGE, APPEND)

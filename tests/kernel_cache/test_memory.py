@@ -9,9 +9,9 @@ import cute_kernels as ck
 from cute_kernels.compile import kernels as compiler
 from cute_kernels.config.decode import KernelSpec
 from cute_kernels.device.tracing import decode as builder
+from tests.support.specs import usual_spec
 
-STORAGE = ("bf16", "bf16", "bf16", "none", "none")
-SPEC = KernelSpec("sm90", "sm_90a", "paged", "dense", *STORAGE, 128, 4, 16, 16, 32, 8, 4, "balanced", "e")
+SPEC = usual_spec()
 
 
 class Compiled:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ...config.decode import LINE_WORDS, PARTS_IN_FLIGHT, Arch, DecodeConfig, KernelSpec, Partition, Target
+from ...config.decode import LINE_WORDS, PARTS_IN_FLIGHT, DecodeConfig, KernelSpec, Partition
+from ...config.tiling import Arch, Target
 from ..descriptors import DecodeProblem
 from ..kernel_spec import grid_ctas_of, kernel_spec, units_of
 

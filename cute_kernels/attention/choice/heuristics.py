@@ -2,20 +2,9 @@
 
 from __future__ import annotations
 
-from ...config.decode import (
-    SMEM_BYTES,
-    TILE_M,
-    TWO_CTAS_HEAD_DIM,
-    WARPGROUP,
-    WARPGROUP_M,
-    Arch,
-    DecodeConfig,
-    MmaScope,
-    Partition,
-    Target,
-    packed_rows,
-)
+from ...config.decode import SMEM_BYTES, TWO_CTAS_HEAD_DIM, DecodeConfig, Partition
 from ...config.limits import most_tile_n, supports
+from ...config.tiling import TILE_M, WARPGROUP, WARPGROUP_M, Arch, MmaScope, Target, packed_rows
 from ..descriptors import DecodeProblem
 from ..kernel_spec import kernel_spec
 from .cost_model import cost_of, row_tokens

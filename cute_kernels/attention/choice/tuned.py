@@ -17,7 +17,8 @@ from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, get_args
 
-from ...config.decode import DecodeConfig, MmaScope
+from ...config.decode import DecodeConfig
+from ...config.tiling import MmaScope
 from ...errors import InvalidPlanTable
 from ..descriptors import DecodeProblem
 

@@ -11,8 +11,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise, product
 
-from ...config.decode import SMEM_BYTES, TWO_CTAS_HEAD_DIM, Arch, DecodeConfig, KernelSpec, Target
+from ...config.decode import SMEM_BYTES, TWO_CTAS_HEAD_DIM, DecodeConfig, KernelSpec
 from ...config.limits import supports
+from ...config.tiling import Arch, Target
 from ..descriptors import DecodeProblem
 from ..kernel_spec import kernel_spec
 from .cost_model import predict_us

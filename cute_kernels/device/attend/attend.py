@@ -10,7 +10,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from ...config.decode import TILE_M, KernelSpec
+from ...config.decode import KernelSpec
+from ...config.tiling import TILE_M
 from ..kv.scale import SMALLEST_UNIT, Scaling, column_scales, scale_columns, settle_scales, widen_unit
 from ..mainloop.shared import Shared
 from ..tracing.fakes import ELEMENT_TYPES

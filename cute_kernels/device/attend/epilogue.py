@@ -11,7 +11,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
 
-from ...config.decode import LOG2_E, TILE_M, KernelSpec
+from ...config.decode import LOG2_E, KernelSpec
+from ...config.tiling import TILE_M
 from ..combine.partials import send, word_at
 from ..kv.scale import Scaling, unit_of
 from ..mainloop.tile import swizzled

@@ -14,7 +14,9 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64
 
-from ...config.decode import LINE_BYTES, MMA_K, TILE_M, UNIT_BYTES, WARPGROUP, WARPGROUP_M, KernelSpec
+from ...config.decode import LINE_BYTES, KernelSpec
+from ...config.problem import UNIT_BYTES
+from ...config.tiling import MMA_K, TILE_M, WARPGROUP, WARPGROUP_M
 from ..mainloop.tile import columns, swizzle, swizzled
 from ..ptx.barriers import CONSUMERS, ROWS
 from ..ptx.cp_async import copy_async

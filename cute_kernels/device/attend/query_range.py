@@ -8,7 +8,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from ...config.decode import ElementType, KernelSpec
+from ...config.decode import KernelSpec
+from ...config.problem import ElementType
 from ..ptx.packed import widen_pair
 from ..ptx.registers import as_bits, as_float, warp_max
 from ..tracing.fakes import ELEMENT_TYPES

@@ -4,7 +4,9 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import warp
 
-from ...config.decode import ELEMENT_BYTES, TILE_M, KernelSpec
+from ...config.decode import KernelSpec
+from ...config.problem import ELEMENT_BYTES
+from ...config.tiling import TILE_M
 from ..kv.codec import HALVES, PARITIES, decode
 from ..mainloop.shared import Shared
 from ..mainloop.tile import transposed

@@ -9,7 +9,8 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
-from ...config.decode import MMA_K, TILE_M, WARPGROUP_M, KernelSpec
+from ...config.decode import KernelSpec
+from ...config.tiling import MMA_K, TILE_M, WARPGROUP_M
 from ..mainloop.shared import Shared
 from ..mainloop.tile import transposed
 from ..tracing.fakes import ELEMENT_TYPES

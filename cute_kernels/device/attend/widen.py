@@ -4,7 +4,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32
 
-from ...config.decode import WIDENING_WARPS
+from ...config.tiling import WIDENING_WARPS
 from ..kv.codec import HALVES, decode
 from ..ptx.registers import LANES
 from .query_rows import TilePlace

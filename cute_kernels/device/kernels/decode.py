@@ -8,7 +8,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64
 
-from ...config.decode import LOG2_E, MAX_BLOCKS, WARPGROUP, KernelSpec
+from ...config.decode import LOG2_E, MAX_BLOCKS, KernelSpec
+from ...config.tiling import WARPGROUP
 from ..attend.attend import Attention, RowTile, make_products, make_state, reset_state
 from ..attend.epilogue import (
     SettledRows,

@@ -14,7 +14,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64
 
-from ...config.decode import SCALE_BYTES, KernelSpec, ScaleForm
+from ...config.decode import SCALE_BYTES, KernelSpec
+from ...config.problem import ScaleForm
 from ..ptx.cp_async import copy_async
 from ..ptx.registers import LANES, MAGNITUDE, as_bits, as_float, remainder, warp_max
 

@@ -9,7 +9,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
-from ...config.decode import WARPGROUP, KernelSpec
+from ...config.decode import KernelSpec
+from ...config.tiling import WARPGROUP
 from ..attend.attend import Attention, hide_scores, make_weights, probabilities_into, row_scales
 from ..attend.mask import has_outside
 from ..attend.pack_gqa import fragments

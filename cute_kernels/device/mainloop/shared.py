@@ -6,7 +6,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int8, Int32, Int64
 
-from ...config.decode import MOST_PIECES, TILE_M, KernelSpec
+from ...config.decode import MOST_PIECES, KernelSpec
+from ...config.tiling import TILE_M
 from ..attend.pack_gqa import query_layout
 from ..kv.scale import ScaleRing, make_scale_rings
 from ..kv.source import row_fields

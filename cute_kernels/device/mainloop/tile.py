@@ -10,7 +10,8 @@ t / box_rows: the nested first mode below. Where a wgmma reads the tile its colu
 import cutlass.cute as cute
 from cutlass import Int32
 
-from ...config.decode import UNIT_BYTES, RingShape
+from ...config.problem import UNIT_BYTES
+from ...config.tiling import RingShape
 
 SWIZZLE_BITS = {64: 3, 32: 2, 16: 1}
 

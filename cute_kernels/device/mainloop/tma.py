@@ -14,7 +14,9 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64
 from cutlass.cute.nvgpu import cpasync
 
-from ...config.decode import PRODUCER_WARPS, UNIT_BYTES, WIDENING_WARPS, KernelSpec, RingShape
+from ...config.decode import KernelSpec
+from ...config.problem import UNIT_BYTES
+from ...config.tiling import PRODUCER_WARPS, WIDENING_WARPS, RingShape
 from ..attend.attend import Attention, attend_tile
 from ..attend.mask import has_outside, zero_outside
 from ..attend.pack_gqa import prefetch_query, reader_of, turn_of

@@ -12,7 +12,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32
 
-from ...config.decode import WIDENING_WARPS, KernelSpec
+from ...config.decode import KernelSpec
+from ...config.tiling import WIDENING_WARPS
 from ..attend.query_rows import Row, block_of_rows, first_tile, kv_range, open_queries, tiles_of
 from ..kv.source import Rows, box_pages, open_row_or_nothing, row_fields
 from ..mainloop.shared import Shared, item_barrier, taken_barrier

@@ -11,7 +11,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32
 
-from ...config.decode import WIDENING_WARPS, KernelSpec
+from ...config.decode import KernelSpec
+from ...config.tiling import WIDENING_WARPS
 from ..attend.pack_gqa import sync_consumers
 from ..attend.query_rows import Row, first_tile
 from ..kv.source import Rows, box_pages, open_row_or_nothing, row_fields

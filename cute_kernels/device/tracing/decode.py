@@ -5,7 +5,8 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
-from ...config.decode import ELEMENT_BYTES, KernelSpec, ScaleForm, StoredType, TableFormat
+from ...config.decode import KernelSpec
+from ...config.problem import ELEMENT_BYTES, ScaleForm, StoredType, TableFormat
 from ..kernels.attention import AttentionKernel
 from ..kernels.decode import DecodeKernel
 from ..kernels.long_queries import LongQueryKernel

@@ -1,0 +1,121 @@
+"""What of a problem changes the generated code of a kernel of attention: its types, its cache, its query rows and masks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from .modifiers import UNMODIFIED, Modifiers, QueryForm
+
+Source = Literal["paged", "contiguous"]
+TableFormat = Literal["dense", "csr", "none", "lengths", "packed"]  # the last three: contiguous, and how long its rows are
+ElementType = Literal["f16", "bf16"]
+StoredType = Literal["f16", "bf16", "e4m3", "e5m2", "int8"]
+ScaleForm = Literal["none", "head", "token_f16", "token_f32"]
+LseBase = Literal["e", "2"]
+
+ELEMENT_BYTES: dict[StoredType, int] = {"f16": 2, "bf16": 2, "e4m3": 1, "e5m2": 1, "int8": 1}
+LDMATRIX_BYTES = 32  # of a token that one ldmatrix.x4 brings: rows of the caches are padded to it
+UNIT_BYTES = 2  # tiles are kept, moved and read in units of 16 bits, whatever they hold
+WEIGHT_BITS = 14  # softmax weights reach 2 ** 14 where P is f16, so that those 2 ** 38 times smaller still count
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProblemSpec:
+    """The fields of a kernel's spec that a problem decides.
+
+    element_type: of q and out; k_type, v_type: what the caches store. k_scale, v_scale: "head" for a scale a KV head or one for
+    all, "token_..." for one a token and KV head. vector_bytes: bytes one cp.async moves (16 for TMA). page_size: 0 where rows are
+    contiguous. query: how many query rows a request has. modifiers: of the scores.
+    """
+
+    source: Source
+    table_format: TableFormat
+    element_type: ElementType
+    k_type: StoredType
+    v_type: StoredType
+    k_scale: ScaleForm
+    v_scale: ScaleForm
+    head_dim: int
+    group_size: int
+    page_size: int
+    vector_bytes: int
+    lse_base: LseBase
+    query: QueryForm = "one"
+    modifiers: Modifiers = UNMODIFIED
+
+    @property
+    def plain(self) -> bool:
+        """Whether a request has one query row whose scores are only scaled: such a kernel takes no further operands."""
+        return self.query == "one" and self.modifiers == UNMODIFIED
+
+    @property
+    def several(self) -> bool:
+        """Whether a request may have several query rows."""
+        return self.query != "one"
+
+    @property
+    def padded_head_dim(self) -> int:
+        """head_dim rounded up to the columns that one ldmatrix.x4 brings of the narrower cache."""
+        return padded_head_dim(self.head_dim, min(self.k_bytes, self.v_bytes))
+
+    @property
+    def row_pairs(self) -> int:
+        """Pairs of neighbouring columns of a packed row's output."""
+        return self.padded_head_dim // 2
+
+    @property
+    def q_bytes(self) -> int:
+        """Bytes of an element of q, and of out."""
+        return ELEMENT_BYTES[self.element_type]
+
+    @property
+    def k_bytes(self) -> int:
+        """Bytes of an element of K."""
+        return ELEMENT_BYTES[self.k_type]
+
+    @property
+    def v_bytes(self) -> int:
+        """Bytes of an element of V."""
+        return ELEMENT_BYTES[self.v_type]
+
+    @property
+    def k_math(self) -> ElementType:
+        """The type of the operands of Q K^T: f16 holds every 8-bit element exactly."""
+        return "f16" if self.k_bytes == 1 else self.element_type
+
+    @property
+    def v_math(self) -> ElementType:
+        """The type of the operands of P V."""
+        return "f16" if self.v_bytes == 1 else self.element_type
+
+    @property
+    def rescales_query(self) -> bool:
+        """Whether rows of the query are multiplied by a power of two and a sign (device/attend/query_range.py)."""
+        return self.k_bytes == 1 or self.k_scale == "head"
+
+    @property
+    def k_token_scale(self) -> bool:
+        """Whether K has a scale a token."""
+        return self.k_scale.startswith("token")
+
+    @property
+    def v_token_scale(self) -> bool:
+        """Whether V has a scale a token."""
+        return self.v_scale.startswith("token")
+
+    @property
+    def token_scales(self) -> int:
+        """How many of K and V have a scale a token."""
+        return self.k_token_scale + self.v_token_scale
+
+    @property
+    def weight_bits(self) -> int:
+        """Softmax weights are at most 2 ** weight_bits."""
+        return WEIGHT_BITS if self.v_math == "f16" else 0
+
+
+def padded_head_dim(head_dim: int, element_bytes: int) -> int:
+    """head_dim rounded up to a multiple of the columns that one ldmatrix.x4 brings: 16 of 16 bits, 32 of 8."""
+    columns = LDMATRIX_BYTES // element_bytes
+    return -(-head_dim // columns) * columns
