@@ -25,6 +25,7 @@ def kernel_spec(problem: DecodeProblem, arch: Arch, target: Target, config: Deco
         k_scale=scale_form(problem.k_scale),
         v_scale=scale_form(problem.v_scale),
         head_dim=problem.head_dim,
+        v_head_dim=problem.head_dim,
         group_size=problem.group_size,
         page_size=problem.page_size,
         vector_bytes=problem.vector_bytes,

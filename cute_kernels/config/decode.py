@@ -86,7 +86,8 @@ class KernelSpec(TilingSpec):
     @property
     def piece_cost(self) -> int:
         """What opening a piece of work costs, in tiles."""
-        return max(1, PIECE_ELEMENTS[self.min_ctas_per_sm] // (2 * self.tile_n * self.padded_head_dim * self.unit_heads))
+        columns = self.padded_head_dim + self.padded_v_head_dim
+        return max(1, PIECE_ELEMENTS[self.min_ctas_per_sm] // (self.tile_n * columns * self.unit_heads))
 
     @property
     def min_share(self) -> int:
@@ -137,7 +138,7 @@ class KernelSpec(TilingSpec):
     @property
     def merge_columns(self) -> int:
         """f32 from a row of the merge buffer to the next."""
-        return self.padded_head_dim + MERGE_PADDING[self.v_bytes]
+        return self.padded_v_head_dim + MERGE_PADDING[self.v_bytes]
 
     @property
     def min_ctas_per_sm(self) -> int:

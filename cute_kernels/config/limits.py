@@ -30,7 +30,7 @@ def most_tile_n(padded_head_dim: int, v_bytes: int, mma: MmaScope = "warp") -> i
 
 def overlap_registers(spec: KernelSpec) -> tuple[int, int]:
     """(registers of a thread for the output, scores and weights of its warpgroup's tile, how many there are)."""
-    needed = spec.padded_head_dim // 2 + spec.tile_n // 2 + spec.tile_n // 4
+    needed = spec.padded_v_head_dim // 2 + spec.tile_n // 2 + spec.tile_n // 4
     most = WIDENING_TILE_REGISTERS if spec.widens_tiles else OVERLAP_TILE_REGISTERS
     taken = SOFTCAP_REGISTERS.get(spec.num_warps, 0) if spec.modifiers.softcap else 0
     return needed, most.get(spec.num_warps, 0) - taken
@@ -41,6 +41,8 @@ def supports(spec: KernelSpec) -> list[str]:
     reasons = []
     if not 1 <= spec.head_dim <= 256:
         reasons.append(f"head_dim={spec.head_dim} is outside 1..256")
+    if not 1 <= spec.v_head_dim <= spec.head_dim:
+        reasons.append(f"v_head_dim={spec.v_head_dim} is outside 1..head_dim={spec.head_dim}: out goes through the query's rows")
     if spec.tile_n < 16 or spec.tile_n % 16:
         reasons.append(f"tile_n={spec.tile_n} is not a positive multiple of 16")
     counts = (1, 2, 4, 8, 12) if spec.overlaps and not spec.split else (1, 2, 4, 8)
@@ -91,7 +93,7 @@ def _tma_reasons(spec: KernelSpec) -> list[str]:
         reasons.append(f"TMA needs sm_90a, target is {spec.target}")
     if spec.vector_bytes != 16:
         reasons.append(f"TMA needs 16-byte aligned strides, got {spec.vector_bytes}")
-    if spec.head_dim != spec.padded_head_dim:
+    if spec.head_dim != spec.padded_head_dim or spec.v_head_dim != spec.padded_v_head_dim:
         columns = LDMATRIX_BYTES // min(spec.k_bytes, spec.v_bytes)
         reasons.append(f"TMA needs head_dim to be a multiple of {columns}, got {spec.head_dim}")
     if spec.source == "paged" and spec.page_size % MIN_BOX_ROWS:

@@ -26,7 +26,7 @@ class ProblemSpec:
 
     element_type: of q and out; k_type, v_type: what the caches store. k_scale, v_scale: "head" for a scale a KV head or one for
     all, "token_..." for one a token and KV head. vector_bytes: bytes one cp.async moves (16 for TMA). page_size: 0 where rows are
-    contiguous. query: how many query rows a request has. modifiers: of the scores.
+    contiguous. head_dim: of q and K; v_head_dim: of V and out. query: how many query rows a request has. modifiers: of scores.
     """
 
     source: Source
@@ -37,6 +37,7 @@ class ProblemSpec:
     k_scale: ScaleForm
     v_scale: ScaleForm
     head_dim: int
+    v_head_dim: int
     group_size: int
     page_size: int
     vector_bytes: int
@@ -60,9 +61,14 @@ class ProblemSpec:
         return padded_head_dim(self.head_dim, min(self.k_bytes, self.v_bytes))
 
     @property
+    def padded_v_head_dim(self) -> int:
+        """The same of V, and of the output."""
+        return padded_head_dim(self.v_head_dim, min(self.k_bytes, self.v_bytes))
+
+    @property
     def row_pairs(self) -> int:
         """Pairs of neighbouring columns of a packed row's output."""
-        return self.padded_head_dim // 2
+        return self.padded_v_head_dim // 2
 
     @property
     def q_bytes(self) -> int:

@@ -95,7 +95,7 @@ class TilingSpec(ProblemSpec):
         """M-tiles that one warp attends to together: what it reads and converts of a KV tile serves all of them."""
         if not self.several or self.by_warpgroup:
             return 1
-        return min(self.row_tiles, most_warp_tiles(self.num_warps, self.padded_head_dim))
+        return min(self.row_tiles, most_warp_tiles(self.num_warps, self.padded_v_head_dim))
 
     @property
     def readers(self) -> int:
@@ -159,7 +159,8 @@ class TilingSpec(ProblemSpec):
     @property
     def rings(self) -> tuple[RingShape, RingShape]:
         """The rings of K and V tiles in shared memory."""
-        k_units, v_units = (self.padded_head_dim * nbytes // UNIT_BYTES for nbytes in (self.k_bytes, self.v_bytes))
+        k_units = self.padded_head_dim * self.k_bytes // UNIT_BYTES
+        v_units = self.padded_v_head_dim * self.v_bytes // UNIT_BYTES
         shape, stages = (self.tile_n, self.box_rows), self.num_stages
         k_by_block, v_by_block = (self.by_warpgroup and nbytes > 1 for nbytes in (self.k_bytes, self.v_bytes))
         return RingShape(*shape, k_units, stages, k_by_block), RingShape(*shape, v_units, stages, v_by_block)
@@ -167,9 +168,11 @@ class TilingSpec(ProblemSpec):
     @property
     def wide(self) -> tuple[RingShape | None, RingShape | None]:
         """The rings of K and V tiles that are widened to 16 bits; None where they are not."""
-        shape = RingShape(self.tile_n, self.tile_n, self.padded_head_dim, self.wide_stages, by_block=True)
-        k_wide, v_wide = (shape if self.by_warpgroup and nbytes == 1 else None for nbytes in (self.k_bytes, self.v_bytes))
-        return k_wide, v_wide
+        found: list[RingShape | None] = []
+        for nbytes, columns in ((self.k_bytes, self.padded_head_dim), (self.v_bytes, self.padded_v_head_dim)):
+            shape = RingShape(self.tile_n, self.tile_n, columns, self.wide_stages, by_block=True)
+            found.append(shape if self.by_warpgroup and nbytes == 1 else None)
+        return found[0], found[1]
 
     @property
     def wide_stages(self) -> int:
@@ -191,7 +194,7 @@ class TilingSpec(ProblemSpec):
     @property
     def tile_bytes(self) -> int:
         """Bytes of K and V of one tile."""
-        return self.tile_n * self.padded_head_dim * (self.k_bytes + self.v_bytes)
+        return self.tile_n * (self.padded_head_dim * self.k_bytes + self.padded_v_head_dim * self.v_bytes)
 
     @property
     def holds_query(self) -> bool:

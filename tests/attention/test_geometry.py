@@ -85,7 +85,13 @@ def test_smem_of_a_cta() -> None:
 def test_threads_of_a_combine_fit_into_the_merge_buffer(num_warps: int) -> None:
     """What they merge, 4 f32 of a pair, or of two where a state has more pairs than there are threads, may not reach past it."""
     for head_dim, group_size, (k_type, v_type) in product(range(16, 257, 16), range(1, 17), (("bf16", "bf16"), ("e4m3", "int8"))):
-        spec = replace(spec_of(k_type, v_type, "none", "none"), head_dim=head_dim, group_size=group_size, num_warps=num_warps)
+        spec = replace(
+            spec_of(k_type, v_type, "none", "none"),
+            head_dim=head_dim,
+            v_head_dim=head_dim,
+            group_size=group_size,
+            num_warps=num_warps,
+        )
         threads, pairs = 32 * num_warps, group_size * spec.padded_head_dim // 2
         assert spec.merge_floats >= 4 * threads * (1 if pairs <= threads else 2), spec
 

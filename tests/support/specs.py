@@ -17,6 +17,7 @@ USUAL: dict[str, Any] = {
     "k_scale": "none",
     "v_scale": "none",
     "head_dim": 128,
+    "v_head_dim": 128,
     "group_size": 4,
     "page_size": 16,
     "vector_bytes": 16,

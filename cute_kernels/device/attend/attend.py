@@ -69,7 +69,7 @@ def make_products(spec: KernelSpec, shared: Shared) -> WarpProducts | WarpgroupP
 
 def make_state(spec: KernelSpec, thr_mma: cute.ThrMma) -> WarpState:
     """A state in registers; reset_state gives it values."""
-    acc_o = cute.make_rmem_tensor(thr_mma.partition_shape_C((TILE_M, spec.padded_head_dim)), Float32)
+    acc_o = cute.make_rmem_tensor(thr_mma.partition_shape_C((TILE_M, spec.padded_v_head_dim)), Float32)
     row_max, row_sum = (cute.make_rmem_tensor(spec.lane_rows, Float32) for _ in range(2))
     return WarpState(acc_o, row_max, row_sum, cute.make_rmem_tensor(1, Int32) if spec.v_token_scale else None)
 

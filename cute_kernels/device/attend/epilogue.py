@@ -66,7 +66,7 @@ def share_state(
     unit = Float32(1.0) if cutlass.const_expr(state.unit is None) else unit_of(state.unit)
     lane, lane_rows = cute.arch.lane_idx(), lane_rows_of(spec, row_tile)
     outputs = rows_of(state.acc_o)
-    coords = rows_of(thr_mma.partition_C(cute.make_identity_tensor((TILE_M, spec.padded_head_dim))))
+    coords = rows_of(thr_mma.partition_C(cute.make_identity_tensor((TILE_M, spec.padded_v_head_dim))))
     for r in cutlass.range_constexpr(cute.size(state.row_max)):
         total = quad_sum(state.row_sum[r])
         row = lane_rows[r]
@@ -146,7 +146,7 @@ def settle_turns(
     unit = Float32(1.0) if cutlass.const_expr(state.unit is None) else unit_of(state.unit)
     lane, lane_rows = cute.arch.lane_idx(), lane_rows_of(spec, row_tile)
     outputs = rows_of(state.acc_o)
-    coords = rows_of(thr_mma.partition_C(cute.make_identity_tensor((TILE_M, spec.padded_head_dim))))
+    coords = rows_of(thr_mma.partition_C(cute.make_identity_tensor((TILE_M, spec.padded_v_head_dim))))
     for r in cutlass.range_constexpr(len(lane_rows)):
         row, total = lane_rows[r], quad_sum(state.row_sum[r])
         if row < heads and lane % 4 == 0:
@@ -204,8 +204,8 @@ def stores_together(spec: KernelSpec) -> int:
 def store_final(spec: cutlass.Constexpr, merge: tuple, block: QueryBlock, out, lse, scaling: Scaling, sinks):
     """A whole row: the merged state is the result. sinks: f32 [num_heads], or None."""
     target = block_view(spec, out, block)
-    width = cutlass.const_expr(math.gcd(spec.head_dim, 2 * spec.column_pairs))
-    per_row = cutlass.const_expr(spec.head_dim // width)
+    width = cutlass.const_expr(math.gcd(spec.v_head_dim, 2 * spec.column_pairs))
+    per_row = cutlass.const_expr(spec.v_head_dim // width)
     values = cute.make_rmem_tensor(width, out.element_type)
     for i in cutlass.range(cute.arch.thread_idx()[0], block.rows * per_row, spec.num_warps * 32, unroll=stores_together(spec)):
         row, column = quotient(i, per_row), remainder(i, per_row)
@@ -248,7 +248,7 @@ class SettledRows:
 def settle_rows(spec: cutlass.Constexpr, thr_mma, state: WarpState, inverses, row_tile: Int32, scaling: Scaling) -> SettledRows:
     """A warp's state of an m-tile, settled in its registers. inverses: of the row factors, or None."""
     unit = Float32(1.0) if cutlass.const_expr(state.unit is None) else unit_of(state.unit)
-    coords = rows_of(thr_mma.partition_C(cute.make_identity_tensor((TILE_M, spec.padded_head_dim))))
+    coords = rows_of(thr_mma.partition_C(cute.make_identity_tensor((TILE_M, spec.padded_v_head_dim))))
     rows, found = lane_rows_of(spec, row_tile), []
     for r in cutlass.range_constexpr(len(rows)):
         peak = state.row_max[r] * (1.0 if cutlass.const_expr(inverses is None) else inverses[r])
@@ -292,7 +292,7 @@ def store_rows(
             if cute.arch.lane_idx() % 4 == 0:
                 lse[place] = row_lse * lse_factor(spec)
     cute.arch.sync_warp()
-    target, per_row = block_view(spec, out, block), cutlass.const_expr(spec.padded_head_dim // VECTOR)
+    target, per_row = block_view(spec, out, block), cutlass.const_expr(spec.padded_v_head_dim // VECTOR)
     for i in cutlass.range(cute.arch.lane_idx(), TILE_M * per_row, LANES, unroll=STORES):
         row, column = row_tile * TILE_M + quotient(i, per_row), remainder(i, per_row)
         if row < block.rows:

@@ -55,8 +55,8 @@ class WarpgroupProducts:
 
     def start_values(self, acc_o: cute.Tensor, p: cute.Tensor, stage: Int32):
         """Starts to add P V to the output: a group to be waited for. p: A fragments."""
-        spec, acc = self.spec, accumulator(acc_o, self.spec.padded_head_dim)
-        mma = make_mma_of(spec.v_math, spec.padded_head_dim, warpgroup.OperandSource.RMEM, OperandMajorMode.MN)
+        spec, acc = self.spec, accumulator(acc_o, self.spec.padded_v_head_dim)
+        mma = make_mma_of(spec.v_math, spec.padded_v_head_dim, warpgroup.OperandSource.RMEM, OperandMajorMode.MN)
         mma.set(warpgroup.Field.ACCUMULATE, True)
         values = descriptors(mma, self.values[None, None, stage])
         warpgroup.fence()

@@ -183,7 +183,7 @@ def store_pair(
         factor, row_lse = join_sink(sinks[place[-1]], row_lse)
         first, second = first * factor, second * factor
     for c in cutlass.range_constexpr(2):
-        if column + c < spec.head_dim:
+        if column + c < spec.v_head_dim:
             out[(*place, column + c)] = (second if cutlass.const_expr(c) else first).to(out.element_type)
     if column == 0:
         lse[place] = row_lse * lse_factor(spec)

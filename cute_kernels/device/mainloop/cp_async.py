@@ -9,6 +9,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int8, Int16, Int32
 
 from ...config.decode import KernelSpec
+from ...config.problem import UNIT_BYTES
 from ..attend.attend import Attention, attend_tile
 from ..attend.query_rows import first_tile, place_of_tile
 from ..kv.scale import fetch_scales, find_scales
@@ -97,23 +98,37 @@ class CpAsyncMainloop:
             if cutlass.const_expr(spec.token_scales > 0):
                 fetch_scales(shared.scales, [find_scales(spec, problem.scales, pages, position, piece.kv_head, inside)], stage)
             both = tuple(zip(problem.caches, shared.rings, spec.rings, strict=True))
-            for caches in (both,) if spec.k_bytes == spec.v_bytes else ((one,) for one in both):
-                self.fetch_tokens(caches, num_pages, piece, token_tile, stage, pages)
+            alike = spec.k_bytes == spec.v_bytes and spec.head_dim == spec.v_head_dim
+            columns = (spec.head_dim,) if alike else (spec.head_dim, spec.v_head_dim)
+            for caches, width in zip((both,) if alike else ((one,) for one in both), columns, strict=True):
+                self.fetch_tokens(caches, width, num_pages, piece, token_tile, stage, pages)
         cute.arch.cp_async_commit_group()
 
     @cute.jit
-    def fetch_tokens(self, caches: tuple, num_pages: Int32, piece: Piece, token_tile: Int32, stage: Int32, pages: Int32):
-        """Starts the loads of the tokens of one tile. caches: (cache, ring, RingShape) of those with elements of one size."""
+    def fetch_tokens(
+        self,
+        caches: tuple,
+        columns: cutlass.Constexpr,
+        num_pages: Int32,
+        piece: Piece,
+        token_tile: Int32,
+        stage: Int32,
+        pages: Int32,
+    ):
+        """Starts the loads of the tokens of one tile. caches: (cache, ring, RingShape) of those with elements of one size.
+
+        columns: of a token's head.
+        """
         spec, element_bytes = self.spec, cutlass.const_expr(caches[0][0].element_type.width // 8)
         vector = cutlass.const_expr(spec.vector_bytes // element_bytes)
-        per_token = cutlass.const_expr(spec.padded_head_dim // vector)
+        per_token = cutlass.const_expr(caches[0][2].units * UNIT_BYTES // spec.vector_bytes)
         for i in cutlass.range(-(-spec.tile_n * per_token // 32), unroll=4):
             index = i * 32 + cute.arch.lane_idx()
             token, column = index // per_token, index % per_token * vector
             page = cute.arch.shuffle_sync(pages, token)
             if token < spec.tile_n:
                 position = self.first_token(piece, token_tile) + token
-                inside = is_seen(piece.keys, position, 1) and column < spec.head_dim
+                inside = is_seen(piece.keys, position, 1) and column < columns
                 inside = inside and page >= 0 and page < num_pages
                 slot = position % spec.page_size if cutlass.const_expr(spec.page_size) else slot_start(spec, piece.row) + position
                 for cache, ring, shape in caches:

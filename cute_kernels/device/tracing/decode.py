@@ -50,15 +50,18 @@ def arguments(spec: KernelSpec) -> tuple:
     batch, heads, kv_heads = cute.sym_int64(), cute.sym_int64(), cute.sym_int64()
     leading = {"one": (batch,), "uniform": (batch, cute.sym_int64()), "ragged": (cute.sym_int64(),)}[spec.query]
     pair = 2 if spec.head_dim % 2 == 0 else 1
-    query = [rows(dtype, (*leading, heads, spec.head_dim), pair, pair * spec.q_bytes) for _ in range(2)]
+    v_pair = 2 if spec.v_head_dim % 2 == 0 else 1
+    q = rows(dtype, (*leading, heads, spec.head_dim), pair, pair * spec.q_bytes)
+    out = rows(dtype, (*leading, heads, spec.v_head_dim), v_pair, v_pair * spec.q_bytes)
     slots = spec.page_size or cute.sym_int64()
     pages = batch if spec.source == "contiguous" and spec.table_format != "packed" else cute.sym_int64()
-    caches = [_cache(spec, stored, (pages, kv_heads, slots, spec.head_dim)) for stored in (spec.k_type, spec.v_type)]
+    stored = (spec.k_type, spec.head_dim), (spec.v_type, spec.v_head_dim)
+    caches = [_cache(spec, stored_type, (pages, kv_heads, slots, columns)) for stored_type, columns in stored]
     scales = fake_scale(spec.k_scale), fake_scale(spec.v_scale)
     lse = scalars(Float32, (*leading, heads))
     workspace = make_fake_tensor(cutlass.Uint8, (cute.sym_int64(),), (1,), assumed_align=16) if spec.split else None
     stream = make_fake_stream(use_tvm_ffi_env_stream=True)
-    tensors = (query[0], *caches, *fake_tables(spec.table_format, batch), *scales, query[1], lse, workspace)
+    tensors = (q, *caches, *fake_tables(spec.table_format, batch), *scales, out, lse, workspace)
     if spec.plain:
         return (*tensors, Float32(1.0), Int32(1), Int64(0), stream)
     numbers = Float32(1.0), Int32(1), Int64(0), Int32(1), Int32(0), Int32(0), Float32(0.0)
