@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from perf.cases import Operation
 from perf.correctness import PEERS, Tolerance
-from perf.inputs import Inputs
-from perf.providers.base import Candidate, Result, require, require_storage
+from perf.inputs import Inputs, InputSet
+from perf.providers.base import Candidate, NotSupported, Result, require, require_scores, require_sm90, require_storage
 
 
 class Sdpa:
@@ -44,3 +46,40 @@ class Sdpa:
             return out[:, :, 0], None
 
         return call
+
+
+class Cudnn:
+    """cuDNN's attention through PyTorch: whole causal prompts over contiguous keys."""
+
+    name: ClassVar[str] = "cudnn"
+    operation: ClassVar[Operation] = "attention"
+    tolerance: ClassVar[Tolerance | None] = PEERS
+    reads_unused: ClassVar[bool] = False
+    backend: ClassVar[SDPBackend] = SDPBackend.CUDNN_ATTENTION
+
+    def available(self) -> str | None:
+        return require_sm90()
+
+    def version(self) -> str:
+        return f"cuDNN {torch.backends.cudnn.version()}, PyTorch {torch.__version__}"
+
+    def prepare(self, inputs: Inputs) -> Sequence[Candidate]:
+        case = inputs.case
+        require_storage(case)
+        require_scores(case)
+        require(case.page_size == 0, "its keys are contiguous")
+        require(set(case.tokens()) == {case.q_rows}, "it knows no tokens before the first query row")
+        calls = [partial(self.attend, s, inputs.softmax_scale) for s in inputs.sets]
+        try:
+            calls[0]()
+        except RuntimeError as error:  # how PyTorch says that a backend has no kernel
+            raise NotSupported(str(error).splitlines()[0] if str(error) else "it refuses the shape") from error
+        return [Candidate(calls)]
+
+    def attend(self, s: InputSet, softmax_scale: float) -> Result:
+        """One call: q [batch, q rows, num_heads, head_dim], K and V [batch, num_kv_heads, tokens, head_dim]."""
+        with sdpa_kernel(self.backend):
+            out = F.scaled_dot_product_attention(
+                s.q.transpose(1, 2), s.k, s.v, is_causal=True, scale=softmax_scale, enable_gqa=True
+            )
+        return out.transpose(1, 2), None
