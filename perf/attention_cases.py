@@ -19,6 +19,10 @@ FEW_ROWS = 16  # packed rows that take no longer than one query row
 FEW_ROWS_AT = VERIFY_ROWS[:2]
 FEW_ROWS_BAR = Bar("ratio", 1.05, beside=PLAIN, peer=FA2)
 VERIFY_BAR = Bar("ratio", 1.0, beside=FA2)
+# (packed rows, at most so many times one query row and the read of the further bytes of q and out), by the bytes of an element
+WIDE_LIMITS = {2: ((64, 1.05),), 1: ((32, 1.10), (64, 1.35))}
+WIDEST, WIDEST_LIMIT = 128, 1.25  # over 16 bits, of the longest stream
+SHORTEST_US = 3.0  # more, in place of a factor, where the stream is short
 RAGGED = ((64, 8 * K), (8, 8 * K))  # batch, tokens: some of them with q handed over as ragged rows
 
 WINDOW = 1023  # tokens before its own that a row of 32k sees: it is held against 1k without a window
@@ -45,10 +49,25 @@ def verify_cases() -> dict[Case, Bar | None]:
 
 
 def verify_bar(case: Case) -> Bar | None:
-    """What a verify case must reach: the time of one query row where that hides them, the peer's everywhere; it has no int8."""
-    if case.kv_dtype == "int8":
-        return None
-    return FEW_ROWS_BAR if case.packed_rows <= FEW_ROWS and case.lengths in FEW_ROWS_AT else VERIFY_BAR
+    """What a verify case must reach: the price of one query row where one pass should have it, and the peer's; it has no int8."""
+    peer = None if case.kv_dtype == "int8" else FA2
+    if peer and case.packed_rows <= FEW_ROWS and case.lengths in FEW_ROWS_AT:
+        return FEW_ROWS_BAR
+    limit = wide_limit(case)
+    if limit is None:
+        return VERIFY_BAR if peer else None
+    added = 2 * case.query_bytes * (1 - 1 / case.q_rows) / case.kv_bytes
+    if case.lengths == VERIFY_ROWS[-1]:
+        return Bar("ratio", 1.0, SHORTEST_US, beside=PLAIN, peer=peer, read_share=added)
+    return Bar("ratio", limit, beside=PLAIN, peer=peer, read_share=added)
+
+
+def wide_limit(case: Case) -> float | None:
+    """The factor of a case's packed rows; None where there is none."""
+    steps = WIDE_LIMITS[1 if case.kv_dtype else 2]
+    if case.kv_dtype is None and case.lengths == VERIFY_ROWS[0]:
+        steps = (*steps, (WIDEST, WIDEST_LIMIT))
+    return next((limit for rows, limit in steps if case.packed_rows <= rows), None)
 
 
 def modifier_cases() -> dict[Case, Bar | None]:

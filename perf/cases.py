@@ -236,7 +236,7 @@ class Bar:
     """What a case must reach: at most `limit` times the time of its floor and `plus` us ("ratio"), or `limit` us ("us").
 
     beside: the provider whose time in the same run stands for the floor's in a ratio. peer: a provider that it must not be
-    slower than besides.
+    slower than besides. read_share: how much of the floor's time is added to that, for bytes that `beside` does not move.
     """
 
     metric: Literal["ratio", "us"]
@@ -244,6 +244,7 @@ class Bar:
     plus: float = 0.0
     beside: str | None = None
     peer: str | None = None
+    read_share: float | None = None
 
     def met(self, us: float, read_us: float | None, others: Mapping[str, float] | None = None) -> bool | None:
         """Whether `us` meets the bar; None when that needs a time that there is none of. others: by provider."""
@@ -251,6 +252,8 @@ class Bar:
             return us <= self.limit
         others = others or {}
         base = others.get(self.beside) if self.beside else read_us
+        if base is not None and self.read_share is not None:
+            base = None if read_us is None else base + self.read_share * read_us
         parts = [None if base is None else us <= self.limit * base + self.plus]
         if self.peer:
             theirs = others.get(self.peer)
@@ -265,7 +268,8 @@ class Bar:
         if self.metric == "us":
             return f"{self.limit:g} us"
         text = f"{self.limit:g} + {self.plus:g} us" if self.plus else f"{self.limit:g}"
-        text += f" x {self.beside}" if self.beside else ""
+        base = f"({self.beside} + {self.read_share:.1%} of {READ})" if self.read_share is not None else self.beside
+        text += f" x {base}" if self.beside else ""
         return f"{text}, {self.peer}" if self.peer else text
 
 

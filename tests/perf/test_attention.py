@@ -230,7 +230,8 @@ def test_the_sets_hold_what_they_name_and_the_barred_ones_come_first() -> None:
     assert [case.page_size for case in order] == sorted(case.page_size for case in order)
     assert all(verify[case] == FEW_ROWS_BAR for case in order[:32]) and order[0].q_len == 4
     assert {case.q_len for case in order} == {1, 2, 4, 8, 16} and {case.kv_dtype for case in order} == {None, "e4m3", "int8"}
-    assert {case for case, bar in verify.items() if bar is None} == {case for case in order if case.kv_dtype == "int8"}
+    assert all(case.kv_dtype == "int8" and case.packed_rows > 64 for case, bar in verify.items() if bar is None)
+    assert all(bar.peer is None for case, bar in verify.items() if bar and case.kv_dtype == "int8")
     assert select_cases(["*_ps16_bf16_q4_b8_l8k"])[0].name == "gqa_paged_attention_h32_kv8_d128_ps16_bf16_q4_b8_l8k"
 
 
@@ -242,15 +243,41 @@ def test_the_sets_hold_what_they_name_and_the_barred_ones_come_first() -> None:
         (attention_case(fixed(128, 4096), sinks=True, kv_dtype="e4m3"), Bar("ratio", 1.05, beside=PLAIN)),
         (attention_case(fixed(64, 8192), alibi=True, page_size=64), Bar("ratio", 1.02, beside=PLAIN)),
         (attention_case(fixed(64, 8192), q_len=4), FEW_ROWS_BAR),
-        (attention_case(fixed(64, 8192), q_len=8), VERIFY_BAR),
-        (attention_case(fixed(64, 1024), q_len=4), VERIFY_BAR),
-        (attention_case(fixed(8, 8192), q_len=4, num_heads=64), VERIFY_BAR),
+        (attention_case(fixed(8, 8192), q_len=16, num_heads=64), VERIFY_BAR),
+        (attention_case(fixed(8, 8192), q_len=16, num_heads=64, kv_dtype="e4m3"), VERIFY_BAR),
+        (attention_case(fixed(8, 8192), q_len=16, num_heads=64, kv_dtype="int8", kv_scale="token-f16"), None),
         (attention_case(fixed(8, 8192), q_len=2, num_heads=64), FEW_ROWS_BAR),
         (attention_case(fixed(8, 8192), q_len=32, tree_mask=True), None),
     ],
 )
 def test_each_bar(case: Case, bar: Bar | None) -> None:
     assert bar_of(case) == bar
+
+
+@pytest.mark.parametrize(
+    ("case", "limit", "plus", "peer"),
+    [
+        (attention_case(fixed(64, 8192), q_len=16), 1.05, 0.0, "flashinfer-fa2"),
+        (attention_case(fixed(64, 1024), q_len=4), 1.05, 0.0, "flashinfer-fa2"),
+        (attention_case(fixed(1, 8192), q_len=16), 1.0, 3.0, "flashinfer-fa2"),
+        (attention_case(fixed(64, 8192), q_len=16, num_heads=64), 1.25, 0.0, "flashinfer-fa2"),
+        (attention_case(fixed(64, 8192), q_len=8, kv_dtype="e4m3"), 1.10, 0.0, "flashinfer-fa2"),
+        (attention_case(fixed(64, 8192), q_len=16, kv_dtype="e4m3"), 1.35, 0.0, "flashinfer-fa2"),
+        (attention_case(fixed(8, 8192), q_len=4, kv_dtype="int8", kv_scale="token-f16"), 1.10, 0.0, None),
+    ],
+)
+def test_wide_rows_are_held_against_one_row_and_their_bytes(case: Case, limit: float, plus: float, peer: str | None) -> None:
+    """The base of 100 us and a read of 200 us, of which the further rows' q and out are a share."""
+    bar = bar_of(case)
+    assert bar is not None and (bar.limit, bar.plus, bar.beside, bar.peer) == (limit, plus, PLAIN, peer)
+    further = 2 * (case.q_rows - 1) * case.batch_size * case.num_heads * case.head_dim * 2
+    assert bar.read_share == pytest.approx(further / case.kv_bytes)
+    base = limit * (100 + 200 * further / case.kv_bytes) + plus
+    fa2 = {"flashinfer-fa2": 1000.0}
+    assert bar.met(base - 0.01, 200.0, {PLAIN: 100.0, **fa2}) is True
+    assert bar.met(base + 0.01, 200.0, {PLAIN: 100.0, **fa2}) is False
+    assert bar.met(base - 0.01, None, {PLAIN: 100.0, **fa2}) is None, "without the read there is no base"
+    assert f"({PLAIN} + {100 * bar.read_share:.1f}% of read)" in str(bar)
 
 
 def test_a_bar_beside_other_providers() -> None:
