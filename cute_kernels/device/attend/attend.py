@@ -12,9 +12,9 @@ from cutlass import Float32, Int32
 
 from ...config.decode import KernelSpec
 from ...config.tiling import TILE_M
+from ..elements import ELEMENT_TYPES
 from ..kv.scale import SMALLEST_UNIT, Scaling, column_scales, scale_columns, settle_scales, widen_unit
 from ..mainloop.shared import Shared
-from ..tracing.fakes import ELEMENT_TYPES
 from .mask import RowMask, cuts, mask_holes, mask_rows, mask_scores, zero_outside, zero_rows
 from .pack_gqa import fragments
 from .query_rows import TilePlace

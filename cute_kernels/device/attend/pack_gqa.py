@@ -17,11 +17,11 @@ from cutlass import Boolean, Float32, Int32, Int64
 from ...config.decode import LINE_BYTES, KernelSpec
 from ...config.problem import UNIT_BYTES
 from ...config.tiling import MMA_K, TILE_M, WARPGROUP, WARPGROUP_M
+from ..elements import ELEMENT_TYPES
 from ..mainloop.tile import columns, swizzle, swizzled
 from ..ptx.barriers import CONSUMERS, ROWS
 from ..ptx.cp_async import copy_async
 from ..ptx.registers import LANES, quotient, remainder
-from ..tracing.fakes import ELEMENT_TYPES
 from .query_range import rescale
 from .query_rows import QueryBlock, block_view, place_in, place_in_view
 

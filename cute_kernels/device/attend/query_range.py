@@ -10,9 +10,9 @@ from cutlass import Float32, Int32
 
 from ...config.decode import KernelSpec
 from ...config.problem import ElementType
+from ..elements import ELEMENT_TYPES
 from ..ptx.packed import widen_pair
 from ..ptx.registers import as_bits, as_float, warp_max
-from ..tracing.fakes import ELEMENT_TYPES
 
 TOP = 127 + 15 + 127  # what the exponent fields of the factor and of the row's largest magnitude add up to
 MOST = 253  # exponent field of the largest factor whose inverse is normal

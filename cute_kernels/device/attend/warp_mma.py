@@ -7,10 +7,10 @@ from cutlass.cute.nvgpu import warp
 from ...config.decode import KernelSpec
 from ...config.problem import ELEMENT_BYTES
 from ...config.tiling import TILE_M
+from ..elements import ELEMENT_TYPES
 from ..kv.codec import HALVES, PARITIES, decode
 from ..mainloop.shared import Shared
 from ..mainloop.tile import transposed
-from ..tracing.fakes import ELEMENT_TYPES
 from .pack_gqa import query_step
 
 

@@ -11,9 +11,9 @@ from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
 from ...config.decode import KernelSpec
 from ...config.tiling import MMA_K, TILE_M, WARPGROUP_M
+from ..elements import ELEMENT_TYPES
 from ..mainloop.shared import Shared
 from ..mainloop.tile import transposed
-from ..tracing.fakes import ELEMENT_TYPES
 from .warp_mma import make_mma
 
 

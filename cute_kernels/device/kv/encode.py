@@ -11,8 +11,8 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Boolean, Float16, Float32, Int8, Int32, Uint8, Uint16
 
 from ...kv.quantize import HALF_TO_INF, HALF_TO_ZERO, LARGEST_HALF, LEAST_AMAX, LEAST_NORMAL_HALF
+from ..elements import stored_element
 from ..ptx.registers import MAGNITUDE, SIGN, as_bits, as_float
-from ..tracing.fakes import stored_element
 
 LARGEST = {"int8": 127.0, "e4m3": 448.0, "e5m2": 57344.0}
 MANTISSA = {"e4m3": 3, "e5m2": 2}  # bits

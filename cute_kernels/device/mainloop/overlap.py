@@ -17,12 +17,12 @@ from ..attend.pack_gqa import fragments
 from ..attend.query_rows import TilePlace, place_of_tile
 from ..attend.softmax import find_bases
 from ..attend.warpgroup_mma import wait_for_products
+from ..elements import ELEMENT_TYPES
 from ..kv.scale import column_scales, scale_columns, settle_scales
 from ..problem import Problem
 from ..ptx.barriers import PRODUCTS
 from ..ptx.registers import LANES, quotient, remainder
 from ..schedule.work_scheduler import Piece
-from ..tracing.fakes import ELEMENT_TYPES
 from .shared import Shared, empty_barrier, full_barrier, narrow_barrier, read_holes, widened_barrier
 from .tma import TmaMainloop
 

@@ -9,9 +9,9 @@ from cutlass import Float32, Int8, Int32, Int64
 from ...config.decode import MOST_PIECES, KernelSpec
 from ...config.tiling import TILE_M
 from ..attend.pack_gqa import query_layout
+from ..elements import ELEMENT_TYPES
 from ..kv.scale import ScaleRing, make_scale_rings
 from ..kv.source import row_fields
-from ..tracing.fakes import ELEMENT_TYPES
 from . import tile
 
 ITEMS = 2  # that lie in shared memory: the one that is attended to and the next (schedule/dealing.py)

@@ -5,9 +5,10 @@ from cutlass import Float32, Int32, Int64
 from cutlass.cute.runtime import make_fake_stream
 
 from ...config.append import AppendSpec, angle_columns
+from ..elements import ELEMENT_TYPES, stored_element
 from ..kernels.append import AppendKernel
 from .decode import fake_scale, fake_tables
-from .fakes import ELEMENT_TYPES, compile_kernel, rows, scalars, stored_element
+from .fakes import compile_kernel, rows, scalars
 
 INDEX_TYPES = {"i32": Int32, "i64": Int64}
 ANGLE_BYTES = 4

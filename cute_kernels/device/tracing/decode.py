@@ -7,10 +7,11 @@ from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
 from ...config.decode import KernelSpec
 from ...config.problem import ELEMENT_BYTES, ScaleForm, StoredType, TableFormat
+from ..elements import ELEMENT_TYPES, stored_element
 from ..kernels.attention import AttentionKernel
 from ..kernels.decode import DecodeKernel
 from ..kernels.long_queries import LongQueryKernel
-from .fakes import ELEMENT_TYPES, compile_kernel, rows, scalars, stored_element
+from .fakes import compile_kernel, rows, scalars
 
 
 def fake_tables(table_format: TableFormat, batch) -> tuple:

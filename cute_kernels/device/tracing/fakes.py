@@ -2,19 +2,9 @@
 
 import warnings
 
-import cutlass
 import cutlass.cute as cute
-from cutlass import Float32
 from cutlass.base_dsl.ast_helpers import DSLOptimizationWarning
 from cutlass.cute.runtime import make_fake_tensor
-
-ELEMENT_TYPES = {"f32": Float32, "f16": cutlass.Float16, "bf16": cutlass.BFloat16}
-STORED_TYPES = {"int8": cutlass.Int8, "e4m3": cutlass.Uint8, "e5m2": cutlass.Uint8}
-
-
-def stored_element(stored_type: str) -> type:
-    """The element type of a cache as a kernel takes it: fp8 as bytes."""
-    return STORED_TYPES.get(stored_type) or ELEMENT_TYPES[stored_type]
 
 
 def rows(dtype: type, shape: tuple, divisibility: int, align: int):

@@ -5,8 +5,9 @@ from cutlass import Float32
 from cutlass.cute.runtime import make_fake_stream
 
 from ...config.merge import MergeSpec
+from ..elements import ELEMENT_TYPES
 from ..kernels.merge import MergeStatesKernel
-from .fakes import ELEMENT_TYPES, compile_kernel, rows, scalars
+from .fakes import compile_kernel, rows, scalars
 
 
 def arguments(spec: MergeSpec) -> tuple:
