@@ -171,6 +171,10 @@ class Case:
         pairs = sum(n * (length - n) + n * (n + 1) // 2 for length in self.tokens())
         return 4e-12 * self.num_heads * self.head_dim * pairs
 
+    def tflops(self, us: float) -> float:
+        """The rate of a call that takes so long."""
+        return 1e6 * self.tflop / us
+
     @property
     def long(self) -> bool:
         """Whether the tensor core limits it, not the memory."""

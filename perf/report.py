@@ -43,7 +43,7 @@ def cell(outcome: Outcome) -> Text:
         return Text(word, style="red" if word != "-" else "dim")
     ratio = "" if outcome.ratio_to_read is None else f" ({outcome.ratio_to_read:.3f})"
     if outcome.case.long:
-        ratio = f" ({1e6 * outcome.case.tflop / outcome.us.median:.0f} TFLOPS)"
+        ratio = f" ({outcome.case.tflops(outcome.us.median):.0f} TFLOPS)"
     error = outcome.gate.relative_error if outcome.gate is not None else None
     accuracy = "" if error is None else f" {100 * error:.2f}%"
     return Text(f"{outcome.us.median:.1f}{ratio}{accuracy}")

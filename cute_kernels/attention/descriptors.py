@@ -78,6 +78,11 @@ class DecodeProblem:
         return padded_head_dim(self.head_dim, min(2, self.kv_dtype.element_bytes, self.v_dtype.element_bytes))
 
     @property
+    def has_token_scales(self) -> bool:
+        """Whether K or V has a scale a token."""
+        return "token" in (self.k_scale.granularity, self.v_scale.granularity)
+
+    @property
     def has_8_bits(self) -> bool:
         """Whether K or V is stored in 8 bits."""
         return 1 in (self.kv_dtype.element_bytes, self.v_dtype.element_bytes)

@@ -266,7 +266,7 @@ def result(record: Record, runs: Runs) -> Result:
 def rate(record: Record) -> float | None:
     """TFLOPS of a long query's record; None where it computes nothing, has no time, or is limited by the memory."""
     computes = record.us is not None and record.provider not in (PLAIN, *FLOORS.values())
-    return 1e6 * record.case.tflop / record.us.median if record.us and computes and record.case.long else None
+    return record.case.tflops(record.us.median) if record.us and computes and record.case.long else None
 
 
 def details(record: Record) -> str:

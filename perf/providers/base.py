@@ -87,6 +87,14 @@ def require_storage(case: Case, *eight_bit: EightBit) -> None:
         raise NotSupported(f"scales ({case.kv_scale}) are not passed to it")
 
 
+def try_once(call: Callable[[], object], *refusals: type[Exception]) -> None:
+    """Call it; raise NotSupported with the first line of one of `refusals`, which say what a provider has no kernel for."""
+    try:
+        call()
+    except refusals as error:
+        raise NotSupported(str(error).splitlines()[0] if str(error) else "it refuses the shape") from error
+
+
 def paged(inputs: Inputs) -> Pages:
     """The page table of a paged case. Raises NotSupported for a contiguous one."""
     if inputs.pages is None:

@@ -14,13 +14,13 @@ from perf.correctness import PEERS, Tolerance
 from perf.inputs import Inputs, InputSet
 from perf.providers.base import (
     Candidate,
-    NotSupported,
     Result,
     require,
     require_scores,
     require_sm90,
     require_storage,
     tokens_first,
+    try_once,
 )
 from perf.record import package_version
 
@@ -51,10 +51,7 @@ class FlashAttention4:
         require(case.page_size > 0 or len(lengths) == 1, "contiguous rows of different lengths are not passed to it")
         bind = self.paged if case.page_size else self.contiguous
         calls = [bind(inputs, s) for s in inputs.sets]
-        try:
-            calls[0]()
-        except (AssertionError, NotImplementedError) as error:  # how it says what it has no kernel for
-            raise NotSupported(str(error).splitlines()[0] if str(error) else "it refuses the shape") from error
+        try_once(calls[0], AssertionError, NotImplementedError)
         return [Candidate(calls)]
 
     def paged(self, inputs: Inputs, s: InputSet) -> Callable[[], Result]:

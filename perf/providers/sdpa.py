@@ -13,7 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from perf.cases import Operation
 from perf.correctness import PEERS, Tolerance
 from perf.inputs import Inputs, InputSet
-from perf.providers.base import Candidate, NotSupported, Result, require, require_scores, require_sm90, require_storage
+from perf.providers.base import Candidate, Result, require, require_scores, require_sm90, require_storage, try_once
 
 
 class Sdpa:
@@ -70,10 +70,7 @@ class Cudnn:
         require(case.page_size == 0, "its keys are contiguous")
         require(set(case.tokens()) == {case.q_rows}, "it knows no tokens before the first query row")
         calls = [partial(self.attend, s, inputs.softmax_scale) for s in inputs.sets]
-        try:
-            calls[0]()
-        except RuntimeError as error:  # how PyTorch says that a backend has no kernel
-            raise NotSupported(str(error).splitlines()[0] if str(error) else "it refuses the shape") from error
+        try_once(calls[0], RuntimeError)  # how PyTorch says that a backend has no kernel
         return [Candidate(calls)]
 
     def attend(self, s: InputSet, softmax_scale: float) -> Result:

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import cute_kernels as ck
-from tests.support.attention_cases import CASES, AttentionInputs, Case, case, make_attention
-from tests.support.attention_harness import assert_close, run, select
+from tests.support.attention_cases import CASES, Case, case, make_attention
+from tests.support.attention_harness import assert_close, run, select, tensors_of
 from tests.support.bits import differing_rows
 from tests.support.harness import assert_bitwise
 from tests.support.inputs import NAN
@@ -36,13 +36,6 @@ def shuffled(described: Case, rng: random.Random) -> Case:
     lengths, q_lens = list(described.cache.lengths), list(described.q_lens)
     rng.shuffle(lengths), rng.shuffle(q_lens)
     return replace(described, cache=replace(described.cache, lengths=tuple(lengths)), q_lens=tuple(q_lens))
-
-
-def tensors_of(inputs: AttentionInputs) -> list[torch.Tensor]:
-    """All that a run reads."""
-    scales = [scale for scale in inputs.scales.values() if scale is not None]
-    tables = [operand for operand in inputs.table.operands if operand is not None]
-    return [inputs.q, inputs.k, inputs.v, *tables, *scales, *inputs.extras.values()]
 
 
 @pytest.mark.parametrize("arch", ARCHES)

@@ -12,7 +12,7 @@ import cute_kernels as ck
 from cute_kernels.attention.variants import explain
 from cute_kernels.planning.variants import PRETEND, PlanPreference
 from tests.support.attention_cases import CASES, Case, case, make_attention
-from tests.support.attention_harness import assert_close, assert_padding, run, select
+from tests.support.attention_harness import assert_close, assert_padding, run, select, tensors_of
 from tests.support.bits import differing_rows
 from tests.support.harness import assert_bitwise
 from tests.support.inputs import NAN
@@ -120,15 +120,8 @@ def test_graph_replays_of_dealt_items(fields: dict[str, object]) -> None:
         plan.run(held.q, held.k, held.v, held.table, **given)
     wrong = torch.zeros(SETS, dtype=torch.int64, device="cuda")
     for index in (rng.randrange(SETS) for _ in range(REPLAYS)):
-        for name in ("q", "k", "v"):
-            getattr(held, name).copy_(getattr(sets[index], name))
-        for kind in ("scales", "extras"):
-            for name, tensor in getattr(held, kind).items():
-                if tensor is not None:
-                    tensor.copy_(getattr(sets[index], kind)[name])
-        for target, source in zip(held.table.operands, sets[index].table.operands, strict=True):
-            if target is not None:
-                target.copy_(source)
+        for target, source in zip(tensors_of(held), tensors_of(sets[index]), strict=True):
+            target.copy_(source)
         out.fill_(NAN), lse.fill_(NAN)
         graph.replay()
         wrong[index] += differing_rows((out, lse), eager[index]).sum()

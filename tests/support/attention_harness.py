@@ -39,6 +39,13 @@ def run(plan: ck.PagedAttentionPlan, inputs: AttentionInputs, fill: float = NAN,
     return (out.flatten(0, 1) if inputs.case.uniform else out), lse
 
 
+def tensors_of(inputs: AttentionInputs) -> list[Tensor]:
+    """All that a run reads."""
+    scales = [scale for scale in inputs.scales.values() if scale is not None]
+    tables = [operand for operand in inputs.table.operands if operand is not None]
+    return [inputs.q, inputs.k, inputs.v, *tables, *scales, *inputs.extras.values()]
+
+
 def visible(inputs: AttentionInputs, request: int) -> Tensor:
     """bool [n, keys]: which keys of a request each of its query rows sees, from the definition."""
     case = inputs.case

@@ -238,15 +238,14 @@ def product_rate(problem: DecodeProblem) -> float:
     """Operations a us of both products of long queries, on the whole device."""
     if not problem.has_8_bits:
         return PRODUCT_RATE
-    return PRODUCT_RATE_OF_TOKEN_SCALES if costs_of(problem) is COSTS_OF_TOKEN_SCALES else PRODUCT_RATE_OF_8_BITS
+    return PRODUCT_RATE_OF_TOKEN_SCALES if problem.has_token_scales else PRODUCT_RATE_OF_8_BITS
 
 
 def costs_of(problem: DecodeProblem) -> dict[Arch, ArchCosts]:
     """The constants of a problem's caches. 16-bit ones with scales a token were not measured: as without."""
     if not problem.has_8_bits:
         return COSTS
-    scaled = "token" in (problem.k_scale.granularity, problem.v_scale.granularity)
-    return COSTS_OF_TOKEN_SCALES if scaled else COSTS_OF_8_BITS
+    return COSTS_OF_TOKEN_SCALES if problem.has_token_scales else COSTS_OF_8_BITS
 
 
 def row_tokens(problem: DecodeProblem) -> int:

@@ -90,7 +90,7 @@ def m_tiles_shape(problem: DecodeProblem, sm_count: int) -> tuple[int, int]:
     """(tokens of a tile, consumer warps) of a unit with several m-tiles for warps."""
     share = problem.batch_size * row_tokens(problem) * problem.num_kv_heads // sm_count
     shape = M_TILES if share >= SHARE_TILES * M_TILES[0] else M_TILES_OF_SHORT
-    if "token" in (problem.k_scale.granularity, problem.v_scale.granularity):
+    if problem.has_token_scales:
         shape = M_TILES_OF_TOKEN_SCALES
     return min(shape[0], most_tile_n(problem.padded_head_dim, problem.v_dtype.element_bytes)), shape[1]
 
@@ -99,16 +99,20 @@ def long_config(problem: DecodeProblem) -> DecodeConfig:
     """That of long queries: the first shape that fits, or the last."""
     shapes, stages = (LONG_SHAPES_OF_8_BITS, LONG_STAGES_OF_8_BITS) if problem.has_8_bits else (LONG_SHAPES, LONG_STAGES)
     configs = [DecodeConfig(tile_n, stages, warps, 1, 1, "warpgroup") for tile_n, warps in shapes]
-    fitting = (c for c in configs if not supports(kernel_spec(problem, "sm90", "sm_90a", c, partition="dealt")))
-    return next(fitting, configs[-1])
+    return first_fitting(problem, configs, "dealt")
 
 
 def warpgroup_config(problem: DecodeProblem) -> DecodeConfig:
     """That of a unit with several m-tiles: the largest tiles of which shared memory holds enough, two warpgroups before one."""
     shapes = OVERLAP_SHAPES if problem.packed_rows > WARPGROUP_M and not problem.has_8_bits else WARPGROUP_SHAPES
     configs = [ring(problem, tile_n, warps, 1, "sm90", "sm_90a", 1, "warpgroup") for tile_n, warps in shapes]
+    return first_fitting(problem, configs, "balanced")
+
+
+def first_fitting(problem: DecodeProblem, configs: list[DecodeConfig], partition: Partition) -> DecodeConfig:
+    """The first of some configurations of warpgroups, with more than one stage, that can be built; else the last."""
     fitting = (
-        c for c in configs if c.num_stages > 1 and not supports(kernel_spec(problem, "sm90", "sm_90a", c, partition="balanced"))
+        c for c in configs if c.num_stages > 1 and not supports(kernel_spec(problem, "sm90", "sm_90a", c, partition=partition))
     )
     return next(fitting, configs[-1])
 

@@ -35,6 +35,16 @@ def lse_factor(spec: KernelSpec) -> float:
     return 1.0 if spec.lse_base == "2" else LN_2
 
 
+def output_coords(spec: KernelSpec, thr_mma: cute.ThrMma) -> cute.Tensor:
+    """(row, column) of each element that this lane has of an output accumulator, as rows_of has them."""
+    return rows_of(thr_mma.partition_C(cute.make_identity_tensor((TILE_M, spec.padded_v_head_dim))))
+
+
+def unit_factor(state: WarpState) -> Float32:
+    """What a state's sums and output are in units of."""
+    return Float32(1.0) if state.unit is None else unit_of(state.unit)
+
+
 def value_column(spec: KernelSpec, column: int) -> int:
     """The column of V that is column `column` of the O accumulator: with 8 bits an n8 step has every other one of 16."""
     if spec.v_bytes == 2 or spec.by_warpgroup:
@@ -63,10 +73,10 @@ def share_state(
     inverses: of the row factors, or None.
     """
     acc, row_max, row_sum, _ = merge
-    unit = Float32(1.0) if cutlass.const_expr(state.unit is None) else unit_of(state.unit)
+    unit = unit_factor(state)
     lane, lane_rows = cute.arch.lane_idx(), lane_rows_of(spec, row_tile)
     outputs = rows_of(state.acc_o)
-    coords = rows_of(thr_mma.partition_C(cute.make_identity_tensor((TILE_M, spec.padded_v_head_dim))))
+    coords = output_coords(spec, thr_mma)
     for r in cutlass.range_constexpr(cute.size(state.row_max)):
         total = quad_sum(state.row_sum[r])
         row = lane_rows[r]
@@ -143,10 +153,10 @@ def settle_turns(
     All consumer warps call it. inverses: of the row factors, or None. Left are O [row, column, 0] and the lse, both settled.
     """
     acc, row_max, row_sum, lse = merge
-    unit = Float32(1.0) if cutlass.const_expr(state.unit is None) else unit_of(state.unit)
+    unit = unit_factor(state)
     lane, lane_rows = cute.arch.lane_idx(), lane_rows_of(spec, row_tile)
     outputs = rows_of(state.acc_o)
-    coords = rows_of(thr_mma.partition_C(cute.make_identity_tensor((TILE_M, spec.padded_v_head_dim))))
+    coords = output_coords(spec, thr_mma)
     for r in cutlass.range_constexpr(len(lane_rows)):
         row, total = lane_rows[r], quad_sum(state.row_sum[r])
         if row < heads and lane % 4 == 0:
@@ -247,8 +257,8 @@ class SettledRows:
 @cute.jit
 def settle_rows(spec: cutlass.Constexpr, thr_mma, state: WarpState, inverses, row_tile: Int32, scaling: Scaling) -> SettledRows:
     """A warp's state of an m-tile, settled in its registers. inverses: of the row factors, or None."""
-    unit = Float32(1.0) if cutlass.const_expr(state.unit is None) else unit_of(state.unit)
-    coords = rows_of(thr_mma.partition_C(cute.make_identity_tensor((TILE_M, spec.padded_v_head_dim))))
+    unit = unit_factor(state)
+    coords = output_coords(spec, thr_mma)
     rows, found = lane_rows_of(spec, row_tile), []
     for r in cutlass.range_constexpr(len(rows)):
         peak = state.row_max[r] * (1.0 if cutlass.const_expr(inverses is None) else inverses[r])

@@ -76,11 +76,15 @@ def sync_consumers(spec: KernelSpec):
     cute.arch.barrier(barrier_id=CONSUMERS, number_of_threads=spec.num_warps * 32)
 
 
+def warpgroup_of() -> Int32:
+    """Which of the warpgroups that attend this warp is of."""
+    return quotient(cute.arch.make_warp_uniform(cute.arch.warp_idx()), WARPGROUP)
+
+
 def sync_rows(spec: KernelSpec):
     """Barrier of the warps that share a query's rows: where items are dealt, of a warpgroup, else of all consumers."""
     if spec.dealt:
-        warpgroup = quotient(cute.arch.make_warp_uniform(cute.arch.warp_idx()), WARPGROUP)
-        cute.arch.barrier(barrier_id=ROWS + warpgroup, number_of_threads=WARPGROUP * LANES)
+        cute.arch.barrier(barrier_id=ROWS + warpgroup_of(), number_of_threads=WARPGROUP * LANES)
     else:
         sync_consumers(spec)
 

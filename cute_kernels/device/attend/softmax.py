@@ -59,7 +59,7 @@ def online_softmax(
     weights_up: (what is added to the exponent, a factor on the sum and O so far), or None.
     known: what find_bases found, or None.
     """
-    scores, outputs = rows_of(acc_s), rows_of(acc_o)
+    scores = rows_of(acc_s)
     for r in cutlass.range_constexpr(cute.size(row_max)):
         row = scores[r, None].load()
         if cutlass.const_expr(known is None):
@@ -78,7 +78,7 @@ def online_softmax(
         scores[r, None].store(weights)
         row_sum[r] = weights.reduce(cute.ReductionOp.ADD, row_sum[r] * decay, 0)
         row_max[r] = peak
-        outputs[r, None].store(outputs[r, None].load() * decay)
+        rescale_row(acc_o, r, decay)
 
 
 def row_peak(row: cute.TensorSSA, before: Float32) -> Float32:

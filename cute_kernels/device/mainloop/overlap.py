@@ -13,7 +13,7 @@ from ...config.decode import KernelSpec
 from ...config.tiling import WARPGROUP
 from ..attend.attend import Attention, hide_scores, make_weights, probabilities_into, row_scales
 from ..attend.mask import has_outside
-from ..attend.pack_gqa import fragments
+from ..attend.pack_gqa import fragments, warpgroup_of
 from ..attend.query_rows import TilePlace, place_of_tile
 from ..attend.softmax import find_bases
 from ..attend.warpgroup_mma import wait_for_products
@@ -21,15 +21,10 @@ from ..elements import ELEMENT_TYPES
 from ..kv.scale import column_scales, scale_columns, settle_scales
 from ..problem import Problem
 from ..ptx.barriers import PRODUCTS
-from ..ptx.registers import LANES, quotient, remainder
+from ..ptx.registers import LANES, remainder
 from ..schedule.work_scheduler import Piece
 from .shared import Shared, empty_barrier, full_barrier, narrow_barrier, read_holes, widened_barrier
 from .tma import TmaMainloop
-
-
-def warpgroup() -> Int32:
-    """Which of the warpgroups that attend this warp is of."""
-    return quotient(cute.arch.make_warp_uniform(cute.arch.warp_idx()), WARPGROUP)
 
 
 class OverlapMainloop(TmaMainloop):
@@ -83,25 +78,25 @@ class OverlapMainloop(TmaMainloop):
     def await_turn(self):
         """This warpgroup may start its products: in turn, so that one weighs while another multiplies (FlashAttention-3, 3.1)."""
         if cutlass.const_expr(self.warpgroups > 1):
-            cute.arch.barrier(barrier_id=PRODUCTS + warpgroup(), number_of_threads=2 * WARPGROUP * LANES)
+            cute.arch.barrier(barrier_id=PRODUCTS + warpgroup_of(), number_of_threads=2 * WARPGROUP * LANES)
 
     @cute.jit
     def pass_turn(self):
         """This warpgroup has started its products: the next may."""
         if cutlass.const_expr(self.warpgroups > 1):
-            following = remainder(warpgroup() + 1, self.warpgroups)
+            following = remainder(warpgroup_of() + 1, self.warpgroups)
             cute.arch.barrier_arrive(barrier_id=PRODUCTS + following, number_of_threads=2 * WARPGROUP * LANES)
 
     @cute.jit
     def open_turns(self):
         """Before the first piece: the last warpgroup has had its turn."""
-        if warpgroup() == self.warpgroups - 1:
+        if warpgroup_of() == self.warpgroups - 1:
             self.pass_turn()
 
     @cute.jit
     def close_turns(self):
         """Behind the last piece: the turn that nobody takes."""
-        if warpgroup() == 0:
+        if warpgroup_of() == 0:
             self.await_turn()
 
     @cute.jit
