@@ -73,13 +73,16 @@ class Suite:
 
     selected: tuple[Selected, ...]
     every: int
+    share: int
+    shares: int
     device: str
     counts: dict[str, Counter[str]] = field(default_factory=dict)
     reasons: Counter[str] = field(default_factory=Counter)
     failures: list[str] = field(default_factory=list)
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        items[:] = items[:: self.every]
+        some = items[:: self.every]
+        items[:] = some[len(some) * self.share // self.shares : len(some) * (self.share + 1) // self.shares]
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_call(self, item: pytest.Item) -> Generator[None, None, None]:
@@ -118,6 +121,8 @@ class Suite:
 def run(
     folder: Annotated[Path, typer.Argument(help="Holds a copy of FlashInfer's tests/.", exists=True, file_okay=False)],
     every: Annotated[int, typer.Option(help="Run one case of so many.", min=1)] = 1,
+    share: Annotated[int, typer.Option(help="Which of the --shares of the cases to run.", min=0)] = 0,
+    shares: Annotated[int, typer.Option(help="Processes that divide the cases.", min=1)] = 1,
     device: Annotated[str, typer.Option(help="cuda, or cpu: the tests' cuda:0 is then the CPU.")] = "cuda",
     only: Annotated[str, typer.Option(help="A part of the names of the tests to run.")] = "",
     more: Annotated[bool, typer.Option(help="Also decode without modifiers, and prefill.")] = False,
@@ -129,7 +134,7 @@ def run(
     folder = folder.resolve()
     stand_in.put_in_place()
     tests.__path__.append(str(folder / "tests"))  # their files import tests.test_helpers
-    suite = Suite(selected, every, device)
+    suite = Suite(selected, every, share, shares, device)
     nodes = [str(folder / s.node) for s in selected]
     options = ["-q", "--tb=short", "--runxfail", "--noconftest", "--import-mode=importlib", "-p", "no:cacheprovider"]
     options += ["-p", "no:xdist", "-W", "ignore::pytest.PytestUnknownMarkWarning", "-c", "/dev/null", f"--rootdir={folder}"]
