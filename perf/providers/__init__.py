@@ -11,7 +11,7 @@ from perf.providers.base import Candidate, CompilesAhead, NotSupported, Provider
 from perf.providers.flash_attention import FlashAttention3, FlashAttention3Attention
 from perf.providers.flash_attention_4 import FlashAttention4
 from perf.providers.flashinfer import FlashInferFa2, FlashInferXqa
-from perf.providers.flashinfer_attention import Fa2Attention, XqaAttention
+from perf.providers.flashinfer_attention import Fa2Attention, Fa3Attention, XqaAttention
 from perf.providers.ours import Ours, OursAttention, OursPlain, OursSm80, OursSm80Attention
 from perf.providers.read import Read, ReadAttention
 from perf.providers.sdpa import Cudnn, Sdpa
@@ -20,7 +20,10 @@ from perf.providers.vllm_triton import VllmTriton
 PEER_DECODERS: tuple[type[Provider], ...] = (FlashInferFa2, FlashInferXqa, FlashAttention3, VllmTriton)
 DECODERS: tuple[type[Provider], ...] = (Ours, OursSm80, Read, Sdpa, *PEER_DECODERS)
 OURS_ATTENDING: tuple[type[Provider], ...] = (OursAttention, OursPlain, OursSm80Attention, ReadAttention)
-PEER_ATTENDERS: tuple[type[Provider], ...] = (Fa2Attention, XqaAttention, FlashAttention3Attention, FlashAttention4, Cudnn)
+PEER_ATTENDERS: tuple[type[Provider], ...] = (
+    *(Fa2Attention, Fa3Attention, XqaAttention),
+    *(FlashAttention3Attention, FlashAttention4, Cudnn),
+)
 ATTENDERS: tuple[type[Provider], ...] = (*OURS_ATTENDING, *PEER_ATTENDERS)
 APPENDERS: tuple[type[Provider], ...] = (OursAppend, OursSm80Append, Copy)
 ALL = (*DECODERS, *ATTENDERS, *APPENDERS)

@@ -95,6 +95,15 @@ def try_once(call: Callable[[], object], *refusals: type[Exception]) -> None:
         raise NotSupported(str(error).splitlines()[0] if str(error) else "it refuses the shape") from error
 
 
+def served(check: Callable[[Case], None], case: Case) -> bool:
+    """Whether `check` raises no NotSupported for a case."""
+    try:
+        check(case)
+    except NotSupported:
+        return False
+    return True
+
+
 def paged(inputs: Inputs) -> Pages:
     """The page table of a paged case. Raises NotSupported for a contiguous one."""
     if inputs.pages is None:

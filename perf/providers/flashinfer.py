@@ -25,7 +25,9 @@ ALIBI = 2  # of its PosEncodingMode
 BUILDS = 6  # at a time: each is a few compilers of up to 2 GB
 
 
-class _FlashInfer(ABC):
+class FlashInfer(ABC):
+    """What its providers share: the package, and modules that are compiled for several cases at once."""
+
     operation: ClassVar[Operation] = "decode"
     tolerance: ClassVar[Tolerance | None] = PEERS
     reads_unused: ClassVar[bool] = True
@@ -46,7 +48,7 @@ class _FlashInfer(ABC):
         """What compiles and loads each module that `prepare` would ask for, once."""
 
 
-class FlashInferFa2(_FlashInfer):
+class FlashInferFa2(FlashInfer):
     """BatchDecodeWithPagedKVCacheWrapper with tensor cores; its plan step, a copy to the host, is outside the timing."""
 
     name: ClassVar[str] = "flashinfer-fa2"
@@ -73,19 +75,16 @@ class FlashInferFa2(_FlashInfer):
         return planned(inputs, wrapper, partial(wrapper.plan, *table, *shape, **types, **plan_options(case)))
 
     def builds(self, cases: Sequence[Case]) -> Iterable[Callable[[], object]]:
-        from flashinfer.prefill import get_batch_prefill_module  # what a wrapper with tensor cores plans with
-
         keys = {
             (DTYPES[c.dtype], cache_dtype(c), c.head_dim, ALIBI if c.alibi else 0, c.window_left is not None, bool(c.softcap))
             for c in cases
             if c.kv_dtype != "int8" and not c.sinks
         }
-        for q_dtype, kv_dtype, head_dim, *scores in keys:
-            shape = ("fa2", q_dtype, kv_dtype, q_dtype, torch.int32, head_dim, head_dim)
-            yield partial(get_batch_prefill_module, *shape, *scores, False)  # positions, window, softcap, f16 scores
+        for key in keys:
+            yield prefill_module("fa2", *key)
 
 
-class FlashInferXqa(_FlashInfer):
+class FlashInferXqa(FlashInfer):
     """xqa_batch_decode_with_kv_cache. Over an e4m3 cache it rounds q and P to e4m3 on its way."""
 
     name: ClassVar[str] = "flashinfer-xqa"
@@ -145,6 +144,19 @@ class FlashInferXqa(_FlashInfer):
         }
         for *key, q_rows in keys:
             yield partial(get_xqa_module, *key, key[0], q_rows, False)  # window; out, query tokens, ragged
+
+
+def prefill_module(
+    backend: str, q_dtype: torch.dtype, kv_dtype: torch.dtype, head_dim: int, *scores: int
+) -> Callable[[], object]:
+    """What compiles and loads the module that prefill wrappers plan with, and decode wrappers with tensor cores.
+
+    scores: the number of its PosEncodingMode, whether it has a window, whether a soft cap.
+    """
+    from flashinfer.prefill import get_batch_prefill_module
+
+    shape = (backend, q_dtype, kv_dtype, q_dtype, torch.int32, head_dim, head_dim)
+    return partial(get_batch_prefill_module, *shape, *scores, False)  # f16 scores
 
 
 def plan_options(case: Case) -> dict[str, object]:

@@ -1,20 +1,32 @@
-"""FlashInfer on several query rows, masks and score modifiers: by the same kernels, or by two more wrappers."""
+"""FlashInfer on several query rows, masks and score modifiers: by the same kernels, by two more wrappers, and by its fa3."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 
-from perf.cases import Operation
+from perf.cases import Case, Operation
 from perf.inputs import DTYPES, Inputs
-from perf.providers.base import Candidate, paged, require, require_scores, require_storage
-from perf.providers.flashinfer import WORKSPACE_BYTES, FlashInferFa2, FlashInferXqa, planned
+from perf.providers.base import Candidate, paged, require, require_scores, require_storage, served
+from perf.providers.flashinfer import (
+    WORKSPACE_BYTES,
+    FlashInfer,
+    FlashInferFa2,
+    FlashInferXqa,
+    cache_dtype,
+    planned,
+    prefill_module,
+)
 from perf.scores import visible
 
 MASK_SLACK = 64  # bytes behind a packed mask that a kernel may read
+FA3_HEAD_DIMS = (64, 128, 256)
+FA3_SOURCE = Path("data", "csrc", "batch_prefill_sm90.cu")  # of the package; what carries no such file cannot compile fa3
 
 
 class Fa2Attention(FlashInferFa2):
@@ -65,10 +77,50 @@ class Fa2Attention(FlashInferFa2):
         )
 
 
+class Fa3Attention(FlashInfer):
+    """BatchPrefillWithPagedKVCacheWrapper by its FlashAttention-3 template: causal rows over 16-bit pages."""
+
+    name: ClassVar[str] = "flashinfer-fa3"
+    operation: ClassVar[Operation] = "attention"
+
+    def available(self) -> str | None:
+        return super().available() or (None if has_fa3_source() else f"the package flashinfer has no {FA3_SOURCE.name}")
+
+    def prepare(self, inputs: Inputs) -> Sequence[Candidate]:
+        from flashinfer import BatchPrefillWithPagedKVCacheWrapper
+
+        case = inputs.case
+        require_fa3(case)
+        wrapper = BatchPrefillWithPagedKVCacheWrapper(**buffers(inputs) | {"backend": "fa3"})
+        dtype = DTYPES[case.dtype]
+        plan = partial(wrapper.plan, *table(inputs), causal=True, q_data_type=dtype, kv_data_type=dtype)
+        return planned(inputs, wrapper, plan)
+
+    def builds(self, cases: Sequence[Case]) -> Iterable[Callable[[], object]]:
+        for key in {(DTYPES[c.dtype], cache_dtype(c), c.head_dim) for c in cases if served(require_fa3, c)}:
+            yield prefill_module("fa3", *key, 0, False, False)
+
+
 class XqaAttention(FlashInferXqa):
     """Drafts with their mask, windows and sinks."""
 
     operation: ClassVar[Operation] = "attention"
+
+
+def require_fa3(case: Case) -> None:
+    """Raise NotSupported for what FlashInfer's fa3 is not measured on."""
+    require(case.page_size > 0, "its cache is paged")
+    require_storage(case)
+    require_scores(case)
+    require(case.q_rows > 1, "one query row is decode")
+    require(case.head_dim in FA3_HEAD_DIMS, f"head_dim {case.head_dim} is not one of {FA3_HEAD_DIMS}")
+
+
+def has_fa3_source() -> bool:
+    """Whether the installed package carries the source of fa3's batch prefill, which it compiles on first use."""
+    package = find_spec("flashinfer")
+    folders = package.submodule_search_locations if package else None
+    return any((Path(folder) / FA3_SOURCE).is_file() for folder in folders or ())
 
 
 def table(inputs: Inputs) -> tuple[object, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from dataclasses import replace
 from types import ModuleType
@@ -15,14 +16,19 @@ from perf.inputs import Inputs, make_inputs
 from perf.measure import DEVICE, Limits, Outcome, measure
 from perf.operations import PROCEDURES
 from perf.providers.flash_attention import FlashAttention3Attention
-from perf.providers.flashinfer_attention import Fa2Attention, XqaAttention
+from perf.providers.flashinfer_attention import FA3_SOURCE, Fa2Attention, Fa3Attention, XqaAttention, has_fa3_source
 from perf.scores import bits
 from tests.perf.test_flash_attention import FWD, SCHEDULE, interface
 from tests.support.perf_fakes import FakeClock
 
 CPU = torch.device("cpu")
 SMALL = attention_case(Rows(((2, 9), (1, 40))), num_heads=4, num_kv_heads=2, head_dim=16, page_size=16)
-PROVIDERS = {"fa3": FlashAttention3Attention, "flashinfer-fa2": Fa2Attention, "flashinfer-xqa": XqaAttention}
+PROVIDERS = {
+    "fa3": FlashAttention3Attention,
+    "flashinfer-fa2": Fa2Attention,
+    "flashinfer-fa3": Fa3Attention,
+    "flashinfer-xqa": XqaAttention,
+}
 
 
 def limits_of(case: Case) -> Limits:
@@ -73,8 +79,8 @@ def flashinfer(monkeypatch: pytest.MonkeyPatch) -> Seen:
 
     class Wrapper:
         def __init__(self, float_workspace_buffer, kv_layout, use_cuda_graph, backend, **buffers):
-            assert use_cuda_graph and backend == "fa2" and kv_layout == "HND"
-            seen.append((type(self).__name__, buffers))
+            assert use_cuda_graph and kv_layout == "HND"
+            seen.append((type(self).__name__, {"backend": backend, **buffers}))
 
         def plan(self, *table, **options):
             seen.append(("plan", {"table": table, **options}))
@@ -126,7 +132,8 @@ def test_fa2_decodes_several_rows_with_modifiers(flashinfer, change: dict, optio
     flashinfer.oracle = Oracle(case, monkeypatch)
     outcome = measured("flashinfer-fa2", case, monkeypatch)
     assert outcome.reason == "" and outcome.gate.passed and outcome.gate.tolerance == PEERS
-    assert flashinfer[0][0] == "BatchDecodeWithPagedKVCacheWrapper"
+    name, made = flashinfer[0]
+    assert (name, made["backend"]) == ("BatchDecodeWithPagedKVCacheWrapper", "fa2")
     planned = flashinfer.first("plan")
     table, *_ = planned.pop("table")
     stored = torch.float8_e4m3fn if case.kv_dtype else torch.bfloat16
@@ -140,7 +147,8 @@ def test_fa2_takes_a_tree_as_a_mask_over_all_keys(flashinfer, monkeypatch) -> No
     outcome = measured("flashinfer-fa2", case, monkeypatch)
     assert outcome.reason == "" and outcome.gate.passed
     name, buffers = flashinfer[0]
-    assert name == "BatchPrefillWithPagedKVCacheWrapper" and buffers["custom_mask_buf"].numel() >= 2 * 5 + 20
+    assert (name, buffers["backend"]) == ("BatchPrefillWithPagedKVCacheWrapper", "fa2")
+    assert buffers["custom_mask_buf"].numel() >= 2 * 5 + 20
     planned = flashinfer.first("plan")
     inputs, mask = flashinfer.oracle.inputs, planned["custom_mask"]
     assert planned["uniform_q_len"] == 4 and planned["table"][0].tolist() == [0, 4, 8, 12]
@@ -159,12 +167,59 @@ def test_fa2_takes_sinks_through_the_wrapper_that_has_them(flashinfer, monkeypat
     outcome = measured("flashinfer-fa2", case, monkeypatch)
     assert outcome.reason == "" and outcome.gate.passed
     name, made = flashinfer[0]
-    assert name == "BatchAttentionWithAttentionSinkWrapper"
+    assert (name, made["backend"]) == ("BatchAttentionWithAttentionSinkWrapper", "fa2")
     assert (made["head_dim_qk"], made["window_left"], made["kv_data_type"]) == (16, -1, torch.bfloat16)
     sink, scale = flashinfer.first("run")["more"]
     assert torch.equal(sink, flashinfer.oracle.inputs.operands.sinks) and scale == 0.25
     refused = measured("flashinfer-fa2", replace(case, kv_dtype="e4m3"), monkeypatch)
     assert refused.not_supported.startswith("its kernel with sinks") and refused.error is None
+
+
+@pytest.mark.parametrize("change", [{"q_len": 4}, {"q_len": 4, "query": "ragged"}], ids=["uniform", "ragged"])
+def test_flashinfers_fa3_takes_causal_rows_over_pages(flashinfer, change: dict, monkeypatch) -> None:
+    case = replace(SMALL, head_dim=64, **change)
+    flashinfer.oracle = Oracle(case, monkeypatch)
+    outcome = measured("flashinfer-fa3", case, monkeypatch)
+    assert outcome.reason == "" and outcome.gate.passed and outcome.gate.tolerance == PEERS
+    name, made = flashinfer[0]
+    assert (name, made["backend"]) == ("BatchPrefillWithPagedKVCacheWrapper", "fa3")
+    planned, pages = flashinfer.first("plan"), flashinfer.oracle.inputs.pages
+    rows, indptr, indices, last_page_len, *shape = planned.pop("table")
+    assert rows.tolist() == [0, 4, 8, 12] and shape == [4, 2, 64, 16]
+    assert torch.equal(indptr, pages.indptr) and torch.equal(indices, pages.indices)
+    assert torch.equal(last_page_len, pages.last_page_len)
+    assert planned == {"causal": True, "q_data_type": torch.bfloat16, "kv_data_type": torch.bfloat16}
+
+
+def test_flashinfers_prefill_modules_are_built_once_each(monkeypatch) -> None:
+    """What its prefill kernels are compiled for: types, head_dims, position encoding, window, soft cap, f16 scores."""
+    built: list[tuple] = []
+    module = ModuleType("flashinfer.prefill")
+    module.get_batch_prefill_module = lambda *key: built.append(key)
+    monkeypatch.setitem(sys.modules, "flashinfer.prefill", module)
+    rows = replace(SMALL, head_dim=64, q_len=4)
+    refused = [replace(rows, q_len=1), replace(rows, kv_dtype="e4m3"), replace(rows, head_dim=96), replace(rows, softcap=2.0)]
+    Fa3Attention().compile_ahead([rows, replace(rows, page_size=64), *refused])
+    bf16, none = torch.bfloat16, (0, False, False, False)
+    assert built == [("fa3", bf16, bf16, bf16, torch.int32, 64, 64, *none)]
+    built.clear()
+    Fa2Attention().compile_ahead([replace(rows, kv_dtype="e4m3", softcap=2.0)])
+    assert built == [("fa2", bf16, torch.float8_e4m3fn, bf16, torch.int32, 64, 64, 0, False, True, False)]
+
+
+def test_flashinfers_fa3_needs_its_source(monkeypatch, tmp_path) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "flashinfer", raising=False)
+    monkeypatch.setattr("perf.providers.flashinfer.require_sm90", lambda: None)
+    assert Fa3Attention().available() == "package flashinfer is not installed"
+    source = tmp_path / "flashinfer" / FA3_SOURCE
+    source.parent.mkdir(parents=True)
+    (tmp_path / "flashinfer" / "__init__.py").touch()
+    importlib.invalidate_caches()
+    assert not has_fa3_source()
+    assert Fa3Attention().available() == "the package flashinfer has no batch_prefill_sm90.cu"
+    source.touch()
+    assert Fa3Attention().available() is None
 
 
 @pytest.mark.parametrize(
@@ -208,6 +263,10 @@ def test_xqa_takes_drafts_with_their_mask(flashinfer, change: dict, names: set[s
         ("flashinfer-fa2", {"q_len": 4, "kv_dtype": "int8", "kv_scale": "token-f16"}, "no kernel for int8 caches"),
         ("flashinfer-fa2", {"sinks": True, "softcap": 2.0}, "it has no soft cap"),
         ("flashinfer-fa2", {"q_len": 4, "tree_mask": True, "window_left": 5}, "it has no window"),
+        ("flashinfer-fa3", {"q_len": 4, "softcap": 2.0}, "it has no soft cap"),
+        ("flashinfer-fa3", {"q_len": 4, "kv_dtype": "e4m3"}, "no kernel for e4m3 caches"),
+        ("flashinfer-fa3", {"q_len": 1}, "one query row is decode"),
+        ("flashinfer-fa3", {"q_len": 4}, "head_dim 16 is not one of (64, 128, 256)"),
         ("flashinfer-xqa", {"softcap": 2.0}, "it has no soft cap"),
         ("flashinfer-xqa", {"alibi": True}, "it has no ALiBi"),
         ("flashinfer-xqa", {"q_len": 4, "tree_mask": True, "window_left": 5}, "no tree of drafts under a window"),
