@@ -22,10 +22,10 @@ Scale = Literal["tensor", "head", "token", "token-f16"]
 DTYPES: tuple[Dtype, ...] = ("bf16", "f16")
 LAYOUTS: tuple[Layout, ...] = ("HND", "NHD")
 OPERATIONS: tuple[Operation, ...] = ("decode", "attention", "append")
-READ, COPY = "read", "copy"  # the providers that compute nothing
-FLOORS: dict[Operation, str] = {"decode": READ, "attention": READ, "append": COPY}  # the one whose time others are divided by
+READ, COPY, WGMMA = "read", "copy", "wgmma"
+FLOORS = (READ, COPY, WGMMA)  # the providers without a result, one of which gives the time that a case's others are divided by
 PLAIN = "ours-plain"  # the provider that is our plain decode over the caches of a case of attention
-LONG_QUERY = 256  # query rows from which on a case's rate is given, not its time beside a read
+LONG_QUERY = 256  # query rows from which on the tensor core limits a case, not the memory
 SLOT_BYTES = 8  # of a token's slot
 TABLE_FORMATS: tuple[TableFormat, ...] = ("dense", "csr")
 
@@ -112,8 +112,10 @@ class Case:
 
     @property
     def floor(self) -> str:
-        """The provider that moves as many bytes and computes nothing."""
-        return FLOORS[self.operation]
+        """The provider that does nothing but what limits the case: it moves as many bytes, or multiplies as much."""
+        if self.operation == "append":
+            return COPY
+        return WGMMA if self.long else READ
 
     @property
     def source(self) -> str:

@@ -1,9 +1,10 @@
 """Whether a time changed between two revisions: a ratio with its interval, and a verdict that many cases share.
 
 Code that is the same on both sides is the control of a comparison. The median ratio of the read kernel (of an append: of the
-copy) is the drift of the machine from one run to the other and is divided out; their spread around it is the A/A noise. Not
-every kernel follows it: one that waits for latency or arithmetic keeps its time where only the memory is faster. How far
-unchanged kernels follow is what the peers show, and a change is called only where no drift of theirs would explain it.
+copy; of long queries: of the WGMMA loop) is the drift of the machine from one run to the other and is divided out; their spread
+around it is the A/A noise. Not every kernel follows it: one that waits for latency or arithmetic keeps its time where only the
+memory is faster. How far unchanged kernels follow is what the peers show, and a change is called only where no drift of theirs
+would explain it.
 """
 
 from __future__ import annotations
@@ -40,10 +41,11 @@ Verdict = Literal["slower", "faster", "same"]
 class Control:
     """What unchanged code says of two revisions, in logarithms of the ratio new over base.
 
-    floor: the kernel that only moves the bytes. drift: the median over its cases; noise: the standard deviation around it, from
-    the median absolute deviation. deviations: each case's distance from the drift. With fewer than MIN_CONTROLS cases the drift
-    is 0 and the noise assumed. low, high: between which an unchanged kernel's own drift lies, the floor's included. peers: how
-    many times of peers that rests on; with fewer than MIN_CONTROLS a kernel may follow the floor's drift or not at all.
+    floor: the kernel that does nothing but what limits its cases. drift: the median over its cases; noise: the standard deviation
+    around it, from the median absolute deviation. deviations: each case's distance from the drift. With fewer than MIN_CONTROLS
+    cases the drift is 0 and the noise assumed. low, high: between which an unchanged kernel's own drift lies, the floor's
+    included. peers: how many times of peers that rests on; with fewer than MIN_CONTROLS a kernel may follow the floor's drift or
+    not at all.
     """
 
     floor: str
@@ -101,10 +103,10 @@ class Comparison:
 
 
 def control(base: Revision, new: Revision, metric: str = DEVICE, floor: str = READ) -> Control:
-    """What the floor of an operation (read of decode, copy of an append) and its unchanged peers say of two revisions."""
+    """What the floor of some cases (read of decode, copy of an append, wgmma of long queries) and unchanged peers say."""
     logs = {key: log_of(base, new, key) for key in new.runs if key.metric == metric and unchanged(base, new, key, floor)}
     floors = {key.name: log for key, log in logs.items() if key.provider == floor}
-    peers = [log for key, log in logs.items() if key.provider != floor]
+    peers = [log for key, log in logs.items() if key.provider not in FLOORS]
     drift, noise = 0.0, FLOOR / NOISE_FACTOR
     if len(floors) >= MIN_CONTROLS:
         drift = float(np.median(list(floors.values())))
@@ -238,7 +240,7 @@ def changes(history: Sequence[Revision]) -> list[Comparison]:
         for key in new.runs:
             if not new.timed(key) or key.metric not in COMPARED:
                 continue
-            if (base := before.get(key)) is not None and key.provider not in FLOORS.values():
+            if (base := before.get(key)) is not None and key.provider not in FLOORS:
                 comparisons.append(compare(base, new, key, controls.of(base, new, key)))
             before[key] = new
     return decide(comparisons)

@@ -17,7 +17,7 @@ from perf.correctness import EXACT, OURS, GateResult, worst_of
 from perf.inputs import ROTATED_BYTES, Inputs
 from perf.operations import PROCEDURES
 from perf.providers.base import Candidate, NotSupported, Provider
-from perf.record import machine
+from perf.record import machine, ratio_field
 from perf.timing import Clock, Preceded, Rotation, Timing, added, host_time
 
 HOST_BYTES = 64 * 2**20  # host time does not depend on the size: it is taken on cases up to this one
@@ -57,7 +57,7 @@ class Outcome:
     """What came of one provider on one case; a record is made of it.
 
     metric: "device"; "in_stream", what a call adds to a stream behind a kernel that writes its q; or "device." or "host." and
-    a step. us: microseconds of one call. Without it, `not_supported`, `error` or a failed gate says why. read_us, others: those
+    a step. us: microseconds of one call. Without it, `not_supported`, `error` or a failed gate says why. floor_us, others: those
     of the case's floor, and of every provider, of the same metric in the same run. strict: whether a failure makes the run
     fail. machine: as record.machine has it, read while what is timed was replayed.
     """
@@ -68,7 +68,7 @@ class Outcome:
     strict: bool
     metric: str = DEVICE
     us: Timing | None = None
-    read_us: float | None = None
+    floor_us: float | None = None
     others: Mapping[str, float] = field(default_factory=dict)
     gate: GateResult | None = None
     detail: dict[str, object] | None = None
@@ -77,9 +77,9 @@ class Outcome:
     machine: Mapping[str, object] | None = None
 
     @property
-    def ratio_to_read(self) -> float | None:
-        """Its time over that of the case's floor, the same metric on the same bytes in the same run."""
-        return None if self.us is None or self.read_us is None else self.us.median / self.read_us
+    def ratio_to_floor(self) -> float | None:
+        """Its time over that of the case's floor, the same metric of the same case in the same run."""
+        return None if self.us is None or self.floor_us is None else self.us.median / self.floor_us
 
     @property
     def ratio_to_plain(self) -> float | None:
@@ -100,7 +100,7 @@ class Outcome:
     @property
     def bar_met(self) -> bool | None:
         """Whether the bar is met; None where there is no bar, or no time to hold against it."""
-        return None if self.bar is None or self.us is None else self.bar.met(self.us.median, self.read_us, self.others)
+        return None if self.bar is None or self.us is None else self.bar.met(self.us.median, self.floor_us, self.others)
 
     @property
     def reason(self) -> str:
@@ -117,7 +117,7 @@ class Outcome:
             "metric": self.metric,
             "us": self.us,
             "bytes": self.case.kv_bytes if self.metric in (DEVICE, IN_STREAM) else None,
-            "ratio_to_read": self.ratio_to_read,
+            ratio_field(self.case): self.ratio_to_floor,
             "ratio_to_plain": self.ratio_to_plain,
             "bar": self.bar and self.bar.fields() | {"met": self.bar_met},
             "gate": self.gate,
@@ -178,7 +178,7 @@ def beside_the_floor(outcomes: Iterable[Outcome]) -> list[Outcome]:
     """The outcomes of one metric of a case, each with the times of all, that of the case's floor by itself."""
     found = list(outcomes)
     times = {outcome.provider: outcome.us.median for outcome in found if outcome.us}
-    return [replace(outcome, read_us=times.get(outcome.case.floor), others=times) for outcome in found]
+    return [replace(outcome, floor_us=times.get(outcome.case.floor), others=times) for outcome in found]
 
 
 def enter(provider: Provider, blank: Outcome, inputs: Inputs | AppendInputs, limits: Limits, clock: Clock) -> Contender | Outcome:
@@ -266,7 +266,7 @@ def beyond(blank: Outcome, together: Timing, alone: Timing) -> Outcome:
 
 def step_outcomes(contender: Contender, limits: Limits, clock: Clock) -> list[Outcome]:
     """The device and the host time of each step that the contender names, one outcome each; host times of small cases only."""
-    candidate, blank = contender.candidate, replace(contender.outcome, gate=None, read_us=None, others={}, detail=None)
+    candidate, blank = contender.candidate, replace(contender.outcome, gate=None, floor_us=None, others={}, detail=None)
     timed: list[tuple[str, Callable[[], Timing]]] = [
         (f"{DEVICE}.{step}", partial(device_time, call, limits.replays, clock)) for step, call in candidate.device.items()
     ]

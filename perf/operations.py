@@ -14,7 +14,7 @@ from perf.inputs import make_inputs
 
 @dataclass(frozen=True)
 class Procedure:
-    """What measuring an operation takes. Its floor, which the readers of records need too, is in `cases.FLOORS`.
+    """What measuring an operation takes. Its floor, which the readers of records need too, is `Case.floor`.
 
     make(case, device, memory_bytes, rotated_bytes): the inputs that providers run on. Raises MemoryError. judge(inputs, index,
     call, tolerance): runs `call` on set `index` and compares what it gives. has_query: whether a kernel before may write its q,

@@ -83,8 +83,8 @@ def newest_of(records: Iterable[Record]) -> Newest:
 
 
 def share(record: Record) -> float | None:
-    """Bandwidth in percent of the plain read's in the same run. None without both times."""
-    return None if record.us is None or record.ratio is None else 100 / record.ratio
+    """Bandwidth in percent of the plain read's in the same run. None without both times, and where no read is the floor."""
+    return None if record.us is None or record.ratio is None or record.case.long else 100 / record.ratio
 
 
 def bars(of_case: Mapping[str, Record]) -> list[Bar]:

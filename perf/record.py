@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from perf.cases import Case
+from perf.cases import WGMMA, Case
 
 SCHEMA = 1
 ROOT = Path(__file__).resolve().parent.parent
@@ -40,6 +40,11 @@ def case_fields(case: Case) -> dict[str, object]:
     fields = asdict(case) | {"lengths": {"rule": type(case.lengths).__name__, **asdict(case.lengths)}}
     stored = {name: value for name, value in fields.items() if value is not None and value != "decode"}
     return {"name": case.name, "source": case.source, "batch_size": case.batch_size, **stored}
+
+
+def ratio_field(case: Case) -> str:
+    """The name under which a record has its time over that of the case's floor."""
+    return "ratio_to_wgmma" if case.floor == WGMMA else "ratio_to_read"
 
 
 def append(path: Path, record: Mapping[str, object]) -> None:

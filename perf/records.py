@@ -15,7 +15,7 @@ from cute_kernels.planning.variants import PRETEND, DeviceFacts
 from perf.cases import FLOORS, Bar, Case, Rows, Spread, short
 from perf.correctness import GateResult, Tolerance
 from perf.measure import DEVICE, IN_STREAM
-from perf.record import SCHEMA
+from perf.record import SCHEMA, ratio_field
 from perf.timing import Timing
 
 T = TypeVar("T")
@@ -49,7 +49,7 @@ class BadLine(ValueError):
 class Record:
     """What one provider did on one case. us: microseconds a call; without them `reason` says why.
 
-    ratio: the median over that of the plain read in the same run, where the record has it. kv_dtype: of the cache; k_scale,
+    ratio: the median over that of the case's floor in the same run, where the record has it. kv_dtype: of the cache; k_scale,
     v_scale: "none" or what carries a scale. bar_met: None where the case has no bar, or no time to hold against it.
     fields: the line as it was read.
     """
@@ -177,7 +177,9 @@ def parse_fields(entry: Mapping[str, Any], path: Path, number: int) -> Record:
     if time.tzinfo is None:
         raise ValueError(f"timestamp {entry['timestamp']!r} has no time zone")
     case = parse_case(entry)
-    us, ratio, gate, bar, why = (entry.get("us"), entry.get("ratio_to_read"), entry.get("gate"), entry.get("bar"), reason(entry))
+    us, gate, bar, why = (entry.get("us"), entry.get("gate"), entry.get("bar"), reason(entry))
+    ratio_name = ratio_field(case)
+    ratio = entry.get(ratio_name)
     if us is None and not why:
         raise ValueError("neither a time nor a reason for its absence")
     return Record(
@@ -192,7 +194,7 @@ def parse_fields(entry: Mapping[str, Any], path: Path, number: int) -> Record:
         version=get(entry, "version", str),
         metric=get(entry, "metric", str),
         us=None if us is None else parse_timing(us),
-        ratio=None if ratio is None else positive("ratio_to_read", ratio),
+        ratio=None if ratio is None else positive(ratio_name, ratio),
         gate=None if gate is None else parse_gate(gate),
         reason=why,
         bar=None if bar is None else Bar(**{name: value for name, value in bar.items() if name != "met"}),
@@ -252,7 +254,7 @@ def check_gate(record: Record) -> None:
 
     Host times, the floors, and steps beside the call ("device.plan") have no result.
     """
-    if record.us is None or record.metric not in RESULTS or record.provider in FLOORS.values():
+    if record.us is None or record.metric not in RESULTS or record.provider in FLOORS:
         return
     if record.gate is None or not record.gate.passed:
         raise BadLine("no gate", f"a time of {record.provider} whose result was not found right")

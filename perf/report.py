@@ -9,6 +9,7 @@ from rich.progress import MofNCompleteColumn, Progress, SpinnerColumn, TextColum
 from rich.table import Table
 from rich.text import Text
 
+from perf.cases import PLAIN
 from perf.measure import DEVICE, Outcome
 
 
@@ -19,10 +20,10 @@ def progress(console: Console) -> Progress:
 
 
 def summary(outcomes: Sequence[Outcome]) -> Table:
-    """One row a case: each provider's microseconds and ratio to read, then the bar and whether it is met."""
+    """One row a case: each provider's microseconds and ratio to the floor, then the bar and whether it is met."""
     device = [outcome for outcome in outcomes if outcome.metric == DEVICE]
     providers = list(dict.fromkeys(outcome.provider for outcome in device))
-    table = Table(title="device time, us (ratio to read), relative error")
+    table = Table(title="device time, us (ratio to read; of long queries TFLOPS, ratio to wgmma), relative error")
     table.add_column("case", overflow="fold")
     table.add_column("MB", justify="right")
     for provider in providers:
@@ -37,13 +38,15 @@ def summary(outcomes: Sequence[Outcome]) -> Table:
 
 
 def cell(outcome: Outcome) -> Text:
-    """A provider's time, its ratio to read or its rate, and its relative error in percent; or one word for why there is none."""
+    """A provider's time, its rate of long queries, its ratio to the floor, and its relative error in percent; or one word for why
+    there is none."""
     if outcome.us is None:
         word = "-" if outcome.not_supported else "error" if outcome.error else "wrong"
         return Text(word, style="red" if word != "-" else "dim")
-    ratio = "" if outcome.ratio_to_read is None else f" ({outcome.ratio_to_read:.3f})"
-    if outcome.case.long:
-        ratio = f" ({outcome.case.tflops(outcome.us.median):.0f} TFLOPS)"
+    less = outcome.case.long and outcome.provider == PLAIN  # which has one query row of the case's
+    rate = [f"{outcome.case.tflops(outcome.us.median):.0f} TFLOPS"] if outcome.case.long and not less else []
+    beside = [] if outcome.ratio_to_floor is None or less else [f"{outcome.ratio_to_floor:.3f}"]
+    ratio = f" ({', '.join(rate + beside)})" if rate or beside else ""
     error = outcome.gate.relative_error if outcome.gate is not None else None
     accuracy = "" if error is None else f" {100 * error:.2f}%"
     return Text(f"{outcome.us.median:.1f}{ratio}{accuracy}")

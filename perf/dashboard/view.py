@@ -74,7 +74,7 @@ class CaseView:
     @property
     def has_peers(self) -> bool:
         """Whether anyone but us and the floor has a result."""
-        return any(provider not in (OURS, PLAIN, *FLOORS.values()) for provider in self.results)
+        return any(provider not in (OURS, PLAIN, *FLOORS) for provider in self.results)
 
 
 @dataclass(frozen=True)
@@ -265,7 +265,7 @@ def result(record: Record, runs: Runs) -> Result:
 
 def rate(record: Record) -> float | None:
     """TFLOPS of a long query's record; None where it computes nothing, has no time, or is limited by the memory."""
-    computes = record.us is not None and record.provider not in (PLAIN, *FLOORS.values())
+    computes = record.us is not None and record.provider not in (PLAIN, *FLOORS)
     return record.case.tflops(record.us.median) if record.us and computes and record.case.long else None
 
 

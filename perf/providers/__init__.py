@@ -16,15 +16,17 @@ from perf.providers.ours import Ours, OursAttention, OursPlain, OursSm80, OursSm
 from perf.providers.read import Read, ReadAttention
 from perf.providers.sdpa import Cudnn, Sdpa
 from perf.providers.vllm_triton import VllmTriton
+from perf.providers.wgmma import Wgmma
 
 PEER_DECODERS: tuple[type[Provider], ...] = (FlashInferFa2, FlashInferXqa, FlashAttention3, VllmTriton)
 DECODERS: tuple[type[Provider], ...] = (Ours, OursSm80, Read, Sdpa, *PEER_DECODERS)
-OURS_ATTENDING: tuple[type[Provider], ...] = (OursAttention, OursPlain, OursSm80Attention, ReadAttention)
+OURS_ATTENDING: tuple[type[Provider], ...] = (OursAttention, OursPlain, OursSm80Attention)
+FLOORS_OF_ATTENTION: tuple[type[Provider], ...] = (ReadAttention, Wgmma)
 PEER_ATTENDERS: tuple[type[Provider], ...] = (
     *(Fa2Attention, Fa3Attention, XqaAttention),
     *(FlashAttention3Attention, FlashAttention4, Cudnn),
 )
-ATTENDERS: tuple[type[Provider], ...] = (*OURS_ATTENDING, *PEER_ATTENDERS)
+ATTENDERS: tuple[type[Provider], ...] = (*OURS_ATTENDING, *FLOORS_OF_ATTENTION, *PEER_ATTENDERS)
 APPENDERS: tuple[type[Provider], ...] = (OursAppend, OursSm80Append, Copy)
 ALL = (*DECODERS, *ATTENDERS, *APPENDERS)
 PROVIDERS: dict[str, type[Provider]] = {cls.name: cls for cls in DECODERS}

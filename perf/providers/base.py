@@ -73,6 +73,16 @@ class CompilesAhead(Protocol):
         """Compile for those of `cases` that it supports. What fails here fails in `prepare` again, where it is recorded."""
 
 
+class Floor:
+    """What the providers without a result share that run on compute capability 9.0. Its calls return None."""
+
+    tolerance: ClassVar[Tolerance | None] = None
+    reads_unused: ClassVar[bool] = False
+
+    def available(self) -> str | None:
+        return require_sm90()
+
+
 def require(supported: bool, reason: str) -> None:
     """Raise NotSupported with `reason` unless `supported`."""
     if not supported:
@@ -122,6 +132,11 @@ def require_scores(case: Case, *known: str) -> None:
     for name, what in words.items():
         if getattr(case, name) is not None and name not in known:
             raise NotSupported(f"it has no {what}")
+
+
+def sm_count_of(device: torch.device) -> int:
+    """SMs of a CUDA device."""
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def require_sm90() -> str | None:

@@ -8,13 +8,12 @@ from typing import ClassVar
 
 import torch
 
-from perf.cases import READ, Operation
-from perf.correctness import Tolerance
+from perf.cases import READ, WGMMA, Operation
 from perf.inputs import Inputs
-from perf.providers.base import Candidate, require_sm90
+from perf.providers.base import Candidate, Floor, require, sm_count_of
 
 
-class Read:
+class Read(Floor):
     """perf.read_kernel over the first kv_bytes / 2 bytes of K and of V, each with its scales, in several launch shapes.
 
     Of attention it reads as many bytes of q beside each: for q, and for the result.
@@ -24,11 +23,6 @@ class Read:
 
     name: ClassVar[str] = READ
     operation: ClassVar[Operation] = "decode"
-    tolerance: ClassVar[Tolerance | None] = None
-    reads_unused: ClassVar[bool] = False
-
-    def available(self) -> str | None:
-        return require_sm90()
 
     def version(self) -> str:
         return "perf.read_kernel 2"
@@ -36,6 +30,7 @@ class Read:
     def prepare(self, inputs: Inputs) -> Sequence[Candidate]:
         from perf.read_kernel import READ_SHAPES, VECTOR_BYTES, compile_read
 
+        require(not inputs.case.long, f"the tensor core limits long queries: {WGMMA} stands in its place")
         num_vectors = inputs.case.kv_bytes // (2 * VECTOR_BYTES)
         buffers = []
         for s in inputs.sets:
@@ -43,7 +38,7 @@ class Read:
             buffers.append((vectors(s.k, s.k_scale, num_vectors, *beside), vectors(s.v, s.v_scale, num_vectors, *beside)))
         device = inputs.sets[0].k.device
         sink = torch.zeros(1, dtype=torch.int32, device=device)
-        sm_count = torch.cuda.get_device_properties(device).multi_processor_count
+        sm_count = sm_count_of(device)
         candidates = []
         for shape in READ_SHAPES:
             read = compile_read(shape.threads, shape.unroll, shape.overlap)

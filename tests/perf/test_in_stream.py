@@ -39,7 +39,7 @@ def test_in_stream_is_what_a_call_adds_behind_a_kernel_that_writes_its_q():
     device, behind = of_metric(outcomes, "device"), of_metric(outcomes, "in_stream")
     assert list(behind) == ["ours", "read"]
     assert (behind["ours"].us.median, behind["read"].us.median) == (10.0, 4.0)  # the kernel before takes 10 more
-    assert behind["ours"].ratio_to_read == 2.5
+    assert behind["ours"].ratio_to_floor == 2.5
     assert [outcome.us.replays for outcome in behind.values()] == [11, 11]
     assert behind["ours"].gate is device["ours"].gate is not None
     fields = behind["ours"].fields()
