@@ -4,7 +4,7 @@ const body = document.getElementById("case-body");
 let opener = null;
 let metric = "ratio";
 
-function resultRow(gpuName, provider, result, slowest) {
+function resultRow(gpuName, item, provider, result, slowest) {
   const name = escapeHtml(DATA[gpuName].providers[provider] ?? provider);
   const version = `<small>${escapeHtml(result.version)} · ${escapeHtml(result.revision)}</small>`;
   if (result.us === null) {
@@ -12,10 +12,10 @@ function resultRow(gpuName, provider, result, slowest) {
   }
   const none = '<span class="none">not measured</span>';
   const bar = `<span class="bar" aria-hidden="true"><i style="width:${(100 * result.us) / slowest}%;--fill:${colourOf(gpuName, provider)}"></i></span>`;
-  const error = result.error === null ? '<span class="none">computes nothing</span>' : `${result.error.toExponential(1)}<small>${result.error_ratio === null ? "" : result.error_ratio.toFixed(2) + " of PyTorch's"}${result.relative_error === null ? "" : "<br>relative " + result.relative_error.toExponential(1)}</small>`;
+  const error = result.error === null ? '<span class="none">no result</span>' : `${result.error.toExponential(1)}<small>${result.error_ratio === null ? "" : result.error_ratio.toFixed(2) + " of PyTorch's"}${result.relative_error === null ? "" : "<br>relative " + result.relative_error.toExponential(1)}</small>`;
   return `<tr><th scope="row">${name}${version}</th>
     <td data-label="us"><span>${microseconds(result.us)}<small>${microseconds(result.p20)} to ${microseconds(result.p80)}</small></span>${bar}</td>
-    <td class="num" data-label="ratio to read"><span>${result.tflops !== null ? result.tflops.toFixed(0) + " TFLOPS" : result.ratio === null ? none : result.ratio.toFixed(3)}</span></td>
+    <td class="num" data-label="ratio to ${item.floor}"><span>${result.tflops === null ? "" : result.tflops.toFixed(0) + " TFLOPS "}${result.ratio === null || (item.long && result.tflops === null) ? none : result.ratio.toFixed(3)}</span></td>
     <td class="num" data-label="over ours, same run"><span>${result.faster === null ? none : result.faster.toFixed(2) + "×"}</span></td>
     <td class="num" data-label="in a stream"><span>${result.in_stream === null ? none : microseconds(result.in_stream) + `<small>${result.in_stream_faster === null ? "" : result.in_stream_faster.toFixed(2) + "×"}</small>`}</span></td>
     <td class="num" data-label="error"><span>${error}</span></td></tr>`;
@@ -37,10 +37,10 @@ function caseHtml(gpuName, item) {
     <p class="muted">${item.megabytes.toFixed(1)} MB of K and V, ${escapeHtml(bar)}</p><p class="muted name"><code>${escapeHtml(item.name)}</code></p></div>
     <div class="tools"><button type="button" id="copy">Copy link</button><button type="button" id="close" aria-label="Close">✕</button></div></header>
   <h3>Results</h3>
-  <table class="plain"><thead><tr><th scope="col">who</th><th scope="col">us, 20th to 80th percentile</th><th scope="col" class="num">ratio to read</th>
+  <table class="plain"><thead><tr><th scope="col">who</th><th scope="col">us, 20th to 80th percentile</th><th scope="col" class="num">${item.long ? "TFLOPS, " : ""}ratio to ${item.floor}</th>
     <th scope="col" class="num">over ours, same run</th><th scope="col" class="num">in a stream</th><th scope="col" class="num">error</th></tr></thead>
-    <tbody>${results.map(([provider, result]) => resultRow(gpuName, provider, result, slowest)).join("")}</tbody></table>
-  <h3>History <span class="toggle" role="group" aria-label="Unit of the history"><button type="button" data-metric="ratio">ratio</button><button type="button" data-metric="us">us</button></span></h3>
+    <tbody>${results.map(([provider, result]) => resultRow(gpuName, item, provider, result, slowest)).join("")}</tbody></table>
+  <h3>History <span class="toggle" role="group" aria-label="Unit of the history"><button type="button" data-metric="ratio">${item.long ? "TFLOPS" : "ratio"}</button><button type="button" data-metric="us">us</button></span></h3>
   <div class="chart" id="case-history" role="img" aria-label="History of every provider by commit"></div>
   ${changes.length ? `<ul class="muted">${changes.join("")}</ul>` : '<p class="none">no change was called</p>'}
   <h3>Samples</h3>
@@ -52,7 +52,7 @@ function caseHtml(gpuName, item) {
 
 function drawCase(gpuName, item) {
   for (const button of body.querySelectorAll("[data-metric]")) button.setAttribute("aria-pressed", button.dataset.metric === metric);
-  drawHistory(document.getElementById("case-history"), gpuName, item, metric);
+  drawHistory(document.getElementById("case-history"), gpuName, item, metric === "ratio" && item.long ? "tflops" : metric);
   const samples = document.getElementById("case-samples");
   if (samples) drawSamples(samples, gpuName, item);
 }

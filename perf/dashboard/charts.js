@@ -51,7 +51,7 @@ function titleOf(item) {
   return [item.rows, item.heads, item.dtypes, item.pages, item.options].filter(Boolean).join(", ");
 }
 
-// Our ratio to read of every visible case, by commit; changed points are filled.
+// Our ratio to the limit of every visible case, by commit; changed points are filled.
 function drawOverview(state, visible) {
   const element = document.querySelector(`.gpu[data-gpu="${CSS.escape(state.gpu)}"] .overview`);
   const gpu = DATA[state.gpu];
@@ -72,7 +72,7 @@ function drawOverview(state, visible) {
     element,
     {
       xAxis: { type: "category", data: labels, boundaryGap: true },
-      yAxis: { type: "value", scale: true, min: (range) => Math.min(1, range.min), name: "ratio to read" },
+      yAxis: { type: "value", scale: true, min: (range) => Math.min(1, range.min), name: "ratio to limit" },
       tooltip: {
         confine: true, backgroundColor: css("--surface"), borderColor: css("--line"), textStyle: { color: css("--text"), fontSize: 12 },
         formatter: (point) => `${escapeHtml(titleOf(gpu.cases[point.value[2]]))}<br>${escapeHtml(point.value[0])}: <b>${point.value[1].toFixed(3)}</b>`,
@@ -83,18 +83,26 @@ function drawOverview(state, visible) {
   );
 }
 
-// Every provider's history on one case: medians, 20th to 80th percentile, and the changes that the gate calls.
+// A dashed line across a chart.
+function limitAt(value) {
+  return { silent: true, symbol: "none", animation: false, label: { show: false }, lineStyle: { type: "dashed", color: css("--muted") }, data: [{ yAxis: value }] };
+}
+
+const UNITS = { us: "us", ratio: "ratio to limit", tflops: "TFLOPS" };
+
+// Every provider's history on one case: medians, 20th to 80th percentile, and the changes that the gate calls. The limit's newest rate is a line.
 function drawHistory(element, gpuName, item, metric) {
   const gpu = DATA[gpuName];
   const series = [];
   for (const [provider, runs] of Object.entries(item.history)) {
     const timed = runs.filter((run) => run[metric]);
-    if (!timed.length || (metric === "ratio" && provider === "read")) continue;
+    if (!timed.length || (metric === "ratio" && provider === item.floor)) continue;
     const colour = colourOf(gpuName, provider);
     const changed = new Set(item.changes.filter((change) => change.provider === provider && change.metric === "device").map((change) => change.new));
     series.push({
       name: gpu.providers[provider] ?? provider, type: "line", symbol: "circle", color: colour,
       lineStyle: { width: provider === "ours" ? 2.5 : 1.5 },
+      ...(metric === "tflops" && provider === item.floor && { markLine: limitAt(timed.at(-1).tflops) }),
       data: timed.map((run) => ({
         value: [run.revision, run[metric]],
         symbolSize: changed.has(run.revision) ? 12 : 6,
@@ -108,7 +116,7 @@ function drawHistory(element, gpuName, item, metric) {
   }
   draw(element, {
     xAxis: { type: "category", data: gpu.revisions.map(([label]) => label), boundaryGap: true },
-    yAxis: { type: "value", scale: true, name: metric === "us" ? "us" : "ratio to read", ...(metric === "ratio" && { min: (range) => Math.min(1, range.min) }) },
+    yAxis: { type: "value", scale: true, name: UNITS[metric], ...(metric === "ratio" && { min: (range) => Math.min(1, range.min) }) },
     legend: { type: "scroll", top: 0, right: 0, itemWidth: 12, itemHeight: 8, icon: "roundRect", textStyle: { color: css("--muted") }, data: series.filter((one) => one.name).map((one) => one.name) },
     series,
   });

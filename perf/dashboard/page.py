@@ -12,9 +12,8 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined, select_autoes
 from markupsafe import Markup
 
 from cute_kernels.errors import InvalidArgument, MissingDependency
-from perf.cases import READ
-from perf.dashboard.view import NOT_MEASURED, Page, page_of
-from perf.picture import PROVIDERS
+from perf.cases import FLOORS
+from perf.dashboard.view import FLOOR_LABELS, NOT_MEASURED, PROVIDERS, Page, page_of
 from perf.record import ROOT
 from perf.records import read_records
 
@@ -22,7 +21,9 @@ FOLDER = Path(__file__).parent
 RESULTS = ROOT / "perf" / "results"
 ECHARTS = Path("node_modules", "echarts", "dist", "echarts.common.min.js")
 SCRIPTS = ("state.js", "tables.js", "charts.js", "case.js", "main.js")
-COLOURS = {provider: (light, dark) for provider, (_, light, dark) in PROVIDERS.items()} | {READ: ("#9aa1a9", "#6b747e")}
+COLOURS = {provider: (light, dark) for provider, (_, light, dark) in PROVIDERS.items()} | dict.fromkeys(
+    FLOORS, ("#9aa1a9", "#6b747e")
+)
 
 
 def build(results: Path = RESULTS) -> tuple[str, Page]:
@@ -63,7 +64,6 @@ def render(page: Page, charts: str) -> str:
     return environment.get_template("page.html.j2").render(
         page=page,
         choices=choices(page),
-        read=READ,
         not_measured=NOT_MEASURED,
         style=Markup((FOLDER / "page.css").read_text(encoding="utf-8")),
         scripts=[Markup((FOLDER / name).read_text(encoding="utf-8")) for name in SCRIPTS],
@@ -84,7 +84,7 @@ def data_of(page: Page) -> dict[str, object]:
         gpu.slug: {
             "name": gpu.name,
             "revisions": gpu.revisions,
-            "providers": {name: label for name, (label, _) in gpu.providers.items()} | {READ: "plain read"},
+            "providers": {name: label for name, (label, _) in gpu.providers.items()} | FLOOR_LABELS,
             "colours": COLOURS,
             "cases": {name: asdict(case) for name, case in gpu.cases.items()},
         }

@@ -7,24 +7,32 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from perf.case_sets import case_sets
-from perf.cases import FLOORS, PLAIN, READ
+from perf.cases import COPY, FLOORS, PLAIN, READ, WGMMA
 from perf.compare import Comparison, changes, compare_revisions
 from perf.history import Key, Revision, by_gpu, revisions
 from perf.measure import DEVICE, IN_STREAM
-from perf.picture import PROVIDERS, newest_of
+from perf.picture import PROVIDERS as PICTURED
+from perf.picture import newest_of
 from perf.records import Problem, Record
 
 OURS = "ours"
 NOT_MEASURED = "not measured"
-DETAILS = ("sku", "q_dtype", "shape", "num_ctas", "num_splits", "workspace_bytes", "prepare_s")
+# provider -> label, colours in the light and the dark: those of the picture, and the peers of long queries
+PROVIDERS = PICTURED | {
+    "fa4": ("flash-attn-4", "#5b8c85", "#7fb8ae"),
+    "flashinfer-fa3": ("FlashInfer fa3", "#7d7aa8", "#a5a1d6"),
+    "cudnn": ("cuDNN", "#9a8c5e", "#c4b680"),
+}
+FLOOR_LABELS = {READ: "plain read", COPY: "plain copy", WGMMA: "WGMMA loop"}
+DETAILS = ("sku", "q_dtype", "shape", "num_ctas", "turns", "num_splits", "workspace_bytes", "prepare_s")
 
 
 @dataclass(frozen=True)
 class Result:
-    """One record. Times in microseconds; `reason` where there is none. error: max abs against f64; error_ratio: over that of
-    same-dtype PyTorch; relative_error: 2-norms, absent in older records. faster: its time over ours in the same run, None
-    where that run has none of ours. tflops: the rate of a long query, which the tensor core limits, else None. in_stream,
-    in_stream_faster: the same of the time behind another kernel. source: file and line."""
+    """One record. Times in microseconds; `reason` where there is none. ratio: to the case's floor, in its run. error: max abs
+    against f64; error_ratio: over that of same-dtype PyTorch; relative_error: 2-norms, absent in older records. faster: its time
+    over ours in the same run, None where that run has none of ours. tflops: the rate of a long query, which the tensor core
+    limits, else None. in_stream, in_stream_faster: the same of the time behind another kernel. source: file and line."""
 
     provider: str
     version: str
@@ -50,7 +58,8 @@ class Result:
 @dataclass(frozen=True)
 class CaseView:
     """One case. results: the newest of each provider; history: all of them, oldest first; host: the newest times of steps, by
-    provider and step. bar: what it has to reach; bar_met: None where that is unknown."""
+    provider and step. bar: what it has to reach; bar_met: None where that is unknown. floor: the provider whose time is the
+    limit; long: whether that is the tensor core's, so that rates are shown."""
 
     name: str
     heads: str
@@ -60,6 +69,8 @@ class CaseView:
     pages: str
     ragged: bool
     megabytes: float
+    floor: str
+    long: bool
     bar: str
     bar_met: bool | None
     results: Mapping[str, Result]
@@ -161,7 +172,7 @@ def gpu_view(name: str, records: Sequence[Record]) -> GpuView:
         for view in sorted(views, key=lambda view: (view.heads != "32/8/128", view.heads, view.ragged, view.megabytes))
     }
     versions = {record.provider: record.version for record in sorted(records, key=lambda record: record.time)}
-    order = [*PROVIDERS, *(provider for provider in versions if provider not in PROVIDERS and provider != READ)]
+    order = [*PROVIDERS, *(provider for provider in versions if provider not in PROVIDERS and provider not in FLOORS)]
     return GpuView(
         slug=re.sub(r"[^a-z0-9]+", "-", name.lower()),
         name=name,
@@ -207,6 +218,8 @@ def case_view(
         pages=any_record.pages,
         ragged=len(set(any_record.case.tokens())) > 1,
         megabytes=megabytes(newest.values()),
+        floor=any_record.case.floor,
+        long=any_record.case.long,
         bar=str(ours.bar) if ours and ours.bar else "",
         bar_met=ours.bar_met if ours else None,
         results={provider: result(record, runs) for provider, record in newest.items()},
@@ -264,8 +277,8 @@ def result(record: Record, runs: Runs) -> Result:
 
 
 def rate(record: Record) -> float | None:
-    """TFLOPS of a long query's record; None where it computes nothing, has no time, or is limited by the memory."""
-    computes = record.us is not None and record.provider not in (PLAIN, *FLOORS)
+    """TFLOPS of a long query's record; None where it computes something else, has no time, or is limited by the memory."""
+    computes = record.us is not None and record.provider not in (PLAIN, READ)
     return record.case.tflops(record.us.median) if record.us and computes and record.case.long else None
 
 

@@ -14,11 +14,13 @@ from tests.support.dashboard_records import (
     CASES,
     EIGHT_BIT,
     HALF,
+    PROMPT,
     RAGGED,
     SCRIPT,
     SPREAD,
     VERIFY,
     make_attention_results,
+    make_long_results,
     make_results,
 )
 
@@ -269,3 +271,31 @@ def test_several_query_rows_and_modifiers(visit: Open, tmp_path: Path) -> None:
     expect(dialog(page).locator(".name")).to_have_text(VERIFY.name)
     expect(dialog(page)).to_contain_text("bar 1.05 x ours-plain, flashinfer-fa2: met")
     expect_painted(page, "#case-samples")
+
+
+def test_long_queries_have_rates_and_the_loops_as_the_limit(browser: Browser, tmp_path: Path) -> None:
+    page = browser.new_page()
+    errors: list[str] = []
+    page.on("pageerror", lambda error: errors.append(str(error)))
+    page.goto(page_at(make_long_results(tmp_path)))
+    page.locator(".heat [data-case] button").click()
+    shown = dialog(page)
+    expect(shown.locator(".name")).to_have_text(PROMPT.name)
+    expect(shown.locator("thead")).to_contain_text("TFLOPS, ratio to wgmma")
+    for who, said in (
+        ("cute_kernels", "550 TFLOPS 1.250"),
+        ("WGMMA loop", "687 TFLOPS 1.000"),
+        ("our plain decode", "not measured"),
+    ):
+        row = shown.locator("tbody tr").filter(has=page.get_by_role("rowheader", name=who))
+        expect(row.locator('[data-label="ratio to wgmma"]')).to_have_text(said)
+    expect(shown.locator('[data-metric="ratio"]')).to_have_text("TFLOPS")
+    series = page.evaluate("charts.get(document.getElementById('case-history')).getOption().series")
+    drawn = {one["name"]: [round(point["value"][1]) for point in one["data"]] for one in series}
+    assert drawn == {"cute_kernels": [524, 550], "flash-attn-4": [500], "WGMMA loop": [687]}
+    lines = {one["name"]: round(one["markLine"]["data"][0]["yAxis"]) for one in series if "markLine" in one}
+    assert lines == {"WGMMA loop": 687}
+    shown.locator('[data-metric="us"]').click()
+    assert len(page.evaluate("charts.get(document.getElementById('case-history')).getOption().series")) > len(drawn)
+    assert not errors
+    page.close()

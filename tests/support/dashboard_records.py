@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from perf.attention_cases import FEW_ROWS_BAR
-from perf.cases import PLAIN, READ, Bar, Case, Rows, Spread, attention_case, fixed
+from perf.cases import PLAIN, READ, WGMMA, Bar, Case, Rows, Spread, attention_case, fixed
 from tests.support.perf_lines import GATE, record, write
 
 LARGE = Case(32, 8, 128, 16, fixed(64, 8192))
@@ -20,6 +20,7 @@ EIGHT_BIT = QUANTISED.name
 SPREAD = Case(8, 1, 128, 16, Spread("uniform", 64, 1, 8192))
 VERIFY = attention_case(fixed(64, 8192), q_len=4)
 SOFTCAP = attention_case(fixed(64, 8192), softcap=50.0, kv_dtype="e4m3")
+PROMPT = attention_case(fixed(1, 8192), q_len=8192)
 CASES = (LARGE, SMALL, RAGGED, HALF, replace(LARGE, num_kv_heads=4), replace(LARGE, num_heads=64))
 TIMES = {"first": "2026-01-01T00:00:00+00:00", "second": "2026-01-02T00:00:00+00:00", "third": "2026-01-03T00:00:00+00:00"}
 LATER = "2026-01-03T01:00:00+00:00"  # another run of the third
@@ -86,5 +87,21 @@ def make_attention_results(folder: Path) -> Path:
         line(VERIFY, READ, 98.0, 98.0, "third"),
         line(SOFTCAP, "ours", 53.0, 49.0, "third", bar=unknown),
         line(SOFTCAP, PLAIN, 52.0, 49.0, "third"),
+    )
+    return folder
+
+
+def old(entry: dict[str, object]) -> dict[str, object]:
+    """A record of a long query from before the WGMMA loop: its ratio is to a read."""
+    return {"ratio_to_read" if name == "ratio_to_wgmma" else name: value for name, value in entry.items()}
+
+
+def make_long_results(folder: Path) -> Path:
+    """Fills a folder: a prompt beside the WGMMA loop, a peer and plain decode, after a run whose floor was a read."""
+    times = {WGMMA: 800.0, "ours": 1000.0, "fa4": 1100.0, PLAIN: 12.0}
+    write(
+        folder / "h200.jsonl",
+        *(old(line(PROMPT, who, us, 9.0, "first")) for who, us in ((READ, 9.0), ("ours", 1050.0))),
+        *(line(PROMPT, who, us, 800.0, "second") for who, us in times.items()),
     )
     return folder
