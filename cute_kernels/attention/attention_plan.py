@@ -46,22 +46,13 @@ class PagedAttentionPlan(AttentionPlan):
 
     def run(
         self,
-        q: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        page_table: PageTable,
-        *,
-        qo_indptr: Tensor | None = None,
-        tree_mask: Tensor | None = None,
-        alibi_slopes: Tensor | None = None,
-        sinks: Tensor | None = None,
-        k_scale: Tensor | None = None,
-        v_scale: Tensor | None = None,
-        out: Tensor | None = None,
-        lse: Tensor | None = None,
-        workspace: Tensor | None = None,
+        q: Tensor, k_cache: Tensor, v_cache: Tensor, page_table: PageTable, *,
+        qo_indptr: Tensor | None = None, tree_mask: Tensor | None = None,
+        alibi_slopes: Tensor | None = None, sinks: Tensor | None = None,
+        k_scale: Tensor | None = None, v_scale: Tensor | None = None,
+        out: Tensor | None = None, lse: Tensor | None = None, workspace: Tensor | None = None,
         stream: torch.cuda.Stream | None = None,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """Launches on the current or the given stream and returns (out, lse): all rows of requests are written, no others.
 
         q, out: as the descriptor's query_format says, any strides with a unit last one: a q [batch, heads, q_len, head_dim] is

@@ -218,20 +218,12 @@ class PagedDecodePlan(AttentionPlan):
 
     def run(
         self,
-        q: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        page_table: PageTable,
-        *,
-        k_scale: Tensor | None = None,
-        v_scale: Tensor | None = None,
-        alibi_slopes: Tensor | None = None,
-        sinks: Tensor | None = None,
-        out: Tensor | None = None,
-        lse: Tensor | None = None,
-        workspace: Tensor | None = None,
+        q: Tensor, k_cache: Tensor, v_cache: Tensor, page_table: PageTable, *,
+        k_scale: Tensor | None = None, v_scale: Tensor | None = None,
+        alibi_slopes: Tensor | None = None, sinks: Tensor | None = None,
+        out: Tensor | None = None, lse: Tensor | None = None, workspace: Tensor | None = None,
         stream: torch.cuda.Stream | None = None,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """Launches on the current or the given stream and returns (out, lse), both fully written.
 
         q, out: [batch, num_heads, head_dim], also with one unit query axis; caches: 4-D in the descriptor's layout; lse: f32
@@ -283,19 +275,12 @@ class FlashDecodingPlan(AttentionPlan):
 
     def run(
         self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        k_scale: Tensor | None = None,
-        v_scale: Tensor | None = None,
-        alibi_slopes: Tensor | None = None,
-        sinks: Tensor | None = None,
-        out: Tensor | None = None,
-        lse: Tensor | None = None,
-        workspace: Tensor | None = None,
+        q: Tensor, k: Tensor, v: Tensor, *,
+        k_scale: Tensor | None = None, v_scale: Tensor | None = None,
+        alibi_slopes: Tensor | None = None, sinks: Tensor | None = None,
+        out: Tensor | None = None, lse: Tensor | None = None, workspace: Tensor | None = None,
         stream: torch.cuda.Stream | None = None,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """As PagedDecodePlan.run, with k and v [batch, num_kv_heads, seq_len, head_dim].
 
         Scales per token are [batch, num_kv_heads, seq_len].

@@ -14,30 +14,16 @@ class AttentionKernel(DecodeKernel):
     @cute.jit
     def __call__(
         self,
-        q: cute.Tensor,
-        k: cute.Tensor,
-        v: cute.Tensor,
-        table0: cute.Tensor | None,
-        table1: cute.Tensor | None,
-        table2: cute.Tensor | None,
-        k_scale: cute.Tensor | None,
-        v_scale: cute.Tensor | None,
-        out: cute.Tensor,
-        lse: cute.Tensor,
-        workspace: cute.Tensor | None,
-        qo_indptr: cute.Tensor | None,
-        tree_mask: cute.Tensor | None,
-        alibi_slopes: cute.Tensor | None,
-        sinks: cute.Tensor | None,
-        softmax_scale: Float32,
-        num_ctas: Int32,
-        status: Int64,
-        max_q_len: Int32,
-        window_left: Int32,
-        window_right: Int32,
-        softcap: Float32,
+        q: cute.Tensor, k: cute.Tensor, v: cute.Tensor,
+        table0: cute.Tensor | None, table1: cute.Tensor | None, table2: cute.Tensor | None,
+        k_scale: cute.Tensor | None, v_scale: cute.Tensor | None,
+        out: cute.Tensor, lse: cute.Tensor, workspace: cute.Tensor | None,
+        qo_indptr: cute.Tensor | None, tree_mask: cute.Tensor | None,
+        alibi_slopes: cute.Tensor | None, sinks: cute.Tensor | None,
+        softmax_scale: Float32, num_ctas: Int32, status: Int64,
+        max_q_len: Int32, window_left: Int32, window_right: Int32, softcap: Float32,
         stream,
-    ):
+    ):  # fmt: skip
         """As DecodeKernel, but for these. q, out [batch, q_len, num_heads, head_dim], ragged [total_q, num_heads, head_dim].
 
         lse: the same without the last axis. k, v may be packed, [1, num_kv_heads, total_k, head_dim]. qo_indptr [batch + 1];

@@ -83,22 +83,13 @@ class DecodeKernel:
     @cute.jit
     def __call__(
         self,
-        q: cute.Tensor,
-        k: cute.Tensor,
-        v: cute.Tensor,
-        table0: cute.Tensor | None,
-        table1: cute.Tensor | None,
-        table2: cute.Tensor | None,
-        k_scale: cute.Tensor | None,
-        v_scale: cute.Tensor | None,
-        out: cute.Tensor,
-        lse: cute.Tensor,
-        workspace: cute.Tensor | None,
-        softmax_scale: Float32,
-        num_ctas: Int32,
-        status: Int64,
+        q: cute.Tensor, k: cute.Tensor, v: cute.Tensor,
+        table0: cute.Tensor | None, table1: cute.Tensor | None, table2: cute.Tensor | None,
+        k_scale: cute.Tensor | None, v_scale: cute.Tensor | None,
+        out: cute.Tensor, lse: cute.Tensor, workspace: cute.Tensor | None,
+        softmax_scale: Float32, num_ctas: Int32, status: Int64,
         stream,
-    ):
+    ):  # fmt: skip
         """q, out [batch, num_heads, head_dim]; k, v [pages, num_kv_heads, page_size, head_dim] (contiguous: a page per row).
 
         k_scale, v_scale: [1], [num_kv_heads], or a token's (kv_scale.fetch_scales), or None. workspace: zero, as each launch
