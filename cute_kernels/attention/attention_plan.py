@@ -29,6 +29,7 @@ class PagedAttentionPlan(AttentionPlan):
         nhd, num_pages, max_pages = descriptor.layout.order == "NHD", descriptor.num_pages, descriptor.max_pages
         rules = Rules(descriptor.problem, device, nhd=nhd, num_pages=num_pages, max_pages=max_pages)
         super().__init__(descriptor, rules, preference)
+        self._setting = None  # its run looks for no shortcut
 
     @classmethod
     def select(

@@ -91,13 +91,14 @@ class AttentionPlan(FlaggingPlan):
 
     def _run(self, operands: Operands, stream: torch.cuda.Stream | None, extras: Extras = NO_EXTRAS) -> tuple[Tensor, Tensor]:
         """Launches where no shortcut knows the operands: after the checks that their signature still needs."""
-        if operands.out is None or operands.lse is None:
+        lasting = operands.out is not None and operands.lse is not None
+        if not lasting:
             operands = self._with_outputs(operands)
         passage = self._check(operands if extras is NO_EXTRAS else Extended(operands, extras))
         if passage is not Passage.DIRECT or stream is not None or self._inspects or (self._several_gpus and self._elsewhere()):
             self._run_slowly(passage, operands, extras, stream)
         else:
-            if self._setting is not None:
+            if lasting and self._setting is not None:
                 self._remember(self._setting, operands)
             self._start(operands if self._views is None else viewed(self._views, operands), extras)
         return operands.out, operands.lse

@@ -237,6 +237,26 @@ def test_missing_outputs_are_allocated_afresh(computing_h200: None, checked: lis
         assert all(torch.equal(a, b) for a, b in zip(plan.run(**good), expected, strict=True))
 
 
+def test_runs_without_outputs_make_no_shortcut(pretend_h200: list, checked: list) -> None:
+    """It would know outputs that no later run is given; making one takes longer than a run."""
+    plan = ck.PagedDecodePlan.select(CASE.descriptor(), "cpu")
+    good = arguments(plan)
+    for missing in ("out", "lse"):
+        for _ in range(4):
+            plan.run(**{name: value for name, value in good.items() if name != missing})
+    assert plan._shortcuts == {}
+
+
+def test_a_plan_that_looks_for_no_shortcut_makes_none(pretend_h200: list, checked: list) -> None:
+    fields = CASE.descriptor().__dict__
+    descriptor = ck.PagedAttentionDescriptor(**fields, max_q_len=1, query_format="uniform")
+    plan = ck.PagedAttentionPlan.select(descriptor, "cpu")
+    good = arguments(plan)
+    for _ in range(4):
+        plan.run(**good)
+    assert plan._shortcuts == {}
+
+
 def test_no_tensor_is_kept_alive(pretend_h200: list, checked: list) -> None:
     plan = ck.PagedDecodePlan.select(CASE.descriptor(), "cpu")
     good = arguments(plan)
