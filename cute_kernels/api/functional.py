@@ -7,6 +7,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from ..checks.tensors import check_tensors, check_tensors_or_none
 from ..config.problem import LseBase
 from ..errors import InvalidArgument, InvalidProblem
 from ..kv.page_table import PAGED, PageTable
@@ -43,8 +44,8 @@ def append_kv(
     What is stored and what is skipped is as KVAppendPlan.run says. Raises what KVAppendDescriptor, `select` and `run` raise.
     Where tensors are traced (torch.compile, torch.export, FakeTensorMode), this is a torch op that declares what it writes.
     """
-    _check_tensors(k=k, v=v, k_cache=k_cache, v_cache=v_cache)
-    _check_tensors_or_none(q=q, cos_sin_cache=cos_sin_cache, positions=positions)
+    check_tensors(k=k, v=v, k_cache=k_cache, v_cache=v_cache)
+    check_tensors_or_none(q=q, cos_sin_cache=cos_sin_cache, positions=positions)
     _check_choice("layout", layout, ("HND", "NHD"))
     _check_choice("pairing", pairing, PAIRINGS)
     if not isinstance(slots, (Tensor, PageTable)):
@@ -80,8 +81,8 @@ def merge_states(
     As MergeStatesPlan.run. Raises what MergeStatesDescriptor, `select` and `run` raise. Where tensors are traced (torch.compile,
     torch.export, FakeTensorMode), this is a torch op that declares what it writes.
     """
-    _check_tensors(outs=outs, lses=lses)
-    _check_tensors_or_none(sinks=sinks, out=out, lse=lse)
+    check_tensors(outs=outs, lses=lses)
+    check_tensors_or_none(sinks=sinks, out=out, lse=lse)
     _check_choice("lse_base", lse_base, ("e", "2"))
     if out is None:
         out = outs.new_empty(outs.shape[1:])
@@ -98,18 +99,6 @@ def _read_or_written(name: str, scale: Tensor | None, cache: Tensor, layout: str
         return scale, None
     written = derived_plans.scale_kind(name, scale, cache, layout).granularity == "token"
     return (None, scale) if written else (scale, None)
-
-
-def _check_tensors(**tensors: object) -> None:
-    for name, tensor in tensors.items():
-        if not isinstance(tensor, Tensor):
-            raise InvalidArgument(name, f"got {type(tensor).__name__}, must be a tensor")
-
-
-def _check_tensors_or_none(**tensors: object) -> None:
-    for name, tensor in tensors.items():
-        if tensor is not None and not isinstance(tensor, Tensor):
-            raise InvalidArgument(name, f"got {type(tensor).__name__}, must be a tensor or None")
 
 
 def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:

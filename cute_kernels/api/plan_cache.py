@@ -14,6 +14,7 @@ from ..attention.attention_descriptor import PagedAttentionDescriptor
 from ..attention.attention_plan import PagedAttentionPlan
 from ..attention.checks import QUERY_AXES, query_error
 from ..attention.descriptors import TREE_WORD_BITS, FlashDecodingDescriptor, PagedDecodeDescriptor
+from ..attention.operands import Extras
 from ..attention.plan import FlashDecodingPlan, PagedDecodePlan
 from ..checks.fields import MAX_EXTENT
 from ..config.problem import TableFormat
@@ -22,6 +23,7 @@ from ..kv.page_table import PageTable
 from ..kv.scale import KVScale, scale_of
 from ..kv.types import KVDtype, KVLayout
 from ..planning.base import MAX_PLANS
+from ..planning.variants import PlanPreference
 from .workspace_cache import stream_workspace
 
 LEAST_HINT = 64  # tokens: up to here rows are one tile to four, and share their plan
@@ -151,25 +153,49 @@ def run_attention(
 
     table0..2: the operands of a PageTable of table_format. The others as in run_paged.
     """
-    query_rows(q, qo_indptr)
-    batch, form = (len(q), "uniform") if qo_indptr is None else (len(qo_indptr) - 1, "ragged")
-    kv_heads, page_size, longest = _cache_extents(k_cache, table_format, layout, table0)
+    table, extras = PageTable(table_format, (table0, table1, table2)), Extras(qo_indptr, tree_mask, alibi_slopes, sinks)
+    masks = (causal, window_left, window_right, softcap)
+    rest = (max_q_len, masks, softmax_scale, layout, lse_base, max_seq_len, kv_dtype)
+    plan = attention_plan(q, k_cache, v_cache, table, extras, (k_scale, v_scale), *rest)
+    workspace = stream_workspace(plan.workspace_size(), plan.device, reuse_in_capture=not traced)
+    given = extras._asdict()
+    plan.run(q, k_cache, v_cache, table, **given, k_scale=k_scale, v_scale=v_scale, out=out, lse=lse, workspace=workspace)
+
+
+def attention_plan(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    table: PageTable,
+    extras: Extras,
+    scales: tuple[Tensor | None, Tensor | None],
+    max_q_len: int | None,
+    masks: tuple[str | None, int | None, int | None, float | None],
+    softmax_scale: float | None,
+    layout: str,
+    lse_base: str,
+    max_seq_len: int | None = None,
+    kv_dtype: str | None = None,
+    preference: PlanPreference | None = None,
+) -> PagedAttentionPlan:
+    """The plan of these tensors' problem, kept. scales: of K and V. masks: causal, window_left, window_right and softcap."""
+    query_rows(q, extras.qo_indptr)
+    ragged = extras.qo_indptr is not None
+    batch, form = (len(extras.qo_indptr) - 1, "ragged") if ragged else (len(q), "uniform")
+    kv_heads, page_size, longest = _cache_extents(k_cache, table.format, layout, table.operands[0])
     if max_q_len is None:
-        max_q_len = rows_hint(q, tree_mask, qo_indptr is not None)
+        max_q_len = rows_hint(q, extras.tree_mask, ragged)
     if max_seq_len is None and longest is not None:
         max_seq_len = length_hint(longest)
-    stored, *rest = _storage(k_cache, v_cache, k_scale, v_scale, kv_dtype, kv_heads)
-    order = "HND" if table_format == "packed" else layout
-    cache = (stored, layout_of(order, alignment(k_cache, v_cache)), table_format, None, None, max_seq_len)
+    stored, *rest = _storage(k_cache, v_cache, *scales, kv_dtype, kv_heads)
+    order = "HND" if table.format == "packed" else layout
+    cache = (stored, layout_of(order, alignment(k_cache, v_cache)), table.format, None, None, max_seq_len)
     shape = (batch, q.shape[-2], kv_heads, q.shape[-1], page_size, q.dtype, max_q_len, form)
-    scores = (causal, window_left, window_right, softcap, alibi_slopes is not None, sinks is not None, tree_mask is not None)
-    scales = rest or (None, KVScale.NONE, KVScale.NONE)
-    fields = (*shape, *cache, softmax_scale, lse_base, *scales, *scores)
-    plan = plan_of(PagedAttentionPlan, PagedAttentionDescriptor, fields, q.device)
-    given = {"qo_indptr": qo_indptr, "tree_mask": tree_mask, "alibi_slopes": alibi_slopes, "sinks": sinks}
-    workspace = stream_workspace(plan.workspace_size(), plan.device, reuse_in_capture=not traced)
-    table = PageTable(table_format, (table0, table1, table2))
-    plan.run(q, k_cache, v_cache, table, **given, k_scale=k_scale, v_scale=v_scale, out=out, lse=lse, workspace=workspace)
+    scores = (*masks, extras.alibi_slopes is not None, extras.sinks is not None, extras.tree_mask is not None)
+    kinds = rest or (None, KVScale.NONE, KVScale.NONE)
+    fields = (*shape, *cache, softmax_scale, lse_base, *kinds, *scores)
+    plan: PagedAttentionPlan = plan_of(PagedAttentionPlan, PagedAttentionDescriptor, fields, q.device, preference)
+    return plan
 
 
 def query_rows(q: Tensor, qo_indptr: Tensor | None) -> int:
@@ -191,6 +217,11 @@ def rows_hint(q: Tensor, tree_mask: Tensor | None, ragged: bool) -> int:
     rows = max(1, q.shape[0 if ragged else 1])
     if tree_mask is not None:
         return max(1, tree_mask.shape[-1] * TREE_WORD_BITS) if ragged else rows
+    return rounded_rows(rows)
+
+
+def rounded_rows(rows: int) -> int:
+    """max_q_len for requests of at most `rows` query rows: few of them, so that another number seldom asks for another plan."""
     return rows if rows <= EXACT_ROWS else min(1 << (rows - 1).bit_length(), MAX_EXTENT)
 
 
@@ -248,9 +279,15 @@ def _of_any_length(max_seq_len: int, *fields: Any, **modifiers: Any) -> FlashDec
 
 
 @functools.lru_cache(maxsize=MAX_PLANS)
-def plan_of(kind: Any, describe: Callable[..., Any], fields: tuple[Any, ...], device: torch.device) -> Any:
+def plan_of(
+    kind: Any,
+    describe: Callable[..., Any],
+    fields: tuple[Any, ...],
+    device: torch.device,
+    preference: PlanPreference | None = None,
+) -> Any:
     """The plan of `describe(*fields)`: `select` keeps it too, but this spares a call the descriptor."""
-    return kind.select(describe(*fields), device)
+    return kind.select(describe(*fields), device, preference)
 
 
 def query_extents(q: Tensor) -> tuple[int, int, int]:

@@ -23,6 +23,20 @@ def check_tensor(device: torch.device, name: str, tensor: Any, *dtypes: torch.dt
         raise InvalidArgument(name, f"has dtype {tensor.dtype}, must be {' or '.join(map(str, dtypes))}")
 
 
+def check_tensors(**tensors: object) -> None:
+    """Each is a tensor, real or fake. Raises InvalidArgument."""
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, Tensor):
+            raise InvalidArgument(name, f"got {type(tensor).__name__}, must be a tensor")
+
+
+def check_tensors_or_none(**tensors: object) -> None:
+    """Each is a tensor, real or fake, or None. Raises InvalidArgument."""
+    for name, tensor in tensors.items():
+        if tensor is not None and not isinstance(tensor, Tensor):
+            raise InvalidArgument(name, f"got {type(tensor).__name__}, must be a tensor or None")
+
+
 def check_beside(name: str, tensor: Any, x: Any, *dtypes: torch.dtype) -> None:
     """`tensor` is one, of one of `dtypes` and on the device of `x`; it may be a fake one. Raises InvalidArgument."""
     if not isinstance(tensor, Tensor):

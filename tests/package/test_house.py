@@ -23,6 +23,7 @@ ROOMS = (
     "append",
     "merge",
     "api",
+    "integrations",
     "doctor",
     "demo",
     "options",

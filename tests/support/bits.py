@@ -12,3 +12,8 @@ def differing_rows(got: Result, expected: Result) -> torch.Tensor:
     (out, lse), (expected_out, expected_lse) = got, expected
     wrong_out = (out.view(torch.int16) != expected_out.view(torch.int16)).flatten(1).any(1)
     return wrong_out | (lse.view(torch.int32) != expected_lse.view(torch.int32)).any(1)
+
+
+def same_bits(got: torch.Tensor, expected: torch.Tensor) -> bool:
+    """Whether two tensors of one dtype are equal bit for bit, NaN as any other value."""
+    return torch.equal(got.view(torch.uint8), expected.view(torch.uint8))

@@ -1,0 +1,1 @@
+"""Other libraries' interfaces over the plans of this package."""

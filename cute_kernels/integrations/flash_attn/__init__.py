@@ -1,0 +1,9 @@
+"""flash-attention's functions for inference over the plans of this package: the same names, arguments and results.
+
+docs/engines.md has what is served, what raises, and the calls side by side.
+"""
+
+from .kvcache import flash_attn_with_kvcache
+from .varlen import flash_attn_func, flash_attn_varlen_func
+
+__all__ = ["flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache"]
