@@ -221,7 +221,8 @@ def rows_hint(q: Tensor, tree_mask: Tensor | None, ragged: bool) -> int:
 
 
 def rounded_rows(rows: int) -> int:
-    """max_q_len for requests of at most `rows` query rows: few of them, so that another number seldom asks for another plan."""
+    """max_q_len for at most `rows` query rows a request: that many, from EXACT_ROWS on a power of two."""
+    rows = max(1, rows)
     return rows if rows <= EXACT_ROWS else min(1 << (rows - 1).bit_length(), MAX_EXTENT)
 
 

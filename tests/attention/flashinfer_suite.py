@@ -21,7 +21,8 @@ from rich.console import Console
 from rich.table import Column, Table
 
 import tests
-from tests.support.flashinfer import described, stand_in
+from cute_kernels import Unsupported
+from tests.support.flashinfer import stand_in
 from tests.support.flashinfer.on_cpu import on_cpu
 
 
@@ -64,6 +65,21 @@ MORE = (
     Selected("test_sliding_window.py", "test_single_prefill_sliding_window"),
     Selected("test_sliding_window.py", "test_batch_paged_prefill_sliding_window", PREFILL),
     Selected("test_sliding_window.py", "test_batch_ragged_prefill_sliding_window", PREFILL),
+    Selected("test_batch_prefill_kernels.py", "test_batch_prefill_with_paged_kv_cache", PREFILL),
+    Selected("test_batch_prefill_kernels.py", "test_batch_prefill_with_tuple_paged_kv_cache", PREFILL),
+    Selected("test_batch_prefill_kernels.py", "test_batch_prefill_with_paged_kv_cache_custom_mask", PREFILL),
+    Selected("test_batch_prefill_kernels.py", "test_batch_prefill_with_ragged_kv_cache", PREFILL),
+    Selected("test_batch_prefill_kernels.py", "test_paged_prefill_split_kv_empty_chunk"),
+    Selected("test_decode_fp8_calibration_scale.py", "test_single_decode_fp8_calibration_scale"),
+    Selected("test_decode_fp8_calibration_scale.py", "test_batch_decode_with_paged_kv_cache_fp8_calibration_scale"),
+    Selected("test_decode_prefill_lse.py", "test_mlc_failed_case"),
+    Selected("test_non_contiguous_decode.py", "test_batch_paged_decode_packed_input"),
+    Selected("test_non_contiguous_prefill.py", "test_batch_paged_prefill_packed_input"),
+    Selected("test_non_contiguous_prefill.py", "test_batch_ragged_prefill_packed_input"),
+    Selected("test_page.py", "test_append_paged_kv_cache"),
+    Selected("test_shared_prefix_kernels.py", "test_merge_state_in_place_with_mask"),
+    Selected("test_tensor_cores_decode.py", "test_batch_decode_tensor_cores"),
+    Selected("test_tensor_cores_decode.py", "test_batch_decode_tensor_cores_cuda_graph"),
 )
 
 
@@ -92,7 +108,7 @@ class Suite:
         with on_cpu() if self.device == "cpu" else nullcontext():
             try:
                 yield
-            except described.Refused as error:
+            except Unsupported as error:
                 pytest.skip(str(error))
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
@@ -125,7 +141,7 @@ def run(
     shares: Annotated[int, typer.Option(help="Processes that divide the cases.", min=1)] = 1,
     device: Annotated[str, typer.Option(help="cuda, or cpu: the tests' cuda:0 is then the CPU.")] = "cuda",
     only: Annotated[str, typer.Option(help="A part of the names of the tests to run.")] = "",
-    more: Annotated[bool, typer.Option(help="Also decode without modifiers, and prefill.")] = False,
+    more: Annotated[bool, typer.Option(help="Also decode without modifiers, prefill, pages, merges.")] = False,
 ) -> None:
     """Runs FlashInfer's tests over our plans and prints the counts; fails where one fails or none is found."""
     selected = tuple(s for s in (*PAGED_DECODE, *(MORE if more else ())) if only in s.node)

@@ -1,1 +1,1 @@
-"""FlashInfer's interface over the package's plans, and what its own tests need beside it."""
+"""What FlashInfer's own tests need beside cute_kernels.integrations.flashinfer."""

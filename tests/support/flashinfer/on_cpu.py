@@ -11,7 +11,7 @@ from unittest.mock import MagicMock, patch
 import torch
 from torch.overrides import TorchFunctionMode
 
-from . import wrappers
+from cute_kernels.integrations import flashinfer
 
 CPU = torch.device("cpu")
 
@@ -54,10 +54,10 @@ def capture(graph: RecordedGraph) -> Iterator[None]:
 
 def recorded(run: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(run)
-    def call(self: wrappers.Wrapper, *args: Any, **kwargs: Any) -> Any:
+    def call(self: flashinfer.BatchDecodeWithPagedKVCacheWrapper, *args: Any, **kwargs: Any) -> Any:
         got = run(self, *args, **kwargs)
         if RecordedGraph.capturing is not None:
-            kwargs["out"] = got
+            kwargs |= dict(zip(("out", "lse"), got, strict=True)) if isinstance(got, tuple) else {"out": got}
             RecordedGraph.capturing.calls.append(lambda: run(self, *args, **kwargs))
         return got
 
@@ -75,6 +75,6 @@ def on_cpu() -> Iterator[None]:
         "synchronize": lambda: None,
         "empty_cache": lambda: None,
     }
-    decode = wrappers.BatchDecodeWithPagedKVCacheWrapper
+    decode = flashinfer.BatchDecodeWithPagedKVCacheWrapper
     with patch.multiple(torch.cuda, **cuda), patch.object(decode, "run", recorded(decode.run)), OnCPU():
         yield

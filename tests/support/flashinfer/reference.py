@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .slopes import alibi_slopes
-
 ROWS = 256  # query rows that are scored at a time
+
+
+def alibi_slopes(num_heads: int) -> Tensor:
+    """f32 [num_heads], as the paper has them: of a power of two of heads, then every other one of twice as many."""
+    n = 2 ** int(math.log2(num_heads))
+    ratio, finer = 2.0 ** (-8 / n), 2.0 ** (-4 / n)
+    return torch.tensor([ratio ** (i + 1) if i < n else finer ** (2 * (i - n) + 1) for i in range(num_heads)])
 
 
 def single_prefill_with_kv_cache(

@@ -11,12 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import described, reference, wrappers
-from .slopes import alibi_slopes
+from cute_kernels.integrations import flashinfer
+
+from . import reference, wrappers
 
 MODULES = (
     "flashinfer",
+    "flashinfer.cascade",
     "flashinfer.decode",
+    "flashinfer.fp4_quantization",
+    "flashinfer.page",
     "flashinfer.prefill",
     "flashinfer.utils",
     "flashinfer.jit",
@@ -26,15 +30,8 @@ MODULES = (
     "flashinfer.quantization",
     "flashinfer.quantization.nvfp4_quantization_utils",
 )
-ATTENTION = (
-    "BatchDecodeWithPagedKVCacheWrapper",
-    "CUDAGraphBatchDecodeWithPagedKVCacheWrapper",
-    "BatchPrefillWithPagedKVCacheWrapper",
-    "BatchPrefillWithRaggedKVCacheWrapper",
-    "BatchAttentionWithAttentionSinkWrapper",
-    "single_decode_with_kv_cache",
-    "single_prefill_with_kv_cache",
-)
+HOMES = ("flashinfer", "flashinfer.cascade", "flashinfer.decode", "flashinfer.page", "flashinfer.prefill")
+ASSIGNED = (*flashinfer.__all__, "BatchAttentionWithAttentionSinkWrapper")
 SHORT_NAMES = {torch.float16: "f16", torch.bfloat16: "bf16", torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
 
 
@@ -67,7 +64,7 @@ def put_in_place() -> None:
         has_flashinfer_jit_cache=lambda: True,  # nothing to warm up
         get_compute_capability=device_capability,
         is_sm90a_supported=lambda _device: device_capability() == (9, 0),
-        get_alibi_slopes=lambda num_heads, device=None: alibi_slopes(num_heads).to(device),
+        get_alibi_slopes=flashinfer.get_alibi_slopes,
     )
     modules["flashinfer.jit.utils"].__dict__.update(filename_safe_dtype_map=SHORT_NAMES)
     modules["flashinfer.jit.attention.variants"].__dict__.update(attention_sink_decl={"fa2": "", "fa3": ""})
@@ -84,21 +81,21 @@ def repeat_sinks(sinks: Tensor, pattern: str, b: int, m: int) -> Tensor:
 
 
 def assign(references: frozenset[str]) -> None:
-    """Gives each name of attention our wrapper, or the reference to those that a test compares with."""
-    for name in ATTENTION:
-        target = getattr(reference if name in references else wrappers, name)
+    """Gives each name the package's, or the reference to those that a test compares with."""
+    for name in ASSIGNED:
+        target = getattr(reference, name) if name in references else getattr(wrappers, name, getattr(flashinfer, name, None))
         if name.startswith("single") and name not in references:
             target = ours_where_modified(target, getattr(reference, name))
-        for module in ("flashinfer", "flashinfer.decode", "flashinfer.prefill"):
+        for module in HOMES:
             setattr(sys.modules[module], name, target)
 
 
 def ours_where_modified(ours: Callable[..., Any], theirs: Callable[..., Any]) -> Callable[..., Any]:
     """Tests of a window, a cap or a bias compare single calls with others that have none, or a mask: those are the reference."""
-    names = ("window_left", "logits_soft_cap", "pos_encoding_mode")
 
     def call(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
-        scores = described.Scores(**{name: options[name] for name in names if name in options})
-        return (ours if scores.modified else theirs)(q, k, v, **options)
+        windowed = options.get("window_left", -1) >= 0
+        modified = windowed or options.get("logits_soft_cap") or options.get("pos_encoding_mode", "NONE") != "NONE"
+        return (ours if modified else theirs)(q, k, v, **options)
 
     return call

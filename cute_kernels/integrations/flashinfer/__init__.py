@@ -1,0 +1,29 @@
+"""FlashInfer's classes and functions over the plans of this package: `import cute_kernels.integrations.flashinfer as flashinfer`.
+
+Arguments have FlashInfer's names, order and defaults, and an lse is to base 2. What the plans do not do raises Unsupported, which
+names the argument. docs/engines.md has the table.
+"""
+
+from .cascade import merge_state, merge_state_in_place, merge_states
+from .decode import BatchDecodeWithPagedKVCacheWrapper, CUDAGraphBatchDecodeWithPagedKVCacheWrapper
+from .page import append_paged_kv_cache, get_batch_indices_positions, get_seq_lens
+from .prefill import BatchPrefillWithPagedKVCacheWrapper
+from .ragged import BatchPrefillWithRaggedKVCacheWrapper
+from .single import single_decode_with_kv_cache, single_prefill_with_kv_cache
+from .slopes import get_alibi_slopes
+
+__all__ = [
+    "BatchDecodeWithPagedKVCacheWrapper",
+    "BatchPrefillWithPagedKVCacheWrapper",
+    "BatchPrefillWithRaggedKVCacheWrapper",
+    "CUDAGraphBatchDecodeWithPagedKVCacheWrapper",
+    "append_paged_kv_cache",
+    "get_alibi_slopes",
+    "get_batch_indices_positions",
+    "get_seq_lens",
+    "merge_state",
+    "merge_state_in_place",
+    "merge_states",
+    "single_decode_with_kv_cache",
+    "single_prefill_with_kv_cache",
+]

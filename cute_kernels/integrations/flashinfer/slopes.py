@@ -1,0 +1,17 @@
+"""FlashInfer's ALiBi slopes."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+from torch import Tensor
+
+
+@cache  # a captured graph goes on reading them
+def get_alibi_slopes(num_heads: int, device: torch.device | None = None) -> Tensor:
+    """f32 [num_heads] on `device`: 2^(-8 i / n) for the n heads up to a power of two, then every other one of twice as many."""
+    n = 1 << (num_heads.bit_length() - 1)
+    slopes = [2.0 ** (-8 * i / n) for i in range(1, n + 1)]
+    slopes += [2.0 ** (-4 * i / n) for i in range(1, 2 * (num_heads - n), 2)]
+    return torch.tensor(slopes, dtype=torch.float32, device=device)

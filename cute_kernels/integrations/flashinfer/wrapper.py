@@ -1,0 +1,169 @@
+"""What FlashInfer's batch classes share: where tables live, the plan for what was planned, and its run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...api.plan_cache import alignment, rounded_rows
+from ...attention.attention_descriptor import PagedAttentionDescriptor
+from ...attention.attention_plan import PagedAttentionPlan
+from ...attention.descriptors import PagedDecodeDescriptor
+from ...attention.plan import PagedDecodePlan
+from ...errors import InvalidArgument, InvalidProblem, MisalignedOperand
+from ...kv.page_table import PageTable
+from ...kv.scale import KVScale
+from ...planning.variants import PlanPreference
+from .arguments import Scores, layout_named
+
+Launch = Callable[..., tuple[Tensor, Tensor]]
+Key = tuple[int, bool, bool, bool]  # rows of q where plans differ by them, else 0; whether sinks, k_scale and v_scale are given
+PLAIN: Key = (0, False, False, False)
+Scale = float | Tensor | None
+
+
+class BatchWrapper:
+    """The workspace of a wrapper is its own, made once; FlashInfer's, which nobody has zeroed, only names the device."""
+
+    def __init__(
+        self, float_workspace_buffer: Tensor, kv_layout: str, use_cuda_graph: bool, buffers: dict[str, Tensor | None]
+    ) -> None:
+        self.device = float_workspace_buffer.device
+        self.is_cuda_graph_enabled = use_cuda_graph
+        self._layout = layout_named(kv_layout)
+        for name, buffer in buffers.items() if use_cuda_graph else ():
+            if not isinstance(buffer, Tensor) or buffer.dtype != torch.int32 or buffer.device != self.device:
+                raise InvalidArgument(name, f"must be an int32 tensor on {self.device} beside use_cuda_graph = True")
+        self._buffers = buffers if use_cuda_graph else {}
+        self._workspaces: list[Tensor] = []  # the last is the largest; captured graphs may use the others
+        self._scales: dict[float, Tensor] = {}
+        self._aligned: int | None = None  # bytes, where strides or pointers of caches are less aligned than compact ones'
+        self._launches: dict[Key, Launch] = {}
+        self._scores: Scores | None = None
+        self._slopes: Tensor | None = None
+        self._rows_of_q = False
+
+    def end_forward(self) -> None:
+        """Does nothing, as FlashInfer's."""
+
+    def _place(self, name: str, buffer_name: str, tensor: Tensor, non_blocking: bool) -> Tensor:
+        """A table as int32 on the device; beside use_cuda_graph in the buffer that captured launches read, at its front."""
+        buffer = self._buffers.get(buffer_name)
+        if buffer is None:
+            return tensor.to(self.device, torch.int32, non_blocking=non_blocking)
+        if len(tensor) > len(buffer) or (len(tensor) < len(buffer) and not name.endswith("indices")):
+            rule = "at most" if name.endswith("indices") else "exactly"
+            raise InvalidProblem(f"{name}.shape", tuple(tensor.shape), f"must have {rule} the {len(buffer)} of {buffer_name}")
+        buffer[: len(tensor)].copy_(tensor, non_blocking=non_blocking)
+        return buffer
+
+    def _settle(
+        self,
+        fields: dict[str, Any],
+        scores: Scores,
+        table: PageTable,
+        *,
+        qo_indptr: Tensor | None = None,
+        rows_of_q: bool = False,
+        preference: PlanPreference | None = None,
+    ) -> None:
+        """Keeps what was planned and selects its plan. fields: of the descriptor, but of scores, the layout and what a run adds.
+
+        qo_indptr: None beside the fields of a PagedDecodeDescriptor. rows_of_q: whether max_q_len is what the
+        rows of a run's q allow.
+        """
+        self._fields, self._table, self._qo_indptr, self._rows_of_q = fields, table, qo_indptr, rows_of_q
+        self._preference = preference
+        self._rescore(scores)
+
+    def _rescore(self, scores: Scores) -> None:
+        self._scores = scores
+        self._slopes = scores.slopes(self._fields["num_heads"], self.device)
+        self._launches = {}
+        if not self._rows_of_q:
+            self._select(PLAIN)
+
+    def _select(self, key: Key) -> Launch:
+        """The launch of the plan for what was planned and what a run adds to it."""
+        if self._scores is None:
+            raise InvalidArgument("plan", "must be called before run")
+        rows, sinks, k_scale, v_scale = key
+        scales = {name: KVScale.TENSOR for name, given in (("k_scale", k_scale), ("v_scale", v_scale)) if given}
+        fields = {**self._fields, **self._scores.fields(), "sinks": sinks, **scales}
+        fields["layout"] = self._layout if self._aligned is None else self._layout.with_alignment(self._aligned)
+        if self._rows_of_q:
+            fields["max_q_len"] = rounded_rows(rows)
+        given: dict[str, Any] = {"page_table": self._table, "alibi_slopes": self._slopes}
+        plan: PagedAttentionPlan | PagedDecodePlan
+        if "max_q_len" in fields:
+            fields["causal"] = "bottom_right" if self._scores.causal else None
+            plan = PagedAttentionPlan.select(PagedAttentionDescriptor(**fields), self.device, self._preference)
+            given["qo_indptr"] = self._qo_indptr
+        else:
+            plan = PagedDecodePlan.select(PagedDecodeDescriptor(**fields), self.device, self._preference)
+        launch = self._launches[key] = partial(plan.run, workspace=self._workspace_of(plan), **given)
+        return launch
+
+    def _workspace_of(self, plan: PagedAttentionPlan | PagedDecodePlan) -> Tensor:
+        """A workspace that is large enough. One that is made within a graph capture belongs to that graph."""
+        if self._workspaces and self._workspaces[-1].numel() >= plan.workspace_size():
+            return self._workspaces[-1]
+        workspace = plan.new_workspace()
+        if not self._capturing():
+            self._workspaces.append(workspace)
+        return workspace
+
+    def _capturing(self) -> bool:
+        return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor | None = None,
+        lse: Tensor | None = None,
+        return_lse: bool = False,
+        sinks: Tensor | None = None,
+        k_scale: Scale = None,
+        v_scale: Scale = None,
+    ) -> Any:
+        """Runs the plan. Returns out, or (out, lse) where return_lse says so."""
+        if self._slopes is not None and self._scores is not None:
+            self._scores.refuse_what_alibi_changes(return_lse or lse is not None, sinks)
+        if not k_scale is v_scale is None:
+            k_scale, v_scale = self._scale_tensor(k_scale), self._scale_tensor(v_scale)
+        key = (q.shape[0] if self._rows_of_q else 0, sinks is not None, k_scale is not None, v_scale is not None)
+        launch = self._launches.get(key) or self._select(key)
+        try:
+            got = launch(q, k, v, out=out, lse=lse, sinks=sinks, k_scale=k_scale, v_scale=v_scale)
+        except MisalignedOperand as error:
+            launch = self._realigned(error, key, k, v)
+            got = launch(q, k, v, out=out, lse=lse, sinks=sinks, k_scale=k_scale, v_scale=v_scale)
+        return got if return_lse else got[0]
+
+    def _scale_tensor(self, scale: Scale) -> Tensor | None:
+        """A scale as a run takes it; None for 1."""
+        if scale is None or isinstance(scale, Tensor):
+            return scale
+        if scale == 1:
+            return None
+        if self._capturing():  # a graph's own memory, written anew by each replay
+            return torch.full((1,), scale, dtype=torch.float32, device=self.device)
+        kept = self._scales.get(scale)
+        if kept is None:
+            kept = self._scales[scale] = torch.tensor([scale], dtype=torch.float32, device=self.device)
+        return kept
+
+    def _realigned(self, error: MisalignedOperand, key: Key, k: Tensor, v: Tensor) -> Launch:
+        """The launch for caches like these, where their alignment is what was wrong."""
+        aligned = alignment(k, v)
+        if not error.operand.startswith(("k_cache", "v_cache")) or (self._aligned is not None and aligned >= self._aligned):
+            raise error
+        self._aligned = aligned
+        self._launches = {}
+        return self._select(key)
