@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import astuple, fields, replace
 
 import pytest
@@ -390,3 +391,13 @@ def test_long_queries_are_predicted_by_their_products(shape: tuple) -> None:
     chosen = explain(described.problem, PRETEND["h200"]).chosen
     assert chosen.spec is not None and chosen.spec.dealt
     assert chosen.cost.total_us == pytest.approx(LONG_MEASURED[shape], rel=0.18)
+
+
+@pytest.mark.parametrize("gpu", PRETEND)
+def test_a_bound_far_above_the_rows_has_a_cost(gpu: str) -> None:
+    """max_q_len may be all rows of q: thousands of units an SM, whose crowding is no float."""
+    fields = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128, "page_size": 16, "q_dtype": torch.float16}
+    for rows in (4096, 65536, 1 << 20):
+        explained = explain(ck.PagedAttentionDescriptor(128, **fields, max_q_len=rows).problem, PRETEND[gpu])
+        costs = [c.cost.total_us for c in explained.candidates if c.cost is not None]
+        assert all(map(math.isfinite, costs)) and costs

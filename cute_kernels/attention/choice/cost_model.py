@@ -20,6 +20,7 @@ PRODUCT_RATE, PRODUCT_RATE_OF_8_BITS, PRODUCT_RATE_OF_TOKEN_SCALES = 580e6, 455e
 NARROW_PRODUCTS = 0.2  # of it, times 128 / head_dim - 1
 LONE_COLUMNS = 128  # of the head that lone_weight is for
 CROWDING, CROWDED_ROWS = 1.5, 4  # what a CTA does beside another on its SM, as a multiple of the same alone, at so many rows
+MOST_CROWDED = 64  # CTAs beside another that cost more: as many have lost, and of thousands there is no float
 PAIRED_TURN = 1.6  # a turn of two KV heads, as a multiple of that of one: 256 x 200 of int8 with scales a token
 MOST_CUT = 2  # pieces of a share that are parts of cut rows: of the row it continues and of the row it opens
 
@@ -291,7 +292,7 @@ def round_us(nbytes: int, ctas: int, spec: KernelSpec, costs: ArchCosts, ctas_pe
 
 def pieces_us(spec: KernelSpec, costs: ArchCosts, pieces: float, shares: int) -> float:
     """The parts of cut rows among the `pieces` of each of the `shares` that an SM works on. Whole rows: turns_us."""
-    return costs.part_us * spec.packed_rows * min(MOST_CUT, pieces) * CROWDING ** (shares - 1)
+    return costs.part_us * spec.packed_rows * min(MOST_CUT, pieces) * CROWDING ** min(shares - 1, MOST_CROWDED)
 
 
 def turns_us(spec: KernelSpec, costs: ArchCosts, pieces: float, ctas_per_sm: int) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import wraps
 from typing import Any
 from unittest.mock import MagicMock, patch
@@ -54,7 +54,7 @@ def capture(graph: RecordedGraph) -> Iterator[None]:
 
 def recorded(run: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(run)
-    def call(self: flashinfer.BatchDecodeWithPagedKVCacheWrapper, *args: Any, **kwargs: Any) -> Any:
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         got = run(self, *args, **kwargs)
         if RecordedGraph.capturing is not None:
             kwargs |= dict(zip(("out", "lse"), got, strict=True)) if isinstance(got, tuple) else {"out": got}
@@ -75,6 +75,10 @@ def on_cpu() -> Iterator[None]:
         "synchronize": lambda: None,
         "empty_cache": lambda: None,
     }
-    decode = flashinfer.BatchDecodeWithPagedKVCacheWrapper
-    with patch.multiple(torch.cuda, **cuda), patch.object(decode, "run", recorded(decode.run)), OnCPU():
+    with ExitStack() as replaced:
+        for name, stand_in in cuda.items():
+            replaced.enter_context(patch.object(torch.cuda, name, stand_in))
+        for wrapper in (flashinfer.BatchDecodeWithPagedKVCacheWrapper, flashinfer.BatchPrefillWithPagedKVCacheWrapper):
+            replaced.enter_context(patch.object(wrapper, "run", recorded(wrapper.run)))
+        replaced.enter_context(OnCPU())
         yield
