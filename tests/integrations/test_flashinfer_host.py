@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import re
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 from weakref import ref
 
@@ -244,3 +246,12 @@ def test_batch_invariance_is_what_split_options_ask_for() -> None:
     for options in ({"disable_split_kv": True}, {"fixed_split_size": 4}):
         assert decode(**options)._preference == ck.PlanPreference(batch_invariant=True)
     assert decode(fixed_split_size=-1)._preference is decode()._preference is None
+
+
+def test_the_lines_of_the_guide_run() -> None:
+    guide = (Path(__file__).parents[2] / "docs" / "engines.md").read_text(encoding="utf-8")
+    lines = re.search(r"^## FlashInfer$.*?^```python\n(.*?)^```$", guide, re.MULTILINE | re.DOTALL)
+    assert lines is not None
+    names: dict[str, Any] = {}
+    exec(lines.group(1), names)
+    assert names["lse"].shape == (3, 32) and names["out"].shape == (10, 32, 128) and not names["out"].isnan().any()
