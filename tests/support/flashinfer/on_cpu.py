@@ -32,6 +32,13 @@ class OnCPU(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+class CPUGenerator(torch.Generator):
+    """Of random numbers on the CPU, whatever device is named."""
+
+    def __new__(cls, device: Any = CPU) -> CPUGenerator:
+        return super().__new__(cls, CPU)
+
+
 class RecordedGraph:
     """Replays the runs of wrappers that were called while it was captured, into the outputs that they gave then."""
 
@@ -80,5 +87,6 @@ def on_cpu() -> Iterator[None]:
             replaced.enter_context(patch.object(torch.cuda, name, stand_in))
         for wrapper in (flashinfer.BatchDecodeWithPagedKVCacheWrapper, flashinfer.BatchPrefillWithPagedKVCacheWrapper):
             replaced.enter_context(patch.object(wrapper, "run", recorded(wrapper.run)))
+        replaced.enter_context(patch.object(torch, "Generator", CPUGenerator))
         replaced.enter_context(OnCPU())
         yield
