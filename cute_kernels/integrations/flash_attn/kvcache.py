@@ -20,31 +20,14 @@ NOTHING_MORE: dict[str, Any] = dict.fromkeys(
 
 
 def flash_attn_with_kvcache(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    k: Tensor | None = None,
-    v: Tensor | None = None,
-    *,
-    cache_seqlens: Tensor | int | None = None,
-    page_table: Tensor | None = None,
-    cache_batch_idx: Tensor | None = None,
-    cache_leftpad: Tensor | None = None,
-    cu_seqlens_q: Tensor | None = None,
-    max_seqlen_q: int | None = None,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: Any = NO_WINDOW,
-    softcap: float = 0.0,
-    k_descale: Tensor | None = None,
-    v_descale: Tensor | None = None,
-    alibi_slopes: Tensor | None = None,
-    s_aux: Tensor | None = None,
-    sm_margin: int = 0,
-    return_softmax_lse: bool = False,
-    out: Tensor | None = None,
-    **others: Any,
-) -> Tensor | tuple[Tensor, Tensor]:
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor | None = None, v: Tensor | None = None, *,
+    cache_seqlens: Tensor | int | None = None, page_table: Tensor | None = None,
+    cache_batch_idx: Tensor | None = None, cache_leftpad: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None, max_seqlen_q: int | None = None, softmax_scale: float | None = None,
+    causal: bool = False, window_size: Any = NO_WINDOW, softcap: float = 0.0, k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None, alibi_slopes: Tensor | None = None, s_aux: Tensor | None = None,
+    sm_margin: int = 0, return_softmax_lse: bool = False, out: Tensor | None = None, **others: Any,
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """Attention over a cache, to which k and v are appended first. Returns out, with return_softmax_lse (out, lse).
 
     q, out: f16 or bf16 [batch, q_len, num_heads, head_dim]; or [total_q, num_heads, head_dim] with cu_seqlens_q int32 [batch + 1]

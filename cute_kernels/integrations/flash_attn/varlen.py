@@ -13,29 +13,13 @@ from .attend import attend
 
 
 def flash_attn_varlen_func(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor | None = None,
-    max_seqlen_q: int | None = None,
-    max_seqlen_k: int | None = None,
-    *,
-    seqused_k: Tensor | None = None,
-    page_table: Tensor | None = None,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: Any = NO_WINDOW,
-    softcap: float = 0.0,
-    k_descale: Tensor | None = None,
-    v_descale: Tensor | None = None,
-    alibi_slopes: Tensor | None = None,
-    s_aux: Tensor | None = None,
-    sm_margin: int = 0,
-    return_attn_probs: bool = False,
-    out: Tensor | None = None,
-    **others: Any,
-) -> Tensor | tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: int | None = None, max_seqlen_k: int | None = None, *, seqused_k: Tensor | None = None,
+    page_table: Tensor | None = None, softmax_scale: float | None = None, causal: bool = False,
+    window_size: Any = NO_WINDOW, softcap: float = 0.0, k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None, alibi_slopes: Tensor | None = None, s_aux: Tensor | None = None,
+    sm_margin: int = 0, return_attn_probs: bool = False, out: Tensor | None = None, **others: Any,
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """Attention of packed query rows over packed keys, or over pages. Returns out, with return_attn_probs (out, lse).
 
     q, out: f16 or bf16 [total_q, num_heads, head_dim]; request b has the rows cu_seqlens_q[b] to cu_seqlens_q[b + 1], at most

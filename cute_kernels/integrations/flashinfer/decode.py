@@ -118,22 +118,13 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchWrapper):
 
     def run(
         self,
-        q: Tensor,
-        paged_kv_cache: Cache,
-        *args: Any,
-        q_scale: float | None = None,
-        k_scale: float | Tensor | None = None,
-        v_scale: float | Tensor | None = None,
-        out: Tensor | None = None,
-        lse: Tensor | None = None,
-        return_lse: bool = False,
-        enable_pdl: bool | None = None,
-        window_left: int | None = None,
-        sinks: Tensor | None = None,
-        q_len_per_req: int | None = None,
+        q: Tensor, paged_kv_cache: Cache, *args: Any, q_scale: float | None = None,
+        k_scale: float | Tensor | None = None, v_scale: float | Tensor | None = None, out: Tensor | None = None,
+        lse: Tensor | None = None, return_lse: bool = False, enable_pdl: bool | None = None,
+        window_left: int | None = None, sinks: Tensor | None = None, q_len_per_req: int | None = None,
         skip_softmax_threshold_scale_factor: float | None = None,
         kv_cache_sf: Tensor | tuple[Tensor, Tensor] | None = None,
-    ) -> Any:
+    ) -> Any:  # fmt: skip
         """Launches and returns out, or (out, lse) with return_lse; nothing is read back from the device.
 
         q, out: [batch * q_len_per_req, num_qo_heads, head_dim]; lse: f32 [rows of q, num_qo_heads], to base 2. paged_kv_cache:
