@@ -190,7 +190,7 @@ UNSERVED: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("make", "options", "name"), UNSERVED, ids=str)
+@pytest.mark.parametrize(("make", "options", "name"), UNSERVED, ids=[f"{make.__name__}-{name}" for make, _, name in UNSERVED])
 def test_what_the_plans_leave_out_raises_unsupported(make: Callable[..., Any], options: dict[str, Any], name: str) -> None:
     with pytest.raises(ck.Unsupported, match=f"^{name}"):
         make(**options)
