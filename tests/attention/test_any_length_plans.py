@@ -51,9 +51,9 @@ def test_the_one_call_describes_a_power_of_two_and_no_length(no_plans: None, mon
     described: list[ck.FlashDecodingDescriptor] = []
     select = ck.FlashDecodingPlan.select
 
-    def record(descriptor: ck.FlashDecodingDescriptor, device: torch.device) -> ck.FlashDecodingPlan:
+    def record(descriptor: ck.FlashDecodingDescriptor, *chosen_by: object) -> ck.FlashDecodingPlan:
         described.append(descriptor)
-        return select(descriptor, device)
+        return select(descriptor, *chosen_by)
 
     monkeypatch.setattr(ck.FlashDecodingPlan, "select", record)
     for length in (60, 64, 65, 100, 128):
