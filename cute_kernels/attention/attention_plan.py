@@ -24,12 +24,12 @@ class PagedAttentionPlan(AttentionPlan):
     """Attention of several query rows a request over a paged or a contiguous cache, with masks and score modifiers."""
 
     _operation = "paged_attention"
+    _looks_for_shortcuts = False
 
     def __init__(self, descriptor: PagedAttentionDescriptor, device: torch.device, preference: PlanPreference) -> None:
         nhd, num_pages, max_pages = descriptor.layout.order == "NHD", descriptor.num_pages, descriptor.max_pages
         rules = Rules(descriptor.problem, device, nhd=nhd, num_pages=num_pages, max_pages=max_pages)
         super().__init__(descriptor, rules, preference)
-        self._setting = None  # its run looks for no shortcut
 
     @classmethod
     def select(

@@ -50,6 +50,7 @@ class AttentionPlan(FlaggingPlan):
     """What all plans of attention share. Make one with `select`; its attributes are read-only facts."""
 
     _operation: str | None = None  # as `sku_of` takes it
+    _looks_for_shortcuts = True  # whether its run does
 
     def __init__(self, descriptor: Descriptor, rules: Rules, preference: PlanPreference) -> None:
         device, problem = rules.device, rules.problem
@@ -73,7 +74,7 @@ class AttentionPlan(FlaggingPlan):
         self._views = None if of_16_bits and rules.views == AS_THEY_ARE else rules.views  # None: caches reach kernels as they are
         device_index = device.index if self._several_gpus else None
         self._setting = None  # the CPU variant refuses nothing by itself: its runs are checked
-        if chosen.spec is not None and problem.plain:
+        if self._looks_for_shortcuts and chosen.spec is not None and problem.plain:
             self._setting = Setting(shared, self._workspace_bytes > 0, problem.table_format, self._views, device_index)
         self._check: Checked[Operands | Extended, Passage] = Checked(partial(checks.check_run, rules, self._workspace_bytes))
         self._shortcuts: dict[int, Shortcut] = {}  # by the id of the K cache, as the next

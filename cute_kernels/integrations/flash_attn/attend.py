@@ -107,7 +107,7 @@ def _select(
     for name, longest in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
         if longest is not None and (not isinstance(longest, int) or longest < 0):
             raise InvalidProblem(name, longest, "must be an int from 0 on, or None")
-    rows = None if max_seqlen_q is None or extras.qo_indptr is None else rounded_rows(max(1, max_seqlen_q))
+    rows = None if max_seqlen_q is None or extras.qo_indptr is None else rounded_rows(max_seqlen_q)
     hint = None if max_seqlen_k is None else length_hint(max_seqlen_k)
     rest = (rows, scores.masks, scores.softmax_scale, "NHD", "e", hint)
     return attention_plan(q, k, v, table, extras, descales, *rest, preference=preference_of(scores.sm_margin, q.device))

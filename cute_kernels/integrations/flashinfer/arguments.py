@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...api.plan_cache import KV_DTYPES
-from ...errors import InvalidProblem, Unsupported
+from ...errors import InvalidArgument, InvalidProblem, Unsupported
 from ...kv.types import KVLayout
 from ...planning.variants import PlanPreference
 from .slopes import get_alibi_slopes
@@ -165,3 +165,16 @@ class Scores:
         reasons = [f"{name}: {why}" for name, given in (("return_lse", lse), ("sinks", sinks is not None)) if given]
         if self.alibi and reasons:
             raise Unsupported(reasons)
+
+
+def check_window(window_left: int | None, scores: Scores | None) -> None:
+    """Raises InvalidArgument for a window of run() that is not plan()'s."""
+    if scores is not None and window_left not in (None, scores.window_left):
+        raise InvalidArgument("window_left", f"is {window_left}, must be None or as planned, {scores.window_left}")
+
+
+def scaled(q_scale: float | Tensor, k_scale: float | Tensor | None) -> float | Tensor:
+    """The scale of K with that of q in it. Raises Unsupported for a tensor's."""
+    if isinstance(q_scale, Tensor):
+        raise Unsupported(["q_scale: a float is served, a tensor is not"])
+    return q_scale if k_scale is None else q_scale * k_scale

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from ...checks.fields import check_extent
-from ...errors import InvalidArgument, InvalidProblem, Unsupported
+from ...errors import InvalidArgument, InvalidProblem
 from ...kv.page_table import PageTable
-from .arguments import Scores, heads_and_types, preference_of, refuse
+from .arguments import Scores, check_window, heads_and_types, preference_of, refuse
 from .caches import Cache, PagedCaches
 from .wrapper import BatchWrapper
 
@@ -139,17 +139,11 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchWrapper):
             refuse(args=args, kv_cache_sf=kv_cache_sf, skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor)
         if not window_left is q_len_per_req is None:
             self._check_repeated(window_left, q_len_per_req)
-        if q_scale is not None:
-            k_scale = scaled(q_scale, k_scale)
         if self._q_len != 1 and self._scores is not None and q.shape[0] != self._total_q:
             rule = f"must have {self._total_q} rows, q_len_per_req = {self._q_len} a request"
             raise InvalidProblem("q.shape", tuple(q.shape), rule)
         k, v = self._pages(paged_kv_cache)
-        return self.attend(q, k, v, out, lse, return_lse, sinks, k_scale, v_scale)
-
-    def run_return_lse(self, q: Tensor, paged_kv_cache: Cache, *args: Any, **options: Any) -> Any:
-        """`run` with return_lse."""
-        return self.run(q, paged_kv_cache, *args, **options, return_lse=True)
+        return self.attend(q, k, v, out, lse, return_lse, sinks, q_scale, k_scale, v_scale)
 
     def forward(
         self,
@@ -196,16 +190,3 @@ class CUDAGraphBatchDecodeWithPagedKVCacheWrapper(BatchDecodeWithPagedKVCacheWra
     ) -> None:
         """As BatchDecodeWithPagedKVCacheWrapper with use_cuda_graph."""
         super().__init__(workspace_buffer, kv_layout, True, use_tensor_cores, indptr_buffer, indices_buffer, last_page_len_buffer)
-
-
-def check_window(window_left: int | None, scores: Scores | None) -> None:
-    """Raises InvalidArgument for a window of run() that is not plan()'s."""
-    if scores is not None and window_left not in (None, scores.window_left):
-        raise InvalidArgument("window_left", f"is {window_left}, must be None or as planned, {scores.window_left}")
-
-
-def scaled(q_scale: float | Tensor, k_scale: float | Tensor | None) -> float | Tensor:
-    """The scale of K with that of q in it. Raises Unsupported for a tensor's."""
-    if isinstance(q_scale, Tensor):
-        raise Unsupported(["q_scale: a float is served, a tensor is not"])
-    return q_scale if k_scale is None else q_scale * k_scale

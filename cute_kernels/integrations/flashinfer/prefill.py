@@ -11,9 +11,8 @@ from ...api.plan_cache import length_hint, rounded_rows
 from ...errors import InvalidProblem
 from ...kv.page_table import PageTable
 from ...planning.variants import PlanPreference
-from .arguments import Scores, heads_and_types, preference_of, refuse
+from .arguments import Scores, check_window, heads_and_types, preference_of, refuse
 from .caches import Cache, PagedCaches
-from .decode import check_window, scaled
 from .wrapper import BatchWrapper
 
 
@@ -144,14 +143,8 @@ class BatchPrefillWithPagedKVCacheWrapper(RaggedRows):
             refuse(use_fp16_softmax=use_fp16_softmax, uses_spcompress=uses_spcompress)
         if window_left is not None:
             check_window(window_left, self._scores)
-        if q_scale is not None:
-            k_scale = scaled(q_scale, k_scale)
         k, v = self._pages(paged_kv_cache)
-        return self.attend(q, k, v, out, lse, return_lse, sinks, k_scale, v_scale)
-
-    def run_return_lse(self, q: Tensor, paged_kv_cache: Cache, *args: Any, **options: Any) -> Any:
-        """`run` with return_lse."""
-        return self.run(q, paged_kv_cache, *args, **options, return_lse=True)
+        return self.attend(q, k, v, out, lse, return_lse, sinks, q_scale, k_scale, v_scale)
 
     def forward(
         self,

@@ -10,7 +10,6 @@ from torch import Tensor
 from ...errors import Unsupported
 from ...kv.page_table import PageTable
 from .arguments import Scores, heads_and_types, preference_of, refuse
-from .decode import scaled
 from .prefill import RaggedRows
 
 
@@ -85,10 +84,4 @@ class BatchPrefillWithRaggedKVCacheWrapper(RaggedRows):
         """As BatchPrefillWithPagedKVCacheWrapper.run; k, v: [tokens, num_kv_heads, head_dim]."""
         if args or not kv_cache_sf is o_scale is None:
             refuse(args=args, kv_cache_sf=kv_cache_sf, o_scale=None if o_scale == 1 else o_scale)
-        if q_scale is not None:
-            k_scale = scaled(q_scale, k_scale)
-        return self.attend(q, k, v, out, lse, return_lse, None, k_scale, v_scale)
-
-    def run_return_lse(self, q: Tensor, k: Tensor, v: Tensor, *args: Any, **options: Any) -> Any:
-        """`run` with return_lse."""
-        return self.run(q, k, v, *args, **options, return_lse=True)
+        return self.attend(q, k, v, out, lse, return_lse, None, q_scale, k_scale, v_scale)

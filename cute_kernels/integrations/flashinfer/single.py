@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from ...api.attention import decode_attention, paged_attention
-from .arguments import Scores, heads_and_types, layout_named, refuse
-from .decode import scaled
+from .arguments import Scores, heads_and_types, layout_named, refuse, scaled
 
 
 def single_decode_with_kv_cache(

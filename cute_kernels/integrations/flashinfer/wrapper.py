@@ -18,7 +18,7 @@ from ...errors import InvalidArgument, InvalidProblem, MisalignedOperand
 from ...kv.page_table import PageTable
 from ...kv.scale import KVScale
 from ...planning.variants import PlanPreference
-from .arguments import Scores, layout_named
+from .arguments import Scores, layout_named, scaled
 
 Launch = Callable[..., tuple[Tensor, Tensor]]
 Key = tuple[int, bool, bool, bool]  # rows of q where plans differ by them, else 0; whether sinks, k_scale and v_scale are given
@@ -28,6 +28,8 @@ Scale = float | Tensor | None
 
 class BatchWrapper:
     """The workspace of a wrapper is its own, made once; FlashInfer's, which nobody has zeroed, only names the device."""
+
+    run: Callable[..., Any]
 
     def __init__(
         self, float_workspace_buffer: Tensor, kv_layout: str, use_cuda_graph: bool, buffers: dict[str, Tensor | None]
@@ -46,6 +48,10 @@ class BatchWrapper:
         self._scores: Scores | None = None
         self._slopes: Tensor | None = None
         self._rows_of_q = False
+
+    def run_return_lse(self, *args: Any, **options: Any) -> Any:
+        """`run` with return_lse."""
+        return self.run(*args, **options, return_lse=True)
 
     def end_forward(self) -> None:
         """Does nothing, as FlashInfer's."""
@@ -129,10 +135,13 @@ class BatchWrapper:
         lse: Tensor | None = None,
         return_lse: bool = False,
         sinks: Tensor | None = None,
+        q_scale: float | None = None,
         k_scale: Scale = None,
         v_scale: Scale = None,
     ) -> Any:
         """Runs the plan. Returns out, or (out, lse) where return_lse says so."""
+        if q_scale is not None:
+            k_scale = scaled(q_scale, k_scale)
         if self._slopes is not None and self._scores is not None:
             self._scores.refuse_what_alibi_changes(return_lse or lse is not None, sinks)
         if not k_scale is v_scale is None:
