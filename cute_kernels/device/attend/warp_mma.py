@@ -20,11 +20,6 @@ def make_mma(element_type: str) -> cute.TiledMma:
     return cute.make_tiled_mma(op, (1, 1, 1), permutation_mnk=(16, 16, 16))
 
 
-def make_mmas(spec: KernelSpec) -> tuple[cute.TiledMma, cute.TiledMma]:
-    """Those of Q K^T and of P V."""
-    return make_mma(spec.k_math), make_mma(spec.v_math)
-
-
 class TileReader:
     """Reads B fragments of one ring (K, or V transposed) through ldmatrix, 16 units of the contraction at a time."""
 
@@ -73,13 +68,13 @@ class TileReader:
         return (found,)
 
 
-class WarpProducts:
-    """The products of a warp with the m-tiles that it attends to: what it reads and decodes of a KV tile serves all of them."""
+class KeyProducts:
+    """Q K^T of a warp with a ring of K tiles: what it reads and decodes of a tile serves all queries that it has."""
 
-    def __init__(self, spec: KernelSpec, shared: Shared, lane: Int32):
+    def __init__(self, spec: KernelSpec, ring: cute.Tensor, lane: Int32):
         self.spec = spec
-        self.mma_k, self.mma_v = make_mmas(spec)
-        self.reader_k, self.reader_v = make_readers(spec, (self.mma_k, self.mma_v), lane, shared)
+        self.mma_k = make_mma(spec.k_math)
+        self.reader_k = TileReader(spec, self.mma_k, lane, ring, spec.k_type, is_v=False)
         self.thr_mma = self.mma_k.get_slice(lane)
 
     def scores(self, queries: list, stage: Int32) -> list[cute.Tensor]:
@@ -92,9 +87,22 @@ class WarpProducts:
             loaded = self.reader_k.load(step, stage)
             for i in range(len(loaded)):
                 for acc_s, query in zip(scores, queries, strict=True):
-                    fragment = query_step(spec, query, step * len(loaded) + i)
+                    fragment = self.query_step(query, step * len(loaded) + i)
                     cute.gemm(self.mma_k, acc_s, fragment, loaded[i][None, None, 0], acc_s)
         return scores
+
+    def query_step(self, query, step: int) -> cute.Tensor:
+        """The A fragment of one k16 step of a query."""
+        return query_step(self.spec, query, step)
+
+
+class WarpProducts(KeyProducts):
+    """The products of a warp with the m-tiles that it attends to."""
+
+    def __init__(self, spec: KernelSpec, shared: Shared, lane: Int32):
+        super().__init__(spec, shared.rings[0], lane)
+        self.mma_v = make_mma(spec.v_math)
+        self.reader_v = TileReader(spec, self.mma_v, lane, shared.rings[1], spec.v_type, is_v=True)
 
     def add_values(self, outputs: list, weights: list, stage: Int32):
         """Adds P V to each output. weights: P as A fragments."""
@@ -107,11 +115,3 @@ class WarpProducts:
 def registers(fragment: cute.Tensor) -> cute.Tensor:
     """A B fragment as 32-bit registers [half of the contraction, n8]."""
     return cute.make_tensor(cute.recast_ptr(fragment.iterator, dtype=Int32), cute.make_layout((2, cute.size(fragment) // 4)))
-
-
-def make_readers(spec: KernelSpec, mmas: tuple, lane: Int32, shared: Shared) -> tuple[TileReader, TileReader]:
-    """The readers of K and of V."""
-    readers = []
-    for mma, ring, stored, is_v in zip(mmas, shared.rings, (spec.k_type, spec.v_type), (False, True), strict=True):
-        readers.append(TileReader(spec, mma, lane, ring, stored, is_v))
-    return tuple(readers)

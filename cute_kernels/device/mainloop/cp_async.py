@@ -4,6 +4,8 @@ It takes any page size and any alignment of an element or more, so it also serve
 the end and columns past head_dim are filled with zeros by cp.async's source size.
 """
 
+from dataclasses import dataclass
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int8, Int16, Int32
@@ -11,7 +13,7 @@ from cutlass import Boolean, Int8, Int16, Int32
 from ...config.decode import KernelSpec
 from ...config.problem import UNIT_BYTES
 from ..attend.attend import Attention, attend_tile
-from ..attend.query_rows import first_tile, place_of_tile
+from ..attend.query_rows import KvRange, Row, first_tile, place_of_tile
 from ..kv.scale import fetch_scales, find_scales
 from ..kv.source import find_holes, find_page, inspect_request, is_seen, open_row_or_nothing, slot_start
 from ..problem import Problem
@@ -20,6 +22,16 @@ from ..schedule.opening import Opening
 from ..schedule.work_scheduler import Piece, take_share
 from . import tile
 from .shared import Shared, read_holes
+
+
+@dataclass(frozen=True)
+class TileTokens:
+    """The tokens of a row from `first` on, as a tile of a KV head has them. keys: those that are read, the others become zeros."""
+
+    row: Row
+    keys: KvRange
+    kv_head: Int32
+    first: Int32
 
 
 class CpAsyncMainloop:
@@ -101,55 +113,57 @@ class CpAsyncMainloop:
             alike = spec.k_bytes == spec.v_bytes and spec.head_dim == spec.v_head_dim
             columns = (spec.head_dim,) if alike else (spec.head_dim, spec.v_head_dim)
             for caches, width in zip((both,) if alike else ((one,) for one in both), columns, strict=True):
-                self.fetch_tokens(caches, width, num_pages, piece, token_tile, stage, pages)
+                tokens = TileTokens(piece.row, piece.keys, piece.kv_head, self.first_token(piece, token_tile))
+                fetch_tokens(spec, caches, width, num_pages, tokens, stage, pages)
         cute.arch.cp_async_commit_group()
 
-    @cute.jit
-    def fetch_tokens(
-        self,
-        caches: tuple,
-        columns: cutlass.Constexpr,
-        num_pages: Int32,
-        piece: Piece,
-        token_tile: Int32,
-        stage: Int32,
-        pages: Int32,
-    ):
-        """Starts the loads of the tokens of one tile. caches: (cache, ring, RingShape) of those with elements of one size.
 
-        columns: of a token's head.
-        """
-        spec, element_bytes = self.spec, cutlass.const_expr(caches[0][0].element_type.width // 8)
-        vector = cutlass.const_expr(spec.vector_bytes // element_bytes)
-        per_token = cutlass.const_expr(caches[0][2].units * UNIT_BYTES // spec.vector_bytes)
-        for i in cutlass.range(-(-spec.tile_n * per_token // 32), unroll=4):
-            index = i * 32 + cute.arch.lane_idx()
-            token, column = index // per_token, index % per_token * vector
-            page = cute.arch.shuffle_sync(pages, token)
-            if token < spec.tile_n:
-                position = self.first_token(piece, token_tile) + token
-                inside = is_seen(piece.keys, position, 1) and column < columns
-                inside = inside and page >= 0 and page < num_pages
-                slot = position % spec.page_size if cutlass.const_expr(spec.page_size) else slot_start(spec, piece.row) + position
-                for cache, ring, shape in caches:
-                    offset = tile.swizzled(shape, stage, token, column * element_bytes)
-                    self.fetch_vector(cache, ring, (page, piece.kv_head, slot, column), offset, inside)
+@cute.jit
+def fetch_tokens(
+    spec: cutlass.Constexpr,
+    caches: tuple,
+    columns: cutlass.Constexpr,
+    num_pages: Int32,
+    tokens: TileTokens,
+    stage: Int32,
+    pages: Int32,
+):
+    """A warp starts the loads of a tile. caches: (cache, ring, RingShape) of those with elements of one size.
 
-    @cute.jit
-    def fetch_vector(self, cache: cute.Tensor, ring: cute.Tensor, coord: tuple, offset: Int32, inside: Boolean):
-        """One vector of a token: cp.async of 16, 8 or 4 bytes with zero fill, or a plain load and store of 2 or 1."""
-        size = cutlass.const_expr(self.spec.vector_bytes)
-        target = ring.iterator.toint() + offset
-        source = cache.iterator.toint()
+    columns: of a token's head. Lane l of `pages` has the page of the tile's token l.
+    """
+    element_bytes = cutlass.const_expr(caches[0][0].element_type.width // 8)
+    vector = cutlass.const_expr(spec.vector_bytes // element_bytes)
+    per_token = cutlass.const_expr(caches[0][2].units * UNIT_BYTES // spec.vector_bytes)
+    for i in cutlass.range(-(-spec.tile_n * per_token // 32), unroll=4):
+        index = i * 32 + cute.arch.lane_idx()
+        token, column = index // per_token, index % per_token * vector
+        page = cute.arch.shuffle_sync(pages, token)
+        if token < spec.tile_n:
+            position = tokens.first + token
+            inside = is_seen(tokens.keys, position, 1) and column < columns
+            inside = inside and page >= 0 and page < num_pages
+            slot = position % spec.page_size if cutlass.const_expr(spec.page_size) else slot_start(spec, tokens.row) + position
+            for cache, ring, shape in caches:
+                offset = tile.swizzled(shape, stage, token, column * element_bytes)
+                fetch_vector(spec, cache, ring, (page, tokens.kv_head, slot, column), offset, inside)
+
+
+@cute.jit
+def fetch_vector(spec: cutlass.Constexpr, cache: cute.Tensor, ring: cute.Tensor, coord: tuple, offset: Int32, inside: Boolean):
+    """One vector of a token: cp.async of 16, 8 or 4 bytes with zero fill, or a plain load and store of 2 or 1."""
+    size = cutlass.const_expr(spec.vector_bytes)
+    target = ring.iterator.toint() + offset
+    source = cache.iterator.toint()
+    if inside:
+        source = (cache.iterator + cute.crd2idx(coord, cache.layout)).toint()
+    if cutlass.const_expr(size >= 4):
+        copy_async(source, target, size, inside)
+    else:
+        element = Int16
+        if cutlass.const_expr(size == 1):
+            element = Int8
+        value = element(0)
         if inside:
-            source = (cache.iterator + cute.crd2idx(coord, cache.layout)).toint()
-        if cutlass.const_expr(size >= 4):
-            copy_async(source, target, size, inside)
-        else:
-            element = Int16
-            if cutlass.const_expr(size == 1):
-                element = Int8
-            value = element(0)
-            if inside:
-                value = cute.make_tensor(cute.make_ptr(element, source, cute.AddressSpace.gmem), 1)[0]
-            cute.arch.inline_ptx(f"st.shared.u{8 * size} [{{$r0}}], {{$r1}};", read_only_args=[Int32(target), Int16(value)])
+            value = cute.make_tensor(cute.make_ptr(element, source, cute.AddressSpace.gmem), 1)[0]
+        cute.arch.inline_ptx(f"st.shared.u{8 * size} [{{$r0}}], {{$r1}};", read_only_args=[Int32(target), Int16(value)])

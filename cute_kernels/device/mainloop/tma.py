@@ -15,7 +15,6 @@ from cutlass import Boolean, Int32, Int64
 from cutlass.cute.nvgpu import cpasync
 
 from ...config.decode import KernelSpec
-from ...config.problem import UNIT_BYTES
 from ...config.tiling import PRODUCER_WARPS, WIDENING_WARPS, RingShape
 from ..attend.attend import Attention, attend_tile
 from ..attend.mask import has_outside, zero_outside
@@ -39,6 +38,7 @@ from ..schedule.crew import prepare_end
 from ..schedule.opening import Opening, find_opening, first_pages, meet, meet_consumers, publish, read_opening
 from ..schedule.work_scheduler import Piece, after, keys_of, make_piece, take_share, unfinished
 from . import tile
+from .boxes import EVICT_FIRST, arrive_after_copies, partition_boxes, tensor_map
 from .shared import (
     Shared,
     announced_barrier,
@@ -51,21 +51,8 @@ from .shared import (
     zeroed_barrier,
 )
 
-EVICT_FIRST = 0x12F0000000000000  # L2 policy: KV is read once
 EVICT_NORMAL = 0x1000000000000000
 AHEAD = 4  # a quarter of the ring is asked for ahead: what is more delays the loads themselves
-
-
-def in_units(cache: cute.Tensor) -> cute.Tensor:
-    """A cache [pages, heads, slots, head_dim] in elements of 16 bits: pairs of neighbouring columns where it has 8."""
-    if cache.element_type.width == 8 * UNIT_BYTES:
-        return cache
-    return cute.recast_tensor(cache, cutlass.Float16)
-
-
-def arrive_after_copies(barrier: cute.Pointer):
-    """Each lane arrives once its own cp.async so far have landed."""
-    cute.arch.inline_ptx("cp.async.mbarrier.arrive.noinc.shared.b64 [{$r0}];", read_only_args=[Int32(barrier.toint())])
 
 
 class TmaMainloop:
@@ -85,34 +72,13 @@ class TmaMainloop:
 
     def operands(self, k: cute.Tensor, v: cute.Tensor) -> tuple:
         """(K atom, K coordinates, V atom, V coordinates) of caches [pages, heads, slots, head_dim] in any strides."""
-        return (*self._tensor_map(k, self.spec.rings[0]), *self._tensor_map(v, self.spec.rings[1]))
-
-    def _tensor_map(self, cache: cute.Tensor, shape: RingShape) -> tuple:
-        (width, blocks), units = tile.columns(shape), in_units(cache)
-        slots, heads, pages = (units.shape[i] for i in (2, 1, 0))
-        strides = [units.stride[i] for i in (2, 1, 0)]
-        shapes, steps = (slots, (width, blocks), heads, pages), (strides[0], (1, width), *strides[1:])
-        if shape.by_block:
-            shapes, steps = (slots, width, blocks, heads, pages), (strides[0], 1, width, *strides[1:])
-        view = cute.make_tensor(units.iterator, cute.make_layout(shapes, stride=steps))
-        slab = cute.make_composed_layout(tile.swizzle(shape), 0, tile.slab_layout(shape))
-        load = cpasync.CopyBulkTensorTileG2SOp()
-        return tuple(cpasync.make_tiled_tma_atom(load, view, slab, (shape.box_rows, tile.box_columns(shape))))[:2]
+        return (*tensor_map(k, self.spec.rings[0]), *tensor_map(v, self.spec.rings[1]))
 
     def from_start(self, piece: Piece, coords: cute.Tensor) -> cute.Tensor:
         """The coordinates of a cache [slots, columns, heads, pages] from where the piece's row begins in its page."""
         if self.spec.table_format != "packed":
             return coords
         return cute.domain_offset((piece.row.start, *(0 for _ in range(cute.rank(coords) - 1))), coords)
-
-    def _partition(self, atom, coords: cute.Tensor, ring: cute.Tensor, shape: RingShape) -> tuple:
-        """Boxes in shared memory [box, slab, column block, stage] and global memory [box, slot block, column block, head, page].
-
-        Global memory has no axis of column blocks where a box brings all.
-        """
-        slabs = cute.make_tensor(ring.iterator, tile.slab_ring_layout(shape))
-        boxes = cute.zipped_divide(coords, (shape.box_rows, tile.box_columns(shape)))
-        return cpasync.tma_partition(atom, 0, cute.make_layout(1), cute.group_modes(slabs, 0, 2), boxes)
 
     def order(self, piece: Piece) -> Int32:
         """This warp's place in the merge: the residue of its tiles in the piece, so it depends on the piece alone."""
@@ -161,8 +127,8 @@ class TmaMainloop:
         pages = first_pages(spec, rows, share, row)
         if unfinished(share, share.row, share.tile):
             prefetch_query(spec, problem.q, piece.block)
-        gmem_k = self._partition(atom_k, self.from_start(piece, coords_k), shared.rings[0], spec.rings[0])[1]
-        gmem_v = self._partition(atom_v, self.from_start(piece, coords_v), shared.rings[1], spec.rings[1])[1]
+        gmem_k = partition_boxes(atom_k, self.from_start(piece, coords_k), shared.rings[0], spec.rings[0])[1]
+        gmem_v = partition_boxes(atom_v, self.from_start(piece, coords_v), shared.rings[1], spec.rings[1])[1]
         most = cutlass.const_expr(min(32, max(1, spec.num_stages // AHEAD // spec.unit_heads) * self.boxes))
         for box in cutlass.range(cutlass.min((piece.stop - piece.first) * self.boxes, most), unroll=1):
             page = cute.arch.shuffle_sync(pages, box)
@@ -325,8 +291,8 @@ class TmaMainloop:
         spec = self.spec
         atom_k, coords_k, atom_v, coords_v = problem.caches
         coords_k, coords_v = self.from_start(piece, coords_k), self.from_start(piece, coords_v)
-        smem_k, gmem_k = self._partition(atom_k, coords_k, shared.rings[0], spec.rings[0])
-        smem_v, gmem_v = self._partition(atom_v, coords_v, shared.rings[1], spec.rings[1])
+        smem_k, gmem_k = partition_boxes(atom_k, coords_k, shared.rings[0], spec.rings[0])
+        smem_v, gmem_v = partition_boxes(atom_v, coords_v, shared.rings[1], spec.rings[1])
         policy = Int64(EVICT_NORMAL if cutlass.const_expr(spec.reread) else EVICT_FIRST)
         both = (atom_k, gmem_k, smem_k, spec.rings[0]), (atom_v, gmem_v, smem_v, spec.rings[1])
         for which, caches in enumerate(((one,) for one in both) if spec.overlaps else (both,)):
