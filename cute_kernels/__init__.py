@@ -41,9 +41,14 @@ if TYPE_CHECKING:
     from .merge.plan import MergeStatesPlan
     from .planning.variants import DeviceFacts, Explanation, PlanPreference
     from .planning.workspace import WorkspaceRegion
+    from .weights.descriptor import AttentionWeightsDescriptor
+    from .weights.plan import AttentionWeights, AttentionWeightsPlan
 
 __version__ = "0.1.0"
 __all__ = [
+    "AttentionWeights",
+    "AttentionWeightsDescriptor",
+    "AttentionWeightsPlan",
     "CompileFailed",
     "CuteKernelsError",
     "DecodeConfig",
@@ -106,6 +111,8 @@ _HOMES = {
     "planning.base": ("PrecisionGuarantee", "Sku"),
     "planning.variants": ("DeviceFacts", "Explanation", "PlanPreference"),
     "planning.workspace": ("WorkspaceRegion",),
+    "weights.descriptor": ("AttentionWeightsDescriptor",),
+    "weights.plan": ("AttentionWeights", "AttentionWeightsPlan"),
     "config.decode": ("DecodeConfig", "KernelSpec"),
 }
 _HOME = {name: module for module, names in _HOMES.items() for name in names}

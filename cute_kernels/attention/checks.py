@@ -23,6 +23,7 @@ from ..errors import InvalidArgument, InvalidProblem, MisalignedOperand, Unsuppo
 from ..kv.page_table import OPERAND_NAMES
 from ..kv.scale import Axes
 from ..kv.tensors import check_scale, check_table
+from ..kv.types import KVDtype
 from ..planning.workspace import WORKSPACE_ALIGNMENT
 from .descriptors import DecodeProblem
 from .operands import NO_EXTRAS, CacheOrder, Extended, Extras, Operands, Passage, Shapes, Views
@@ -109,11 +110,11 @@ def check(rules: Rules, operands: Operands, extras: Extras = NO_EXTRAS) -> Passa
     problem = rules.problem
     check_query(rules, operands.q)
     _check_caches(rules, operands)
-    _check_table(rules, operands)
+    check_rows(rules, (operands.table0, operands.table1, operands.table2))
     axes = rules.scale_axes(operands.k_cache.shape[rules.free_axis])
     check_scale(rules.device, "k_scale", problem.k_scale, operands.k_scale, axes)
     check_scale(rules.device, "v_scale", problem.v_scale, operands.v_scale, axes)
-    _check_extras(rules, operands.q, extras)
+    check_extras(rules, operands.q, extras)
     if operands.out is not None:
         check_tensor(rules.device, "out", operands.out, problem.q_dtype)
         check_shape("out", operands.out, tuple(operands.q.shape), "q's shape")
@@ -177,36 +178,45 @@ def check_workspace(rules: Rules, workspace: Any, needed: int) -> None:
         raise MisalignedOperand("workspace.data_ptr", workspace.data_ptr(), WORKSPACE_ALIGNMENT)
 
 
-def _check_caches(rules: Rules, operands: Operands) -> None:
-    problem = rules.problem
+def check_cache(rules: Rules, name: str, cache: Any, stored: KVDtype) -> None:
+    """One cache by itself: its type, its axes in the rules' order, and its strides."""
     names, extents = zip(*rules.cache_axes, strict=True)
-    stored = (("k_cache", operands.k_cache, problem.kv_dtype), ("v_cache", operands.v_cache, problem.v_dtype))
-    for name, cache, dtype in stored:
-        check_tensor(rules.device, name, cache, *dtype.tensor_dtypes)
-        check_shape(name, cache, extents, f"[{', '.join(names)}]")
-        check_strides(name, cache, problem.vector_bytes)
-        if any(stride == 0 for extent, stride in zip(cache.shape, cache.stride(), strict=True) if extent > 1):
-            raise Unsupported([f"{name}.stride = {cache.stride()}: an axis of stride 0 (expanded) is not read, make it physical"])
-    extent = operands.k_cache.shape[rules.free_axis]
-    if operands.v_cache.shape[rules.free_axis] != extent:
-        raise InvalidProblem(
-            "v_cache.shape", tuple(operands.v_cache.shape), f"must be k_cache's, {tuple(operands.k_cache.shape)}"
-        )
-    if problem.source == "contiguous":
-        if extent > MAX_EXTENT:
-            raise InvalidProblem("k_cache.shape", tuple(operands.k_cache.shape), "must have a seq_len of at most 2**31 - 1")
-        rows = 1 if rules.order == "packed" else problem.batch_size
-        _check_tokens("k_cache", operands.k_cache, rows * extent, problem.batch_size)
+    check_tensor(rules.device, name, cache, *stored.tensor_dtypes)
+    check_shape(name, cache, extents, f"[{', '.join(names)}]")
+    check_strides(name, cache, rules.problem.vector_bytes)
+    if any(stride == 0 for extent, stride in zip(cache.shape, cache.stride(), strict=True) if extent > 1):
+        raise Unsupported([f"{name}.stride = {cache.stride()}: an axis of stride 0 (expanded) is not read, make it physical"])
 
 
-def _check_table(rules: Rules, operands: Operands) -> None:
+def check_room(rules: Rules, k_cache: Tensor) -> None:
+    """The tokens that a contiguous cache has room for."""
+    if rules.problem.source == "paged":
+        return
+    extent = k_cache.shape[rules.free_axis]
+    if extent > MAX_EXTENT:
+        raise InvalidProblem("k_cache.shape", tuple(k_cache.shape), "must have a seq_len of at most 2**31 - 1")
+    rows = 1 if rules.order == "packed" else rules.problem.batch_size
+    _check_tokens("k_cache", k_cache, rows * extent, rules.problem.batch_size)
+
+
+def _check_caches(rules: Rules, operands: Operands) -> None:
+    problem, k, v = rules.problem, operands.k_cache, operands.v_cache
+    check_cache(rules, "k_cache", k, problem.kv_dtype)
+    check_cache(rules, "v_cache", v, problem.v_dtype)
+    if v.shape[rules.free_axis] != k.shape[rules.free_axis]:
+        raise InvalidProblem("v_cache.shape", tuple(v.shape), f"must be k_cache's, {tuple(k.shape)}")
+    check_room(rules, k)
+
+
+def check_rows(rules: Rules, tables: tuple[Any, Any, Any]) -> None:
+    """A PageTable's operands, and the tokens that a paged cache's has room for."""
     batch = rules.problem.batch_size
-    check_table(rules.device, rules.problem.table_format, batch, (operands.table0, operands.table1, operands.table2))
+    check_table(rules.device, rules.problem.table_format, batch, tables)
     if rules.problem.source == "contiguous":
         return
     name = OPERAND_NAMES[rules.problem.table_format][0]
-    _check_max_pages(rules, name, operands.table0)
-    _check_tokens(name, operands.table0, operands.table0.numel() * rules.problem.page_size, batch)
+    _check_max_pages(rules, name, tables[0])
+    _check_tokens(name, tables[0], tables[0].numel() * rules.problem.page_size, batch)
 
 
 def _check_tokens(name: str, holder: Tensor, tokens: int, batch: int) -> None:
@@ -229,7 +239,7 @@ def _check_max_pages(rules: Rules, name: str, table: Tensor) -> None:
         raise InvalidProblem(f"{name}.shape", tuple(table.shape), rule)
 
 
-def _check_extras(rules: Rules, q: Tensor, extras: Extras) -> None:
+def check_extras(rules: Rules, q: Tensor, extras: Extras) -> None:
     """The tensors of several query rows and of modifiers: those that are described, and no others."""
     problem, modifiers = rules.problem, rules.problem.modifiers
     wanted: dict[str, tuple[bool, torch.dtype, tuple[int, ...], str]] = {

@@ -124,7 +124,7 @@ def viewed(views: Views, operands: Operands) -> Operands:
 
 def normalised(problem: DecodeProblem, views: Views, operands: Operands) -> Operands:
     """The same memory as `kernel_views` has it, without a unit query axis, and aligned strides where an extent is one."""
-    q, out = _without_query_axis(operands.q, problem), _without_query_axis(operands.out, problem)
+    q, out = without_query_axis(operands.q, problem), without_query_axis(operands.out, problem)
     q, out, k, v = (with_unit_strides(t, problem.head_dim) for t in (q, out, operands.k_cache, operands.v_cache))
     return viewed(views, operands._replace(q=q, k_cache=k, v_cache=v, out=out))
 
@@ -137,7 +137,8 @@ def by_request(operands: Operands, extras: Extras) -> tuple[Operands, Extras]:
     return operands, extras if mask is None else extras._replace(tree_mask=mask.view(batch, q_len, mask.shape[1]))
 
 
-def _without_query_axis(tensor: Tensor, problem: DecodeProblem) -> Tensor:
+def without_query_axis(tensor: Tensor, problem: DecodeProblem) -> Tensor:
+    """q or out of one query row a request as [batch, num_heads, head_dim]; others as they are."""
     if problem.query != "one" or tensor.dim() == 3:
         return tensor
     return tensor.select(1 if tuple(tensor.shape[1:3]) == (1, problem.num_heads) else 2, 0)

@@ -99,17 +99,25 @@ def attend(q: Tensor, keys: Keys, position: int, scoring: Scoring) -> tuple[Tens
     if tokens == 0:
         lse = q.new_full((num_heads,), -math.inf, dtype=dtype) if sinks is None else sinks * units
         return q.new_zeros((num_heads, head_dim), dtype=dtype), lse
+    scores = scores_of(q, keys, position, scoring)
+    if sinks is not None:  # one more score, of a token whose value is 0
+        scores = torch.cat([scores, sinks.view(num_kv_heads, -1, 1)], -1)
+    out = scores.softmax(-1)[..., :tokens] @ keys.v.transpose(0, 1)
+    return out.reshape(num_heads, head_dim), (scores.logsumexp(-1) * units).reshape(num_heads)
+
+
+def scores_of(q: Tensor, keys: Keys, position: int, scoring: Scoring) -> Tensor:
+    """Scaled and modified scores of a query row [num_heads, head_dim]: [num_kv_heads, group_size, tokens] in the keys' dtype."""
+    dtype, (num_heads, head_dim) = keys.k.dtype, q.shape
+    num_kv_heads = keys.k.shape[1]
     grouped = q.to(dtype).reshape(num_kv_heads, num_heads // num_kv_heads, head_dim)
-    scores = grouped @ keys.k.permute(1, 2, 0) * scoring.softmax_scale  # [num_kv_heads, group_size, tokens]
+    scores = grouped @ keys.k.permute(1, 2, 0) * scoring.softmax_scale
     if scoring.modifiers.softcap:
         scores = scoring.softcap * torch.tanh(scores / scoring.softcap)
     if scoring.alibi_slopes is not None:
         slopes = scoring.alibi_slopes.to(dtype).view(num_kv_heads, -1, 1)
         scores = scores - slopes * (position - keys.position).abs().to(dtype)
-    if sinks is not None:  # one more score, of a token whose value is 0
-        scores = torch.cat([scores, sinks.view(num_kv_heads, -1, 1)], -1)
-    out = scores.softmax(-1)[..., :tokens] @ keys.v.transpose(0, 1)
-    return out.reshape(num_heads, head_dim), (scores.logsumexp(-1) * units).reshape(num_heads)
+    return scores
 
 
 def decode_paged(
@@ -199,28 +207,40 @@ def _seen(scoring: Scoring, keys: Keys, position: int, old: int, tree: Tensor | 
     return keys.part((keys.position < old) | ((tree[new // TREE_WORD_BITS] >> (new % TREE_WORD_BITS)) & 1).bool())
 
 
-def _keys(operands: Operands, page_table: PageTable, request: int, tokens: Tensor, dtype: torch.dtype) -> Keys:
-    """The keys of a request at these positions, but those whose page the pool lacks."""
-    k, v = operands.k_cache, operands.v_cache
-    paged = page_table.format in PAGED
-    if paged:
+class Place(NamedTuple):
+    """Where tokens of a request are in a cache, each [tokens]: positions in the row, pages or rows of the cache, slots there."""
+
+    position: Tensor
+    page: Tensor
+    slot: Tensor
+
+
+def find_tokens(k: Tensor, page_table: PageTable, request: int, tokens: Tensor) -> Place:
+    """Where the tokens of a request at these positions are, but those whose page the pool lacks. k: as a kernel takes it."""
+    if page_table.format in PAGED:
         pages, slot = _pages(page_table, request)[tokens // k.shape[2]].long(), tokens % k.shape[2]
         known = (pages >= 0) & (pages < len(k))
-        tokens, pages, slot = tokens[known], pages[known], slot[known]
-    elif page_table.format == "packed":
-        pages, slot = torch.zeros_like(tokens), tokens + held(page_table, 0)[request]
-    else:
-        pages, slot = torch.full_like(tokens, request), tokens
+        return Place(tokens[known], pages[known], slot[known])
+    if page_table.format == "packed":
+        return Place(tokens, torch.zeros_like(tokens), tokens + held(page_table, 0)[request])
+    return Place(tokens, torch.full_like(tokens, request), tokens)
 
-    def real(cache: Tensor, scale: Tensor | None) -> Tensor:
-        stored = cache[pages, :, slot].to(dtype)
-        if scale is None:
-            return stored
-        if scale.dim() == 3:
-            scale = scale[pages, slot] if paged else scale[pages, :, slot]
-        return stored * scale.to(dtype)[..., None]
 
-    return Keys(tokens, real(k, operands.k_scale), real(v, operands.v_scale))
+def real_values(cache: Tensor, scale: Tensor | None, page_table: PageTable, place: Place, dtype: torch.dtype) -> Tensor:
+    """What those tokens of a cache stand for [tokens, num_kv_heads, head_dim], times their scales."""
+    stored = cache[place.page, :, place.slot].to(dtype)
+    if scale is None:
+        return stored
+    if scale.dim() == 3:
+        scale = scale[place.page, place.slot] if page_table.format in PAGED else scale[place.page, :, place.slot]
+    return stored * scale.to(dtype)[..., None]
+
+
+def _keys(operands: Operands, page_table: PageTable, request: int, tokens: Tensor, dtype: torch.dtype) -> Keys:
+    """The keys of a request at these positions."""
+    place = find_tokens(operands.k_cache, page_table, request, tokens)
+    stored = (operands.k_cache, operands.k_scale), (operands.v_cache, operands.v_scale)
+    return Keys(place.position, *(real_values(cache, scale, page_table, place, dtype) for cache, scale in stored))
 
 
 def _pages(page_table: PageTable, request: int) -> Tensor:

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from ..config.append import AppendSpec
 from ..config.decode import KernelSpec
 from ..config.merge import MergeSpec
+from ..config.weights import WeightsSpec
 from ..errors import CompileFailed, InvalidArgument, Unsupported
 from . import cache
 from .disk import Folder, Untrusted
@@ -54,6 +55,11 @@ def compile_merge(spec: MergeSpec) -> Callable[..., None]:
 
 def compile_append(spec: AppendSpec) -> Callable[..., None]:
     """Returns fn(*append.checks.Operands, status)."""
+    return compile_spec(spec)
+
+
+def compile_weights(spec: WeightsSpec) -> Callable[..., None]:
+    """Returns fn(*weights.operands.Operands, softmax_scale, max_seq_len, window_left, softcap, status)."""
     return compile_spec(spec)
 
 

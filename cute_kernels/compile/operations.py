@@ -11,8 +11,9 @@ from ..config.append import AppendSpec, append_supports
 from ..config.decode import KernelSpec
 from ..config.limits import supports
 from ..config.merge import MergeSpec, merge_supports
+from ..config.weights import WeightsSpec, weights_supports
 
-Spec = KernelSpec | MergeSpec | AppendSpec
+Spec = KernelSpec | MergeSpec | AppendSpec | WeightsSpec
 
 
 @dataclass(frozen=True)
@@ -32,4 +33,5 @@ OPERATIONS: dict[type, Operation] = {
     KernelSpec: Operation("decode", supports, "build"),
     MergeSpec: Operation("merge", merge_supports, "build_merge"),
     AppendSpec: Operation("append", append_supports, "build_append"),
+    WeightsSpec: Operation("weights", weights_supports, "build_weights"),
 }

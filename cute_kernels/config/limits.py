@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .decode import MAX_CP_ASYNC_TILE_N, MAX_TILE_ELEMENTS, MIN_BOX_ROWS, SMEM_BYTES, KernelSpec
 from .problem import LDMATRIX_BYTES
-from .tiling import HALF_TILE_M, TILE_M, WARPGROUP, WARPGROUP_M, MmaScope
+from .tiling import HALF_TILE_M, TILE_M, WARPGROUP, WARPGROUP_M, MmaScope, TilingSpec
 
 # padded head_dim of more than one warpgroup, by whether warps widen tiles beside them: above, registers spill (read from SASS)
 TWO_WARPGROUPS_HEAD_DIM = {False: 192, True: 128}
@@ -63,15 +63,16 @@ def supports(spec: KernelSpec) -> list[str]:
     if spec.smem_bytes > SMEM_BYTES[spec.target]:
         reasons.append(f"shared memory {spec.smem_bytes} bytes exceeds {SMEM_BYTES[spec.target]} on {spec.target}")
     if spec.arch == "sm90":
-        reasons += _tma_reasons(spec)
+        reasons += tma_reasons(spec)
     else:
-        reasons += _cp_async_reasons(spec)
+        reasons += cp_async_reasons(spec)
     if spec.unit_heads > 1:
         reasons += _unit_reasons(spec)
     return reasons
 
 
-def _cp_async_reasons(spec: KernelSpec) -> list[str]:
+def cp_async_reasons(spec: TilingSpec) -> list[str]:
+    """Why the cp.async mainloop cannot bring its tiles."""
     reasons = []
     if spec.num_stages < 2 * spec.num_warps:
         reasons.append(f"num_stages={spec.num_stages} gives a warp's cp.async ring fewer than 2 stages")
@@ -87,7 +88,8 @@ def _cp_async_reasons(spec: KernelSpec) -> list[str]:
     return reasons
 
 
-def _tma_reasons(spec: KernelSpec) -> list[str]:
+def tma_reasons(spec: TilingSpec) -> list[str]:
+    """Why TMA cannot bring its tiles."""
     reasons = []
     if spec.target != "sm_90a":
         reasons.append(f"TMA needs sm_90a, target is {spec.target}")

@@ -36,7 +36,7 @@ ARGUMENTS = {
 }
 MESSAGES: dict[FaultKind, str] = {  # by row and value
     "page": "row {} names page {}: must be from 0 to num_pages - 1",
-    "length": "row {} has length {}: must be from 0 to the tokens that its part of the table holds",
+    "length": "row {} has length {}: must be from 0 to the tokens that its part of the table, and weights, have room for",
     "indptr": "row {} begins at indptr {}: must be from 0, at most the next row's, and end within what it indexes",
     "slot": "token {} has slot {}: must be negative (skipped) or below num_pages * page_size",
     "position": "token {} has position {}: must be from 0 to the rows of the cos_sin_cache - 1",

@@ -4,6 +4,7 @@ Those are the tokens past a row's end, and before a window. A page outside the p
 zeros), and its scores become -inf. What one query row of a unit sees and another does not becomes -inf for that one alone.
 """
 
+import math
 from dataclasses import dataclass
 
 import cutlass
@@ -17,19 +18,21 @@ VECTOR = 8  # units of one 16-byte store
 
 
 @cute.jit
-def mask_scores(acc_s: cute.Tensor, coords: cute.Tensor, valid: Int32):
-    """Scores of tokens at or past `valid` become -inf. coords: (row, token) of each accumulator element."""
+def mask_scores(acc_s: cute.Tensor, coords: cute.Tensor, valid: Int32, hidden: cutlass.Constexpr = -math.inf):
+    """Scores of tokens at or past `valid` become `hidden`. coords: (row, token) of each accumulator element."""
     for i in cutlass.range_constexpr(cute.size(acc_s)):
         if coords[i][1] >= valid:
-            acc_s[i] = -Float32.inf
+            acc_s[i] = Float32(hidden)
 
 
 @cute.jit
-def mask_holes(acc_s: cute.Tensor, coords: cute.Tensor, holes: Int32, tokens: cutlass.Constexpr):
-    """Scores of the tokens whose page is not in the pool become -inf. Bit b of holes stands for `tokens` tokens."""
+def mask_holes(
+    acc_s: cute.Tensor, coords: cute.Tensor, holes: Int32, tokens: cutlass.Constexpr, hidden: cutlass.Constexpr = -math.inf
+):
+    """Scores of the tokens whose page is not in the pool become `hidden`. Bit b of holes stands for `tokens` tokens."""
     for i in cutlass.range_constexpr(cute.size(acc_s)):
         if (holes >> (coords[i][1] // tokens)) & 1 != 0:
-            acc_s[i] = -Float32.inf
+            acc_s[i] = Float32(hidden)
 
 
 @cute.jit

@@ -26,7 +26,7 @@ from .shared import Shared, read_holes
 
 @dataclass(frozen=True)
 class TileTokens:
-    """The tokens of a row from `first` on, as a tile of a KV head has them. keys: those that are read, the others become zeros."""
+    """The tokens of a row from `first` on, as a tile of a KV head. keys: those that are read; the others become zeros."""
 
     row: Row
     keys: KvRange

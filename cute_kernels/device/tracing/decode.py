@@ -31,7 +31,7 @@ def fake_tables(table_format: TableFormat, batch) -> tuple:
     return None, None, None
 
 
-def _cache(spec: KernelSpec, stored_type: StoredType, shape: tuple):
+def fake_cache(spec: KernelSpec, stored_type: StoredType, shape: tuple):
     """A fake cache [pages, num_kv_heads, page_size, head_dim]."""
     return rows(stored_element(stored_type), shape, spec.vector_bytes // ELEMENT_BYTES[stored_type], spec.vector_bytes)
 
@@ -57,7 +57,7 @@ def arguments(spec: KernelSpec) -> tuple:
     slots = spec.page_size or cute.sym_int64()
     pages = batch if spec.source == "contiguous" and spec.table_format != "packed" else cute.sym_int64()
     stored = (spec.k_type, spec.head_dim), (spec.v_type, spec.v_head_dim)
-    caches = [_cache(spec, stored_type, (pages, kv_heads, slots, columns)) for stored_type, columns in stored]
+    caches = [fake_cache(spec, stored_type, (pages, kv_heads, slots, columns)) for stored_type, columns in stored]
     scales = fake_scale(spec.k_scale), fake_scale(spec.v_scale)
     lse = scalars(Float32, (*leading, heads))
     workspace = make_fake_tensor(cutlass.Uint8, (cute.sym_int64(),), (1,), assumed_align=16) if spec.split else None

@@ -1,0 +1,112 @@
+"""All query heads of a row in shared memory, one behind the other: A fragments of any KV head's are read by ldmatrix.
+
+A kernel that walks the KV heads of a tile needs every head's query at any time. As rows of elements, swizzled (mainloop/tile.py),
+they take group_size rows a KV head, where fragments (pack_gqa.py) take 16.
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+
+from ...config.tiling import MMA_K, TILE_M
+from ...config.weights import WeightsSpec
+from ..elements import ELEMENT_TYPES
+from ..mainloop.tile import swizzled
+from ..ptx.cp_async import copy_async
+from ..ptx.registers import quotient, remainder
+from .pack_gqa import FRAGMENT, PAIR_BYTES, fragments, lane_columns
+from .query_range import rescale
+from .warp_mma import KeyProducts
+
+HALF_BYTES = 16  # of a row of an 8 x 8 matrix
+
+
+def pair_place(spec: WeightsSpec, head: Int32, column: Int32) -> Int32:
+    """Byte offset of a pair of columns of a query head, the first of them even."""
+    return swizzled(spec.heads_shape, 0, head, column * spec.q_bytes)
+
+
+def codec_column(spec: WeightsSpec, column: Int32) -> Int32:
+    """Where a pair of columns goes so that a k16 step meets those that the codec leaves of K (kv/codec.py, pack_gqa.place_of)."""
+    if spec.k_bytes > 1:
+        return column
+    rest = remainder(column, MMA_K)
+    return column - rest + 8 * ((rest >> 1) & 1) + 2 * (rest >> 2)
+
+
+@cute.jit
+def fetch_heads(spec: cutlass.Constexpr, q: cute.Tensor, row: Int32, shared: cute.Tensor):
+    """The CTA's threads start to bring all query heads of a row of q [batch, num_heads, head_dim], by cp.async.
+
+    Columns past head_dim become zeros. Single columns, where head_dim is odd, are there when it returns.
+    """
+    per_head = cutlass.const_expr(spec.padded_head_dim // 2)
+    thread, threads = cute.arch.thread_idx()[0], cutlass.const_expr(32 * spec.num_warps)
+    for i in cutlass.range(thread, spec.num_heads * per_head, threads, unroll=4):
+        head, column = quotient(i, per_head), remainder(i, per_head) * 2
+        target = shared.iterator.toint() + pair_place(spec, head, column)
+        if cutlass.const_expr(spec.head_dim % 2 == 0):
+            inside = column < spec.head_dim
+            source = q.iterator + cute.crd2idx((row, head, cutlass.select_(inside, column, 0)), q.layout)
+            copy_async(source.toint(), target, PAIR_BYTES, inside)
+        else:
+            for c in cutlass.range_constexpr(2):
+                value = q.element_type(0.0)
+                if column + c < spec.head_dim:
+                    value = q[row, head, column + c]
+                element = cute.make_ptr(q.element_type, target + c * spec.q_bytes, cute.AddressSpace.smem)
+                cute.make_tensor(element, 1)[0] = value
+    cute.arch.cp_async_commit_group()
+
+
+@cute.jit
+def rescale_heads(spec: cutlass.Constexpr, shared: cute.Tensor, factors: cute.Tensor):
+    """The CTA's warps bring settled query heads into f16's range, in the codec's order of columns (query_range.py).
+
+    factors: f32 [num_heads], of the scores; each is multiplied by what undoes its head's.
+    """
+    words, columns = cute.recast_tensor(shared, Int32), lane_columns(spec)
+    for head in cutlass.range(cute.arch.warp_idx(), spec.num_heads, spec.num_warps, unroll=1):
+        pairs = cute.make_rmem_tensor(len(columns), Int32)
+        pairs.fill(0)
+        for i, column in enumerate(columns):
+            if column < spec.padded_head_dim:
+                pairs[i] = words[quotient(pair_place(spec, head, column), PAIR_BYTES)]
+        inverse = rescale(spec, pairs, Float32(1.0))
+        cute.arch.sync_warp()  # all lanes have read what others overwrite
+        for i, column in enumerate(columns):
+            if column < spec.padded_head_dim:
+                words[quotient(pair_place(spec, head, codec_column(spec, column)), PAIR_BYTES)] = pairs[i]
+        if cute.arch.lane_idx() == 0:
+            factors[head] = factors[head] * inverse
+
+
+def packed_head(spec: WeightsSpec, kv_head: Int32, packed: Int32) -> Int32:
+    """The query head of a packed row of a KV head; past the group its last one."""
+    return kv_head * spec.group_size + cutlass.min(packed, spec.group_size - 1)
+
+
+class HeadProducts(KeyProducts):
+    """Q K^T with queries that lie in shared memory as rows. A query is the address at which a lane reads: query_address."""
+
+    def __init__(self, spec: WeightsSpec, shared: cute.Tensor, ring: cute.Tensor, lane: Int32):
+        super().__init__(spec, ring, lane)
+        self.base, self.lane = shared.iterator.toint(), lane
+
+    def query(self, kv_head: Int32, row_tile: Int32 | int) -> Int32:
+        """The query head whose row a lane reads of an m-tile of a KV head: `scores` takes it."""
+        return packed_head(self.spec, kv_head, row_tile * TILE_M + remainder(self.lane, TILE_M))
+
+    def query_step(self, query: Int32, step: int) -> cute.Tensor:
+        """The A fragment of one k16 step: lane l reads the row l % 16 of the matrices of columns l // 16."""
+        column = step * MMA_K * self.spec.q_bytes + quotient(self.lane, TILE_M) * HALF_BYTES
+        address = self.base + swizzled(self.spec.heads_shape, 0, query, column)
+        found = cute.arch.inline_ptx(
+            "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
+            write_only_types=[Int32] * 4,
+            read_only_args=[Int32(address)],
+        )
+        words = cute.make_rmem_tensor(FRAGMENT // 2, Int32)
+        for i in range(FRAGMENT // 2):
+            words[i] = found[i]
+        return fragments(cute.recast_tensor(words, ELEMENT_TYPES[self.spec.k_math]))[None, None, 0]
