@@ -1,4 +1,4 @@
-"""Runs every variant of 16 and 8 bits, several query rows, merges and appends once on small shapes: `make sanitize`.
+"""Runs every variant of 16 and 8 bits, several query rows, weights, merges and appends once on small shapes: `make sanitize`.
 
 Inputs are made and results checked on the CPU, so that the sanitizer sees little but the kernels of the package. A result
 that the tests would not accept fails the run: a kernel that does nothing is not clean.
@@ -29,6 +29,11 @@ from tests.support.harness import assert_close, run, select
 from tests.support.inputs import Inputs, Shape, make_inputs
 from tests.support.merge_cases import assert_close as assert_merge_close
 from tests.support.metadata import equivalent
+from tests.support.weights_cases import CASES as WEIGHTS_CASES
+from tests.support.weights_cases import assert_close as assert_weights_close
+from tests.support.weights_cases import make_weights
+from tests.support.weights_cases import run as run_weights
+from tests.support.weights_cases import select as select_weights
 
 F16, BF16 = torch.float16, torch.bfloat16
 LENGTHS = (0, 1, 700, 17, 129, 300)  # the long rows are cut where a plan cuts rows
@@ -179,6 +184,12 @@ APPENDS = (
     ("sm90", replace(APPEND, num_tokens=2**16, num_kv_heads=8)),  # several rows a thread
 )
 
+# names of weights_cases, by backend
+WEIGHTS = {
+    "sm90": ("usual", "csr_p128_bf16", "odd_keys", "int8_token_f16", "everything_e4m3_lengths", "group_71", "d256", "page_256"),
+    "sm80": ("usual_bf16", "int8_token_csr", "everything_int8", "page_5", "page_17_d40_e4m3", "d33", "whole"),
+}
+
 
 def to_gpu(inputs: Inputs) -> tuple[Inputs, ck.PageTable | None]:
     """The inputs and their page table on the GPU, by copies alone."""
@@ -228,6 +239,16 @@ def merge(arch: str, descriptor: ck.MergeStatesDescriptor) -> None:
     lse = torch.full(descriptor.shape[:2], math.nan, device="cuda")
     plan.run(outs.cuda(), lses.cuda(), out=out, lse=lse)
     assert_merge_close(descriptor, (out.cpu(), lse.cpu()), outs, lses)
+
+
+def weights(name: str, arch: str) -> None:
+    """A case of attention weights, compared with f64."""
+    inputs = make_weights(next(case for case in WEIGHTS_CASES if case.name == name))
+    table = inputs.given["page_table"]
+    table = table._replace(operands=tuple(t if t is None else t.cuda() for t in table.operands))
+    given = {key: t.cuda() for key, t in inputs.given.items() if isinstance(t, torch.Tensor)}
+    result = run_weights(select_weights(inputs.case, arch), inputs, **given, page_table=table, device="cuda")
+    assert_weights_close(inputs, ck.AttentionWeights(*(t if t is None else t.cpu() for t in result)))
 
 
 def append(arch: str, descriptor: ck.KVAppendDescriptor) -> None:
@@ -295,6 +316,8 @@ def all_runs() -> dict[str, Callable[[], None]]:
         how += "" if a.rotary is None else f"-{a.rotary.pairing}"
         how += "-wide" if a.num_tokens > APPEND.num_tokens else ""
         runs[f"{arch}-append-d{a.head_dim}-{a.cache_type}{how}"] = partial(append, arch, a)
+    for arch, names in WEIGHTS.items():
+        runs |= {f"{arch}-weights-{name}": partial(weights, name, arch) for name in names}
     return runs
 
 

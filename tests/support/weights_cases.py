@@ -267,6 +267,9 @@ def outputs(d: ck.AttentionWeightsDescriptor, device: torch.device | str, fill: 
     }
 
 
-def run(plan: ck.AttentionWeightsPlan, inputs: WeightsInputs, fill: float = NAN, **changes: Any) -> Result:
-    """A run with every output prefilled. changes: other arguments than the inputs'."""
-    return plan.run(**{**inputs.given, **outputs(plan.descriptor, inputs.lse.device, fill), **changes})
+def run(
+    plan: ck.AttentionWeightsPlan, inputs: WeightsInputs, fill: float = NAN, device: str | None = None, **changes: Any
+) -> Result:
+    """A run with every output prefilled, on the inputs' device or another. changes: other arguments than the inputs'."""
+    made = outputs(plan.descriptor, device or inputs.lse.device, fill)
+    return plan.run(**{**inputs.given, **made, **changes})
