@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .api.attention import decode_attention, paged_attention
-    from .api.functional import append_kv, merge_states
+    from .api.functional import append_kv, attention_weights, merge_states
     from .append.descriptor import KVAppendDescriptor
     from .append.plan import KVAppendPlan
     from .attention.attention_descriptor import PagedAttentionDescriptor
@@ -85,6 +85,7 @@ __all__ = [
     "WorkspaceTooSmall",
     "append_kv",
     "apply_rotary",
+    "attention_weights",
     "decode_attention",
     "merge_states",
     "paged_attention",
@@ -93,7 +94,7 @@ __all__ = [
 
 _HOMES = {
     "api.attention": ("decode_attention", "paged_attention"),
-    "api.functional": ("append_kv", "merge_states"),
+    "api.functional": ("append_kv", "attention_weights", "merge_states"),
     "append.descriptor": ("KVAppendDescriptor",),
     "append.plan": ("KVAppendPlan",),
     "attention.attention_descriptor": ("PagedAttentionDescriptor",),

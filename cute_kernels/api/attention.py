@@ -85,7 +85,7 @@ def decode_attention(
             raise InvalidArgument("seq_lens", "given without a page_table, must be None: a contiguous cache has one length")
         if layout == "NHD":
             k_cache, v_cache = k_cache.transpose(1, 2), v_cache.transpose(1, 2)
-            k_scale, v_scale = _head_major(k_scale), _head_major(v_scale)
+            k_scale, v_scale = head_major(k_scale), head_major(v_scale)
         operands: tuple[Tensor | None, ...] = (q, k_cache, v_cache, k_scale, v_scale, out, lse)
         contiguous = _route(operands, modifiers, torch_ops.flash_decoding, plan_cache.run_contiguous)
         contiguous(*operands, softmax_scale, lse_base, encoding, *modifiers)
@@ -156,9 +156,9 @@ def paged_attention(
         lse = q.new_empty((total_q, q.shape[-2]), dtype=torch.float32)
     if out is None:
         out = q.new_empty(q.shape)
-    table = _any_table(page_table, seq_lens)
+    table = table_of(page_table, seq_lens)
     if table.format in ("lengths", "none") and layout == "NHD":
-        k_scale, v_scale = _head_major(k_scale), _head_major(v_scale)
+        k_scale, v_scale = head_major(k_scale), head_major(v_scale)
     extras = (qo_indptr, tree_mask, alibi_slopes, sinks)
     operands = (q, k_cache, v_cache, *table.operands, *extras, k_scale, v_scale, out, lse)
     run: Any = torch_ops.paged_attention if torch_ops.traced(*operands) else plan_cache.run_attention
@@ -215,12 +215,13 @@ def _route(
     return op
 
 
-def _head_major(scale: Tensor | None) -> Tensor | None:
+def head_major(scale: Tensor | None) -> Tensor | None:
     """Scales per token of a contiguous NHD cache as [batch, num_kv_heads, seq_len]."""
     return scale.transpose(1, 2) if isinstance(scale, Tensor) and scale.dim() == 3 else scale
 
 
-def _any_table(page_table: PageTable | Tensor | None, seq_lens: Tensor | int | None) -> PageTable:
+def table_of(page_table: PageTable | Tensor | None, seq_lens: Tensor | int | None) -> PageTable:
+    """What a call is given as a PageTable, of pages or of a contiguous cache."""
     if page_table is not None:
         return _table(page_table, seq_lens)
     if seq_lens is None:

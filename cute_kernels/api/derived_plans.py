@@ -1,4 +1,4 @@
-"""The plans behind append_kv and merge_states: derived from the tensors, selected once, kept."""
+"""The plans behind append_kv, merge_states and attention_weights: derived from the tensors, selected once, kept."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..append.descriptor import MAX_ROWS, KVAppendDescriptor
 from ..append.plan import KVAppendPlan
-from ..config.problem import LseBase
+from ..config.problem import LseBase, TableFormat
 from ..errors import InvalidArgument, InvalidProblem
 from ..kv.page_table import PageTable
 from ..kv.rotary import Pairing, Rotary
@@ -18,7 +18,9 @@ from ..kv.types import KVDtype
 from ..merge.descriptor import AXES as STATE_AXES
 from ..merge.descriptor import MergeStatesDescriptor
 from ..merge.plan import MergeStatesPlan
-from .plan_cache import KV_DTYPES, alignment, layout_of, plan_of, scale_kind_of
+from ..weights.descriptor import AttentionWeightsDescriptor
+from ..weights.plan import AttentionWeightsPlan
+from .plan_cache import KV_DTYPES, alignment, cache_extents, layout_of, plan_of, query_extents, scale_kind_of, stored_as
 
 CACHE_AXES = {"HND": (2, 1), "NHD": (1, 2)}  # of page_size and num_kv_heads, by layout
 ANGLE_SHARE = 2  # bytes of a cosine, f32, to those of the 16-bit value beside it
@@ -70,6 +72,44 @@ def run_merge(outs: Tensor, lses: Tensor, sinks: Tensor | None, out: Tensor, lse
     _check_axes("out", out, STATE_AXES[1:])
     fields = (*outs.shape, outs.dtype, lse_base, alignment(outs, out), sinks is not None)
     plan_of(MergeStatesPlan, MergeStatesDescriptor, fields, outs.device).run(outs, lses, sinks=sinks, out=out, lse=lse)
+
+
+def run_weights(
+    q: Tensor,
+    k_cache: Tensor,
+    table0: Tensor | None,
+    table1: Tensor | None,
+    table2: Tensor | None,
+    k_scale: Tensor | None,
+    lse: Tensor,
+    alibi_slopes: Tensor | None,
+    weights: Tensor | None,
+    mean: Tensor | None,
+    page_mass: Tensor | None,
+    table_format: TableFormat,
+    max_seq_len: int,
+    window_left: int | None,
+    softcap: float | None,
+    softmax_scale: float | None,
+    layout: str,
+    lse_base: LseBase,
+    kv_dtype: str | None,
+) -> None:
+    """Runs the plan of these tensors' problem, writing weights, mean and page_mass, those that are there.
+
+    table0..2: the operands of a PageTable of table_format. kv_dtype: as run_paged takes it.
+    """
+    batch, heads, dim = query_extents(q)
+    kv_heads, page_size, _ = cache_extents(k_cache, table_format, layout, table0)
+    cache = (stored_as("k_cache", k_cache, kv_dtype), layout_of(layout, alignment(k_cache)), table_format, None)
+    scores = (scale_kind_of("k_scale", k_scale, kv_heads, k_cache), window_left, softcap, alibi_slopes is not None)
+    wanted = (None if weights is None else weights.dtype, mean is not None, page_mass is not None)
+    shape = (batch, heads, kv_heads, dim, page_size, q.dtype, max_seq_len)
+    fields = (*shape, *cache, softmax_scale, lse_base, *scores, *wanted)
+    plan = plan_of(AttentionWeightsPlan, AttentionWeightsDescriptor, fields, q.device)
+    outputs = {"weights": weights, "mean": mean, "page_mass": page_mass}
+    table = PageTable(table_format, (table0, table1, table2))
+    plan.run(q, k_cache, lse, table, k_scale=k_scale, alibi_slopes=alibi_slopes, **outputs)
 
 
 def scale_kind(name: str, scale: Any, cache: Tensor, layout: str) -> KVScale:

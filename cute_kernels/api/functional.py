@@ -1,4 +1,4 @@
-"""append_kv() and merge_states(): describe, select and run in one call."""
+"""append_kv(), merge_states() and attention_weights(): describe, select and run in one call."""
 
 from __future__ import annotations
 
@@ -7,12 +7,16 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from ..checks.fields import check_extent
 from ..checks.tensors import check_tensors, check_tensors_or_none
 from ..config.problem import LseBase
 from ..errors import InvalidArgument, InvalidProblem
 from ..kv.page_table import PAGED, PageTable
 from ..kv.rotary import PAIRINGS, Pairing
-from . import derived_plans, torch_ops
+from ..kv.types import KVDtype
+from ..weights.plan import AttentionWeights
+from . import derived_plans, plan_cache, torch_ops
+from .attention import head_major, table_of
 
 
 def append_kv(
@@ -91,6 +95,63 @@ def merge_states(
     run: Any = torch_ops.merge_states if torch_ops.traced(outs, lses, sinks, out, lse) else derived_plans.run_merge
     run(outs, lses, sinks, out, lse, lse_base)
     return out, lse
+
+
+def attention_weights(
+    q: Tensor,
+    k_cache: Tensor,
+    lse: Tensor,
+    *,
+    page_table: PageTable | Tensor | None = None,
+    seq_lens: Tensor | int | None = None,
+    max_seq_len: int | None = None,
+    weights_dtype: torch.dtype | None = torch.float32,
+    mean: bool = False,
+    page_mass: bool = False,
+    k_scale: Tensor | None = None,
+    kv_dtype: KVDtype | None = None,
+    softmax_scale: float | None = None,
+    layout: Literal["HND", "NHD"] = "HND",
+    lse_base: LseBase = "e",
+    window_left: int | None = None,
+    softcap: float | None = None,
+    alibi_slopes: Tensor | None = None,
+) -> AttentionWeights:
+    """The softmax weights of one query row a request, from q, K and the lse of decode_attention; selects and keeps the plan.
+
+    Returns (weights, mean, page_mass), new tensors, None for what is not asked for: weights [batch, num_heads, max_seq_len] of
+    weights_dtype, f32 or q's dtype, or None; mean f32 [batch, max_seq_len]; page_mass f32 [batch, ceil(max_seq_len / page_size)].
+    They are as AttentionWeightsDescriptor says. max_seq_len: by default the keys that the table's width or a contiguous cache has
+    room for; a CSR table needs it. A row of more keys has the weights of its first ones.
+
+    The other arguments are those of the call that gave lse, as decode_attention takes them; over a contiguous cache seq_lens may
+    be int32 [batch]. Sinks need no argument: lse includes them. Raises what AttentionWeightsDescriptor, `select` and `run` raise.
+    Where tensors are traced (torch.compile, torch.export, FakeTensorMode), this is a torch op that declares what it writes.
+    """
+    check_tensors(q=q, k_cache=k_cache, lse=lse)
+    check_tensors_or_none(k_scale=k_scale, alibi_slopes=alibi_slopes)
+    _check_choice("layout", layout, ("HND", "NHD"))
+    if kv_dtype is not None and not isinstance(kv_dtype, KVDtype):
+        raise InvalidProblem("kv_dtype", kv_dtype, "must be a KVDtype or None")
+    table = table_of(page_table, seq_lens)
+    batch, heads, _ = plan_cache.query_extents(q)
+    _, page_size, longest = plan_cache.cache_extents(k_cache, table.format, layout, table.operands[0])
+    keys = longest if max_seq_len is None else max_seq_len
+    if keys is None:
+        raise InvalidArgument("max_seq_len", f"is None, must be an int beside a {table.format} table")
+    check_extent("max_seq_len", keys)
+    if page_size is None and layout == "NHD":
+        k_scale = head_major(k_scale)
+    outputs = AttentionWeights(
+        None if weights_dtype is None else q.new_empty((batch, heads, keys), dtype=weights_dtype),
+        q.new_empty((batch, keys), dtype=torch.float32) if mean else None,
+        q.new_empty((batch, -(-keys // (page_size or 1))), dtype=torch.float32) if page_mass else None,
+    )
+    operands = (q, k_cache, *table.operands, k_scale, lse, alibi_slopes, *outputs)
+    run: Any = torch_ops.attention_weights if torch_ops.traced(*operands) else derived_plans.run_weights
+    scores = (window_left, softcap, softmax_scale, layout, lse_base)
+    run(*operands, table.format, keys, *scores, None if kv_dtype is None else kv_dtype.value)
+    return outputs
 
 
 def _read_or_written(name: str, scale: Tensor | None, cache: Tensor, layout: str) -> tuple[Tensor | None, Tensor | None]:

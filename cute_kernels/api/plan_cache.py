@@ -182,7 +182,7 @@ def attention_plan(
     query_rows(q, extras.qo_indptr)
     ragged = extras.qo_indptr is not None
     batch, form = (len(extras.qo_indptr) - 1, "ragged") if ragged else (len(q), "uniform")
-    kv_heads, page_size, longest = _cache_extents(k_cache, table.format, layout, table.operands[0])
+    kv_heads, page_size, longest = cache_extents(k_cache, table.format, layout, table.operands[0])
     if max_q_len is None:
         max_q_len = rows_hint(q, extras.tree_mask, ragged)
     if max_seq_len is None and longest is not None:
@@ -226,7 +226,7 @@ def rounded_rows(rows: int) -> int:
     return rows if rows <= EXACT_ROWS else min(1 << (rows - 1).bit_length(), MAX_EXTENT)
 
 
-def _cache_extents(
+def cache_extents(
     cache: Tensor, table_format: TableFormat, layout: str, table0: Tensor | None
 ) -> tuple[int, int | None, int | None]:
     """(num_kv_heads, page_size, tokens that a row may have), None where there is none or where it is not known."""
@@ -313,16 +313,17 @@ def _storage(
     k: Tensor, v: Tensor, k_scale: Tensor | None, v_scale: Tensor | None, kv_dtype: str | None, num_kv_heads: int
 ) -> tuple[Any, ...]:
     """The descriptor's kv_dtype, and its v_dtype, k_scale and v_scale where they are not the default."""
-    stored = _kv_dtype("k_cache", k, kv_dtype)
+    stored = stored_as("k_cache", k, kv_dtype)
     same = kv_dtype is not None or v.dtype is k.dtype
     if same and k_scale is None and v_scale is None:
         return (stored,)
-    v_dtype = stored if same else _kv_dtype("v_cache", v, None)
+    v_dtype = stored if same else stored_as("v_cache", v, None)
     kinds = (scale_kind_of(name, s, num_kv_heads, k) for name, s in (("k_scale", k_scale), ("v_scale", v_scale)))
     return (stored, v_dtype, *kinds)
 
 
-def _kv_dtype(name: str, cache: Tensor, kv_dtype: str | None) -> KVDtype:
+def stored_as(name: str, cache: Tensor, kv_dtype: str | None) -> KVDtype:
+    """What a cache is stored as: by its dtype, or the value of a KVDtype. Raises InvalidArgument, InvalidProblem."""
     if kv_dtype is not None:
         if kv_dtype not in STORED_AS:
             raise InvalidProblem("kv_dtype", kv_dtype, f"must be one of {', '.join(STORED_AS)}")

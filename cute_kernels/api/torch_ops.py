@@ -1,4 +1,7 @@
-"""Attention, append and merge as torch ops: what a graph traced by torch.compile calls. They write and return nothing."""
+"""Attention, its weights, append and merge as torch ops: what a graph traced by torch.compile calls.
+
+They write and return nothing.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from .derived_plans import run_append, run_merge
+from .derived_plans import run_append, run_merge, run_weights
 from .plan_cache import run_attention, run_contiguous, run_paged
 
 SCHEMAS = {
@@ -27,6 +30,9 @@ SCHEMAS = {
     "append_kv": "(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor table0, Tensor? table1, Tensor? table2, "
     "Tensor? k_scale, Tensor? v_scale, Tensor(c!)? k_scale_out, Tensor(d!)? v_scale_out, Tensor? q, Tensor(e!)? q_out, "
     "Tensor? cos_sin_cache, Tensor? positions, str layout, str pairing) -> ()",
+    "attention_weights": "(Tensor q, Tensor k_cache, Tensor? table0, Tensor? table1, Tensor? table2, Tensor? k_scale, "
+    "Tensor lse, Tensor? alibi_slopes, Tensor(a!)? weights, Tensor(b!)? mean, Tensor(c!)? page_mass, str table_format, int max_seq_len, "
+    "int? window_left, float? softcap, float? softmax_scale, str layout, str lse_base, str? kv_dtype) -> ()",
     "merge_states": "(Tensor outs, Tensor lses, Tensor? sinks, Tensor(a!) out, Tensor(b!) lse, str lse_base) -> ()",
 }
 RUNS = {
@@ -34,6 +40,7 @@ RUNS = {
     "flash_decoding": partial(run_contiguous, traced=True),
     "paged_attention": partial(run_attention, traced=True),
     "append_kv": run_append,
+    "attention_weights": run_weights,
     "merge_states": run_merge,
 }
 PLAIN = frozenset((Tensor, torch.nn.Parameter, type(None)))
@@ -61,4 +68,5 @@ paged_decode = torch.ops.cute_kernels.paged_decode.default
 flash_decoding = torch.ops.cute_kernels.flash_decoding.default
 paged_attention = torch.ops.cute_kernels.paged_attention.default
 append_kv = torch.ops.cute_kernels.append_kv.default
+attention_weights = torch.ops.cute_kernels.attention_weights.default
 merge_states = torch.ops.cute_kernels.merge_states.default
