@@ -31,8 +31,8 @@ SCHEMAS = {
     "Tensor? k_scale, Tensor? v_scale, Tensor(c!)? k_scale_out, Tensor(d!)? v_scale_out, Tensor? q, Tensor(e!)? q_out, "
     "Tensor? cos_sin_cache, Tensor? positions, str layout, str pairing) -> ()",
     "attention_weights": "(Tensor q, Tensor k_cache, Tensor? table0, Tensor? table1, Tensor? table2, Tensor? k_scale, "
-    "Tensor lse, Tensor? alibi_slopes, Tensor(a!)? weights, Tensor(b!)? mean, Tensor(c!)? page_mass, str table_format, int max_seq_len, "
-    "int? window_left, float? softcap, float? softmax_scale, str layout, str lse_base, str? kv_dtype) -> ()",
+    "Tensor lse, Tensor? alibi_slopes, Tensor(a!)? weights, Tensor(b!)? mean, Tensor(c!)? page_mass, str table_format, "
+    "int max_seq_len, int? window_left, float? softcap, float? softmax_scale, str layout, str lse_base, str? kv_dtype) -> ()",
     "merge_states": "(Tensor outs, Tensor lses, Tensor? sinks, Tensor(a!) out, Tensor(b!) lse, str lse_base) -> ()",
 }
 RUNS = {

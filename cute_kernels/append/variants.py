@@ -10,7 +10,7 @@ from ..config.tiling import Arch, Target
 from ..kv.rotary import Rotary
 from ..kv.scale import scale_form
 from ..planning.base import ANY_VARIANT
-from ..planning.variants import Candidate, DeviceFacts, Explanation, PlanPreference, Variant, choice, device_reasons, variants_of
+from ..planning.variants import DeviceFacts, Explanation, Offer, PlanPreference, answer, choice, variants_of
 from .descriptor import INDEX_TYPES, KVAppendDescriptor
 
 VARIANTS = variants_of("append")
@@ -18,24 +18,16 @@ VARIANTS = variants_of("append")
 
 def explain(descriptor: KVAppendDescriptor, facts: DeviceFacts, preference: PlanPreference = ANY_VARIANT) -> Explanation:
     """Every variant's answer for `descriptor` on such a device, here or not: nothing is compiled and no GPU is needed."""
-    answers = [_evaluate(variant, descriptor, facts) for variant in VARIANTS]
+    answers = [answer(variant, facts, lambda arch, target: _offer(descriptor, arch, target)) for variant in VARIANTS]
     return choice(answers, str(descriptor), facts, preference)
 
 
-def _evaluate(variant: Variant, descriptor: KVAppendDescriptor, facts: DeviceFacts) -> Candidate:
-    """One variant's answer."""
-    reasons = device_reasons(variant, facts)
-    target = variant.target(facts)
-    if target is None:
-        return Candidate(variant.name, variant.arch, "rejected" if reasons else "fits", tuple(reasons))
-    spec = kernel_spec(descriptor, cast(Arch, variant.arch), target)
-    reasons += append_supports(spec)
-    if reasons:
-        return Candidate(variant.name, variant.arch, "rejected", tuple(reasons))
+def _offer(descriptor: KVAppendDescriptor, arch: Arch, target: Target) -> Offer:
+    spec = kernel_spec(descriptor, arch, target)
     heads = (descriptor.num_kv_heads, descriptor.rotary.num_heads if descriptor.rotary else 0)
     ctas = sum(-(-descriptor.num_tokens * count // spec.rows_per_cta) for count in heads)
     knobs = f"columns={spec.columns} lanes={spec.lanes} rounds={spec.rounds} unroll={spec.unroll} ({target})"
-    return Candidate(variant.name, variant.arch, "fits", (), knobs, spec, ctas)
+    return Offer(append_supports(spec), knobs, spec, ctas)
 
 
 def kernel_spec(descriptor: KVAppendDescriptor, arch: Arch, target: Target) -> AppendSpec:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 
 from ..checks.fields import is_int
-from ..config.tiling import Target
+from ..config.tiling import Arch, Target
 from ..errors import InvalidArgument, Unsupported
 
 VariantArch = Literal["sm90", "sm80", "cpu"]
@@ -202,3 +202,23 @@ def device_reasons(variant: Variant, facts: DeviceFacts) -> list[str]:
         return []
     needed = ", ".join(f"{major}.{minor}" for (major, minor), _ in variant.targets)
     return [f"needs a CUDA device of capability {needed}, device is {facts}"]
+
+
+class Offer(NamedTuple):
+    """What a variant's kernel would be, or every reason why there is none. The other fields: as in Candidate."""
+
+    reasons: list[str]
+    knobs: str = ""
+    spec: Any = None
+    num_ctas: int = 1
+
+
+def answer(variant: Variant, facts: DeviceFacts, offer: Callable[[Arch, Target], Offer]) -> Candidate:
+    """One variant's answer where a device says all about its kernel but what `offer` says of an arch and a target there."""
+    reasons, target = device_reasons(variant, facts), variant.target(facts)
+    if target is None:
+        return Candidate(variant.name, variant.arch, "rejected" if reasons else "fits", tuple(reasons))
+    offered = offer(cast(Arch, variant.arch), target)
+    if offered.reasons:
+        return Candidate(variant.name, variant.arch, "rejected", tuple(offered.reasons))
+    return Candidate(variant.name, variant.arch, "fits", (), *offered[1:])

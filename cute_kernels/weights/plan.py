@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -14,7 +16,7 @@ from ..kv.tensors import check_page_table
 from ..kv.types import QUERY_DTYPES
 from ..planning.base import LAUNCH_ERRORS, SKU_ARCH, FlaggingPlan, PrecisionGuarantee, Sku, selected
 from ..planning.checked import Checked, refuse_compile_in_capture
-from ..planning.variants import DeviceFacts, Launch, PlanPreference
+from ..planning.variants import Candidate, DeviceFacts, Launch, PlanPreference
 from .checks import OUTPUTS, Given, Operands, WeightsRules, check, viewed
 from .descriptor import AttentionWeightsDescriptor
 from .variants import explain
@@ -39,21 +41,16 @@ class AttentionWeightsPlan(FlaggingPlan):
     descriptor: AttentionWeightsDescriptor
 
     def __init__(self, descriptor: AttentionWeightsDescriptor, device: torch.device, preference: PlanPreference) -> None:
-        facts = preference.part_of(DeviceFacts.of(device))
+        facts, rules = preference.part_of(DeviceFacts.of(device)), WeightsRules.of(descriptor, device)
         explanation = explain(descriptor, facts, preference)
-        chosen = explanation.chosen
-        dtypes = (QUERY_DTYPES[descriptor.q_dtype].value, descriptor.problem.cache_type, descriptor.weights_type)
-        sku = Sku("attention_weights", *dtypes, SKU_ARCH[chosen.arch], chosen.variant, chosen.spec, _guarantee(descriptor))
-        super().__init__(device, facts.sm_count, sku, explanation)
-        self.descriptor = descriptor
-        rules = WeightsRules.of(descriptor, device)
-        self._rules = rules
-        self._check: Checked[Operands, Passage] = Checked(lambda operands: check(rules, operands))
-        self._validate = preference.validate
+        super().__init__(device, facts.sm_count, _sku(descriptor, explanation.chosen), explanation)
+        self.descriptor, self._rules, self._validate = descriptor, rules, preference.validate
+        self._check: Checked[Operands, Passage] = Checked(partial(check, rules))
+        spec: WeightsSpec | None = explanation.chosen.spec
         window_left, _, softcap = descriptor.launch_values
-        status = self._words.data_ptr() if chosen.spec else self._words  # the CPU variant writes the words themselves
+        status = self._words.data_ptr() if spec else self._words  # the CPU variant writes the words themselves
         self._constants = (descriptor.scale, descriptor.max_seq_len, window_left, softcap, status)
-        self._launch = _launch_of(chosen.spec, descriptor)
+        self._launch = _launch_of(spec, descriptor)
 
     @classmethod
     def select(
@@ -62,11 +59,7 @@ class AttentionWeightsPlan(FlaggingPlan):
         device: torch.device | str | None = None,
         preference: PlanPreference | None = None,
     ) -> AttentionWeightsPlan:
-        """The first variant that serves `descriptor` on `device` (default: the current GPU, else the CPU), compiled.
-
-        Raises Unsupported with every reason when none does, or not the one that `preference` forces; CompileFailed when
-        it cannot be compiled, also inside a graph capture.
-        """
+        """As PagedDecodePlan.select."""
         return selected(cls, AttentionWeightsDescriptor, descriptor, device, preference)
 
     def can_implement(self, q: Tensor, k_cache: Tensor, lse: Tensor, page_table: PageTable, **given: Unpack[Given]) -> None:
@@ -158,11 +151,13 @@ class AttentionWeightsPlan(FlaggingPlan):
             raise fault.error(table)
 
 
-def _guarantee(descriptor: AttentionWeightsDescriptor) -> PrecisionGuarantee:
-    """What weights promise: each is as exact as its lse, and rounded once."""
+def _sku(descriptor: AttentionWeightsDescriptor, chosen: Candidate) -> Sku:
+    """What runs. A weight is as exact as its lse, and rounded once."""
+    dtypes = (QUERY_DTYPES[descriptor.q_dtype].value, descriptor.problem.cache_type, descriptor.weights_type)
+    guarantee = PrecisionGuarantee(batch_invariant=True)
     if descriptor.weights_dtype in (None, torch.float32):
-        return PrecisionGuarantee(batch_invariant=True, norm_ulps=F32_WEIGHT_ULPS, element_ulps=F32_WEIGHT_ULPS)
-    return PrecisionGuarantee(batch_invariant=True)
+        guarantee = replace(guarantee, norm_ulps=F32_WEIGHT_ULPS, element_ulps=F32_WEIGHT_ULPS)
+    return Sku("attention_weights", *dtypes, SKU_ARCH[chosen.arch], chosen.variant, chosen.spec, guarantee)
 
 
 def _launch_of(spec: WeightsSpec | None, descriptor: AttentionWeightsDescriptor) -> Launch:

@@ -20,7 +20,7 @@ from ..config.weights import (
 from ..kv.scale import scale_form
 from ..kv.types import QUERY_DTYPES
 from ..planning.base import ANY_VARIANT
-from ..planning.variants import Candidate, DeviceFacts, Explanation, PlanPreference, Variant, choice, device_reasons, variants_of
+from ..planning.variants import DeviceFacts, Explanation, Offer, PlanPreference, answer, choice, variants_of
 from .descriptor import AttentionWeightsDescriptor
 
 VARIANTS = variants_of("weights")
@@ -28,29 +28,21 @@ VARIANTS = variants_of("weights")
 
 def explain(descriptor: AttentionWeightsDescriptor, facts: DeviceFacts, preference: PlanPreference = ANY_VARIANT) -> Explanation:
     """Every variant's answer for `descriptor` on such a device, here or not: nothing is compiled and no GPU is needed."""
-    answers = [_evaluate(variant, descriptor, facts) for variant in VARIANTS]
+    answers = [answer(variant, facts, lambda arch, target: _offer(descriptor, arch, target)) for variant in VARIANTS]
     return choice(answers, str(descriptor), facts, preference)
 
 
-def _evaluate(variant: Variant, descriptor: AttentionWeightsDescriptor, facts: DeviceFacts) -> Candidate:
-    """One variant's answer."""
-    reasons = device_reasons(variant, facts)
-    target = variant.target(facts)
-    if target is None:
-        return Candidate(variant.name, variant.arch, "rejected" if reasons else "fits", tuple(reasons))
-    reasons += _dtype_reasons(descriptor)
-    if reasons:
-        return Candidate(variant.name, variant.arch, "rejected", tuple(reasons))
-    spec = kernel_spec(descriptor, cast(Arch, variant.arch), target)
-    reasons += weights_supports(spec)
-    ctas = descriptor.batch_size * -(-descriptor.max_seq_len // spec.chunk)
+def _offer(descriptor: AttentionWeightsDescriptor, arch: Arch, target: Target) -> Offer:
+    unread = _dtype_reasons(descriptor)
+    if unread:
+        return Offer(unread)
+    spec = kernel_spec(descriptor, arch, target)
+    reasons, ctas = weights_supports(spec), descriptor.batch_size * -(-descriptor.max_seq_len // spec.chunk)
     if ctas > MAX_CTAS:
         rows = f"batch_size = {descriptor.batch_size:,} of max_seq_len = {descriptor.max_seq_len:,}"
         reasons.append(f"{rows}: takes {ctas:,} CTAs of {spec.chunk} keys, must be at most {MAX_CTAS:,}")
-    if reasons:
-        return Candidate(variant.name, variant.arch, "rejected", tuple(reasons))
     knobs = f"chunk={spec.chunk} tile_n={spec.tile_n} num_warps={spec.num_warps} num_stages={spec.num_stages} ({target})"
-    return Candidate(variant.name, variant.arch, "fits", (), knobs, spec, ctas)
+    return Offer(reasons, knobs, spec, ctas)
 
 
 def _dtype_reasons(descriptor: AttentionWeightsDescriptor) -> list[str]:

@@ -182,15 +182,10 @@ def test_pages_that_tma_cannot_bring_go_by_cp_async() -> None:
 def test_what_a_plan_says_of_itself() -> None:
     plan = ck.AttentionWeightsPlan.select(D, "cpu")
     assert plan is ck.AttentionWeightsPlan.select(replace(D), "cpu")
-    assert plan.descriptor == D and plan.device == torch.device("cpu")
-    assert plan.workspace_size() == 0 and plan.workspace_regions() == ()
-    assert (plan.sku.operation, plan.sku.q_dtype, plan.sku.out_dtype, plan.sku.variant) == (
-        "attention_weights",
-        "bf16",
-        "f32",
-        "cpu_reference",
-    )
-    assert plan.precision_guarantee.batch_invariant and plan.precision_guarantee.deterministic
+    sku, guarantee = plan.sku, plan.precision_guarantee
+    assert (sku.operation, sku.q_dtype, sku.kv_dtype, sku.out_dtype) == ("attention_weights", "bf16", "bf16", "f32")
+    assert (sku.arch, sku.variant, sku.config, plan.workspace_size()) == ("cpu", "cpu_reference", None, 0)
+    assert (guarantee.batch_invariant, guarantee.deterministic, guarantee.norm_ulps) == (True, True, 128)
     assert D.shapes == {"weights": (3, 8, 64), "mean": (3, 64), "page_mass": (3, 4)}
 
 
