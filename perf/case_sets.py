@@ -11,6 +11,7 @@ from itertools import product
 from perf.attention_cases import modifier_cases, verify_cases
 from perf.cases import DTYPES, LAYOUTS, TABLE_FORMATS, Bar, Case, EightBit, Rows, Scale, Spread, append_case, fixed
 from perf.prefill_cases import chunk_cases, prefill_cases
+from perf.weights import weights_cases
 
 K = 1024
 LOG_UNIFORM = Spread("loguniform", 64, 128, 32 * K)
@@ -170,7 +171,7 @@ def peers_cases() -> tuple[Case, ...]:
 @functools.cache
 def all_bars() -> dict[Case, Bar]:
     """The newest bar of each case that has one."""
-    some = {**verify_cases(), **modifier_cases(), **mqa_cases(), **prefill_cases(), **chunk_cases()}
+    some = {**verify_cases(), **modifier_cases(), **mqa_cases(), **prefill_cases(), **chunk_cases(), **weights_cases()}
     attention = {case: bar for case, bar in some.items() if bar is not None}
     return throughput_cases() | latency_cases() | ragged_cases() | eight_bit_cases() | append_cases() | attention
 
@@ -197,6 +198,7 @@ def case_sets() -> dict[str, tuple[Case, ...]]:
         "mqa": tuple(mqa_cases()),
         "prefill": tuple(prefill_cases()),
         "chunks": tuple(chunk_cases()),
+        "weights": tuple(weights_cases()),
         "peers": peers_cases(),
         "core": tuple(
             replace(gqa, page_size=page, lengths=rows, kv_dtype=kv_dtype, kv_scale=kv_scale)

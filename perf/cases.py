@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-Operation = Literal["decode", "attention", "append"]
+Operation = Literal["decode", "attention", "append", "weights"]
 Dtype = Literal["bf16", "f16"]
 Layout = Literal["HND", "NHD"]
 TableFormat = Literal["dense", "csr", "none"]
@@ -21,12 +21,13 @@ EightBit = Literal["e4m3", "e5m2", "int8"]
 Scale = Literal["tensor", "head", "token", "token-f16"]
 DTYPES: tuple[Dtype, ...] = ("bf16", "f16")
 LAYOUTS: tuple[Layout, ...] = ("HND", "NHD")
-OPERATIONS: tuple[Operation, ...] = ("decode", "attention", "append")
+OPERATIONS: tuple[Operation, ...] = ("decode", "attention", "append", "weights")
 READ, COPY, WGMMA = "read", "copy", "wgmma"
 FLOORS = (READ, COPY, WGMMA)  # the providers without a result, one of which gives the time that a case's others are divided by
 PLAIN = "ours-plain"  # the provider that is our plain decode over the caches of a case of attention
 LONG_QUERY = 256  # query rows from which on the tensor core limits a case, not the memory
 SLOT_BYTES = 8  # of a token's slot
+WEIGHT_BYTES = 4  # of a weight
 TABLE_FORMATS: tuple[TableFormat, ...] = ("dense", "csr")
 
 ELEMENT_BYTES = {"bf16": 2, "f16": 2, "e4m3": 1, "e5m2": 1, "int8": 1}
@@ -78,7 +79,7 @@ class Spread:
 
 @dataclass(frozen=True)
 class Case:
-    """One decode step: a query token for each row, over a paged or contiguous cache. Or attention of several, or an append.
+    """One decode step: a query token for each row, over a paged or contiguous cache. Or its weights, several tokens, an append.
 
     operation: an append stores one token a row, so that batch_size is the number of tokens; its num_heads is num_kv_heads.
     page_size is 0 and table_format "none" for a contiguous cache, whose rows all have one length. kv_dtype: what K and V are
@@ -207,7 +208,8 @@ class Case:
     def kv_bytes(self) -> int:
         """Bytes of K, V and their scales that a step has to read: of the live tokens only.
 
-        Of attention: of those that some query row sees, and q and the result. Of an append: what it has to read and to write.
+        Of attention: of those that some query row sees, and q and the result. Of an append: what it has to read and to write. Of
+        weights: K alone and its scales, and the result.
         """
         tokens = self.tokens()
         if self.window_left is not None:
@@ -217,8 +219,17 @@ class Case:
             return stored
         if self.operation == "attention":
             return stored + 2 * self.query_bytes
+        if self.operation == "weights":
+            return stored // 2 + self.weight_bytes
         moved = 2 * sum(tokens) * self.num_kv_heads * self.head_dim * ELEMENT_BYTES[self.dtype]
         return stored + moved + SLOT_BYTES * self.batch_size
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of a result of weights, f32: for as many keys as the longest row has, of each head and the mean; of each page."""
+        keys = max(self.tokens())
+        pages = -(-keys // self.page_size) if self.page_size else 0
+        return WEIGHT_BYTES * self.batch_size * (keys * (self.num_heads + 1) + pages)
 
     @property
     def query_bytes(self) -> int:
@@ -293,6 +304,12 @@ def append_case(tokens: int, **changes: Any) -> Case:
     """An append of so many tokens with 8 heads of 128, bf16, to pages of 16."""
     shape: dict[str, Any] = {"num_heads": 8, "num_kv_heads": 8, "head_dim": 128, "page_size": 16, "table_format": "none"}
     return Case(**shape | changes, lengths=fixed(tokens, 1), operation="append")
+
+
+def weights_case(rows: Rows | Spread, **changes: Any) -> Case:
+    """The weights of decode with 32/8 heads of 128, bf16, over pages of 16."""
+    shape: dict[str, Any] = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128, "page_size": 16}
+    return Case(**shape | changes, lengths=rows, operation="weights")
 
 
 def attention_case(rows: Rows, **changes: Any) -> Case:

@@ -10,6 +10,7 @@ from perf.append_inputs import judge_append, make_append_inputs
 from perf.cases import Operation
 from perf.correctness import GateResult, Tolerance, judge_attention
 from perf.inputs import make_inputs
+from perf.weights import judge_weights
 
 
 @dataclass(frozen=True)
@@ -30,4 +31,5 @@ PROCEDURES: dict[Operation, Procedure] = {
     "decode": Procedure(make_inputs, judge_attention, has_query=True),
     "attention": Procedure(make_inputs, judge_attention, has_query=True),
     "append": Procedure(make_append_inputs, judge_append, has_query=False),
+    "weights": Procedure(make_inputs, judge_weights, has_query=True),
 }

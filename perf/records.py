@@ -98,9 +98,10 @@ class Record:
         lengths = self.case.lengths
         if self.case.operation == "append":
             return f"append {short(self.case.batch_size)}"
+        what = "weights " if self.case.operation == "weights" else ""
         if isinstance(lengths, Rows):
-            return " + ".join(f"{count} x {short(tokens)}" for count, tokens in lengths.groups)
-        return f"{lengths.batch} x {short(lengths.low)}-{short(lengths.high)}"
+            return what + " + ".join(f"{count} x {short(tokens)}" for count, tokens in lengths.groups)
+        return f"{what}{lengths.batch} x {short(lengths.low)}-{short(lengths.high)}"
 
     @property
     def heads(self) -> str:

@@ -16,6 +16,7 @@ from perf.providers.ours import Ours, OursAttention, OursPlain, OursSm80, OursSm
 from perf.providers.read import Read, ReadAttention
 from perf.providers.sdpa import Cudnn, Sdpa
 from perf.providers.vllm_triton import VllmTriton
+from perf.providers.weights import OursSm80Weights, OursWeights, ReadWeights
 from perf.providers.wgmma import Wgmma
 
 PEER_DECODERS: tuple[type[Provider], ...] = (FlashInferFa2, FlashInferXqa, FlashAttention3, VllmTriton)
@@ -28,7 +29,8 @@ PEER_ATTENDERS: tuple[type[Provider], ...] = (
 )
 ATTENDERS: tuple[type[Provider], ...] = (*OURS_ATTENDING, *FLOORS_OF_ATTENTION, *PEER_ATTENDERS)
 APPENDERS: tuple[type[Provider], ...] = (OursAppend, OursSm80Append, Copy)
-ALL = (*DECODERS, *ATTENDERS, *APPENDERS)
+WEIGHERS: tuple[type[Provider], ...] = (OursWeights, OursSm80Weights, ReadWeights)
+ALL = (*DECODERS, *ATTENDERS, *APPENDERS, *WEIGHERS)
 PROVIDERS: dict[str, type[Provider]] = {cls.name: cls for cls in DECODERS}
 PROVIDER_NAMES = tuple(dict.fromkeys(cls.name for cls in ALL))
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from perf.case_sets import append_cases, bar_of, case_sets, eight_bit_cases, peers_cases, select_cases, throughput_cases
-from perf.cases import Bar, Case, Rows, Spread, append_case, fixed
+from perf.cases import Bar, Case, Rows, Spread, append_case, fixed, weights_case
 
 
 @pytest.mark.parametrize(
@@ -24,6 +24,7 @@ from perf.cases import Bar, Case, Rows, Spread, append_case, fixed
         (append_case(8192), 67_174_400),  # 8,192 tokens x 8 x 128 x 2 bytes, K and V, read and written, and their slots
         (append_case(64, kv_dtype="e4m3"), 393_728),
         (append_case(64, kv_dtype="int8", kv_scale="token-f16"), 395_776),  # 130 for 128 bytes written
+        (weights_case(fixed(64, 8192)), 1_073_741_824 + 524_288 * 33 * 4 + 64 * 512 * 4),  # K, weights and mean, pages
     ],
 )
 def test_kv_bytes_counts_live_tokens_only(case, expected):
@@ -125,3 +126,10 @@ def test_select_by_set_and_glob_without_repeats():
     ]
     with pytest.raises(ValueError, match="'nothing' is neither a set"):
         select_cases(["throughput", "nothing"])
+
+
+def test_weights():
+    cases = case_sets()["weights"]
+    assert len(cases) == 3 * 6 and cases[0] == weights_case(fixed(64, 8192))
+    assert cases[0].name == "gqa_paged_weights_h32_kv8_d128_ps16_bf16_b64_l8k" and cases[0].floor == "read"
+    assert bar_of(cases[0]) == Bar("ratio", 1.15) and bar_of(replace(cases[0], kv_dtype="e4m3")) is None
