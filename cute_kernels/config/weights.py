@@ -22,6 +22,7 @@ MOST_WARPS = 4
 WIDE_TILE_BYTES = 8192  # of tiles beyond, two warps have as many bytes in flight as four
 RESERVED_BYTES = 1024  # shared memory that the system takes of each CTA
 MAX_CTAS = 2**31 - 1  # of a grid
+MAX_KEYS = 2**31 - 2**17  # of a row: the keys of its last chunk, which may reach past it, are counted in 32 bits
 WEIGHT_BYTES = {"none": 0, "f32": 4, "f16": 2, "bf16": 2}
 
 

@@ -64,8 +64,8 @@ class PlanPreference:
     max_workspace_bytes: rows stay whole where cutting them needs more. arch: force "sm90", "sm80" or "cpu"; Unsupported if it
     cannot serve. deterministic: every variant is. batch_invariant: a row's bits may not depend on the rest of the batch.
     sm_count: SMs that a plan of attention uses, and leaves the others to other work; None: all. InvalidArgument where the device
-    has fewer. There is a CTA for each KV head and block of query rows at least, also where those are more. Appends and merges
-    check it too, but their grids are as many CTAs as they have rows for, on whatever SM is free.
+    has fewer. There is a CTA for each KV head and block of query rows at least, also where those are more. Appends, merges and
+    attention weights check it too, but their grids are as many CTAs as they have rows for, on whatever SM is free.
     validate, check_workspace: debugging aids. `run` first checks lengths and page ids on the device, or that the workspace holds
     nothing foreign, which synchronises with the device and cannot be captured in a graph; it raises InvalidArgument for the
     first bad row or byte.

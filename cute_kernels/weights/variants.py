@@ -10,6 +10,7 @@ from ..config.problem import ElementType, StoredType
 from ..config.tiling import Arch, Target
 from ..config.weights import (
     MAX_CTAS,
+    MAX_KEYS,
     STAGES,
     TILE_N,
     WeightsSpec,
@@ -40,6 +41,8 @@ def _offer(descriptor: AttentionWeightsDescriptor, arch: Arch, target: Target, s
         return Offer(unread)
     spec = kernel_spec(descriptor, arch, target, sm_count)
     reasons, ctas = weights_supports(spec), descriptor.batch_size * -(-descriptor.max_seq_len // spec.chunk)
+    if descriptor.max_seq_len > MAX_KEYS:
+        reasons.append(f"max_seq_len = {descriptor.max_seq_len:,}: must be at most {MAX_KEYS:,}")
     if ctas > MAX_CTAS:
         rows = f"batch_size = {descriptor.batch_size:,} of max_seq_len = {descriptor.max_seq_len:,}"
         reasons.append(f"{rows}: takes {ctas:,} CTAs of {spec.chunk} keys, must be at most {MAX_CTAS:,}")

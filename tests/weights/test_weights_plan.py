@@ -172,6 +172,7 @@ def test_the_first_variant_that_serves_is_chosen(gpu: str, chosen: str) -> None:
         ({"head_dim": 272}, {}, r"head_dim=272 is outside 1\.\.256"),
         ({"page_size": 5}, {"arch": "sm90"}, "TMA needs page_size"),
         ({"num_heads": 3200, "num_kv_heads": 800}, {}, "shared memory"),
+        ({"batch_size": 1, "max_seq_len": 2**31 - 1}, {}, "max_seq_len = 2,147,483,647: must be at most 2,147,352,576"),
         ({"batch_size": 2**28, "max_seq_len": 2**20}, {}, "CTAs of 128 keys, must be at most 2,147,483,647"),
     ],
 )
