@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -15,8 +16,27 @@ def dump(build: Callable[[Any, str], object], spec: Any, folder: Path) -> tuple[
     build(spec, f"--keep-ptx --keep-cubin --dump-dir {folder}")
     (ptx,), (cubin,) = folder.glob("*.ptx"), folder.glob("*.cubin")
     assert cubin.read_bytes()[:4] == b"\x7fELF"
+    text = ptx.read_text()
+    assert deadlocks(text) == [], "one lane of a warp waits for the others"
     command = [disassembler(), "-c", "-ndf", str(cubin)]  # no data flow: it only names what indirect branches reach, in 0.1 s
-    return ptx.read_text(), subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return text, subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def deadlocks(ptx: str) -> list[str]:
+    """The instructions of whole warps that stand where only an elected lane comes: it would wait for the others for ever."""
+    found, elected, inverse, end = [], "", "", ""
+    for line in (line.strip() for line in ptx.splitlines()):
+        if end and line.startswith((f"{end}:", "bra.uni", "ret;")):
+            end = ""
+        elif end and re.match(r"(shfl|vote|match|redux|bar\.warp|bar|barrier|elect)\.sync", line):
+            found.append(line)
+        elif match := re.match(r"elect\.sync\s+%r\d+\|(%p\d+),", line):
+            elected = match[1]
+        elif match := re.match(rf"not\.pred\s+(%p\d+), {elected};" if elected else r"$.", line):
+            inverse = match[1]
+        elif match := re.match(rf"@{inverse} bra\s+(\S+);" if inverse else r"$.", line):
+            elected, inverse, end = "", "", match[1]
+    return found
 
 
 @functools.cache

@@ -105,10 +105,11 @@ class TmaKeys:
     @cute.jit
     def prepare(self, operands: tuple, rings: KeyRings):
         """This warp makes the mbarriers of its stages."""
+        first = cute.arch.make_warp_uniform(cute.arch.warp_idx()) * self.spec.depth  # by all lanes, which it shuffles
         with cute.arch.elect_one():
             cpasync.prefetch_descriptor(operands[0])
             for stage in cutlass.range_constexpr(self.spec.depth):
-                cute.arch.mbarrier_init(rings.barriers + (cute.arch.warp_idx() * self.spec.depth + stage), self.arrivals)
+                cute.arch.mbarrier_init(rings.barriers + (first + stage), self.arrivals)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_warp()
 
