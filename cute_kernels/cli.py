@@ -1,4 +1,4 @@
-"""The command line: doctor, plan, explain, compile, cache, tune, demo and dashboard."""
+"""The command line: doctor, plan, explain, compile, cache, tune, bench, demo and dashboard."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ from .attention.plan import sku_of
 from .attention.variants import explain as explain_problem
 from .attention.variants import grid_of
 from .attention.workspace import workspace_bytes, workspace_regions
+from .bench.models import MODELS, tokens_of
 from .compile.cache import ENVIRONMENT, cache_folder
 from .compile.disk import Folder, Untrusted
 from .errors import CuteKernelsError, InvalidArgument, MissingDependency
@@ -241,6 +242,21 @@ def tune(
         raise MissingDependency(str(error.name), need) from error
     limits = Limits(replays, trials, memory_bytes=0, host_calls=0)
     raise typer.Exit(tune_cases(cases, Path(out) if out else None, minutes, limits, memory, console))
+
+
+@app.command()
+def bench(
+    model: Annotated[str, typer.Option(help=f"One of {', '.join(MODELS)}.")] = "llama-3-8b",
+    batch: Annotated[int, typer.Option(min=1, help="Requests that are decoded together.")] = 64,
+    context: Annotated[str, typer.Option(help="Tokens of each, such as 8k.")] = "8k",
+    page_size: Annotated[int, typer.Option(min=1, help="Tokens of a page.")] = 16,
+    kv_dtype: Annotated[KVDtype | None, typer.Option(help="What the cache stores; bf16 by default.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print data.")] = False,
+) -> None:
+    """What this machine does a layer of a model: decode attention, the append of new tokens, a prompt. Some seconds."""
+    from .bench.run import run_bench
+
+    run_bench(model, batch, tokens_of(context), page_size, kv_dtype, as_json, console)
 
 
 @app.command()

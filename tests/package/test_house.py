@@ -27,6 +27,7 @@ ROOMS = (
     "integrations",
     "doctor",
     "demo",
+    "bench",
     "options",
     "cli",
 )
