@@ -1,0 +1,40 @@
+"""transformers' own attention, for what no plan serves."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .engine import moved, part
+
+
+def own_attention(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scores: dict[str, Any], **others: Any
+) -> tuple[Tensor, Any]:
+    """sdpa, or what the model's file calls eager where there are a soft cap or sinks, which sdpa has not.
+
+    mask: as transformers makes it for sdpa. scores: dropout, scaling, is_causal, sliding_window, softcap and s_aux.
+    """
+    if scores["softcap"] is None and scores["s_aux"] is None:
+        forward = part("integrations.sdpa_attention").sdpa_attention_forward
+        result: tuple[Tensor, Any] = forward(module, query, key, value, mask, **scores, **others)
+        return result
+    eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+    if eager is None:
+        raise moved(f"{type(module).__module__}.eager_attention_forward", "is not there, which soft caps and sinks need")
+    result = eager(module, query, key, value, _added(mask, query, key), **scores, **others)
+    return result[0], None
+
+
+def _added(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor:
+    """A mask as a term of the scores. None: sdpa's own, row i sees keys 0 to i; all of them where there is one row."""
+    q_len, kv_len = query.shape[2], key.shape[2]
+    if mask is None:
+        mask = torch.ones(q_len, kv_len, dtype=torch.bool, device=query.device)
+        mask = (mask.tril() if q_len > 1 else mask)[None, None]
+    if mask.dtype is not torch.bool:
+        return mask
+    return torch.zeros_like(mask, dtype=query.dtype).masked_fill_(~mask, torch.finfo(query.dtype).min)

@@ -1,0 +1,88 @@
+"""The mask that transformers makes once a forward: how many keys there are, where the pattern is one that kernels know."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .engine import part, tell_once
+
+FULL, SLIDING = 1, 2  # the first extent of a mask of lengths
+
+
+class Lengths(NamedTuple):
+    """seq_lens: int32 [batch], the keys of each row, its new tokens included. sliding: whether a window hides some of them."""
+
+    seq_lens: Tensor
+    sliding: bool
+
+
+def lengths_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: Callable[..., Any] | None = None,
+    attention_mask: Tensor | None = None,
+    **pattern: Any,
+) -> Tensor | None:
+    """What transformers asks of a mask interface: int32 lengths [1 or 2, 1, 1, batch], or its own mask for sdpa.
+
+    Query row i stands at q_offset + i, key j at kv_offset + j. Lengths say that a row sees all keys up to its own, in a mask
+    whose first extent is SLIDING as far as its layer's window goes. Four axes: transformers hands such a mask on as it is.
+    What transformers says of the `pattern`: allow_is_causal_skip is False for rows that see more or less, but also for one row
+    over a static cache; use_vmap for a function of the caller's; local_size for a window or a chunk.
+
+    Left padding, chunks, packed sequences and bidirectional rows get sdpa's mask. Reads the device where there is a padding
+    mask and no compiler traces.
+    """
+    device = pattern.get("device", "cpu")
+    why = _not_lengths(q_length, attention_mask, pattern)
+    if why:
+        if not torch.compiler.is_compiling():
+            tell_once(f"cute_kernels: {why}: this is attended to by transformers' own attention")
+        operands = (batch_size, q_length, kv_length, q_offset, kv_offset)
+        more = {} if mask_function is None else {"mask_function": mask_function}
+        mask: Tensor | None = part("masking_utils").sdpa_mask(*operands, attention_mask=attention_mask, **more, **pattern)
+        return mask
+    keys = q_offset + q_length - kv_offset
+    kind = FULL if pattern.get("local_size") is None else SLIDING
+    if isinstance(keys, Tensor):
+        lengths = keys.to(device=device, dtype=torch.int32).clamp(max=kv_length)
+        return lengths.reshape(1, 1, 1, 1).expand(kind, 1, 1, batch_size).contiguous()
+    return torch.full((kind, 1, 1, batch_size), min(keys, kv_length), dtype=torch.int32, device=device)
+
+
+def lengths_of(mask: Tensor | None) -> Lengths | None:
+    """What `lengths_mask` has put into a mask; None for any other."""
+    if mask is None or mask.dtype is not torch.int32 or mask.dim() != 4:
+        return None
+    return Lengths(mask[0, 0, 0], mask.shape[0] == SLIDING)
+
+
+def dense_mask(lengths: Lengths, q_length: int, kv_length: int, window: int | None) -> Tensor:
+    """bool [batch, 1, q_length, kv_length]: the same mask as sdpa takes it. window: keys that a row sees, its own included."""
+    keys = torch.arange(kv_length, device=lengths.seq_lens.device)
+    rows = lengths.seq_lens[:, None] - q_length + torch.arange(q_length, device=keys.device)
+    seen = keys <= rows[:, :, None]
+    if lengths.sliding and window is not None:
+        seen &= keys > rows[:, :, None] - window
+    return seen[:, None]
+
+
+def _not_lengths(q_length: int, attention_mask: Tensor | None, pattern: dict[str, Any]) -> str | None:
+    """Why a mask is not one of lengths; None where it is."""
+    plain = pattern.get("allow_is_causal_skip") or (q_length == 1 and "allow_is_causal_skip" in pattern)
+    if "allow_is_bidirectional_skip" in pattern or pattern.get("use_vmap", True) or not plain:
+        return "query rows that see other keys than those up to their own"
+    if pattern.get("local_size") is not None and getattr(pattern.get("config"), "attention_chunk_size", None) is not None:
+        return "attention within chunks (attention_chunk_size)"
+    if attention_mask is None:
+        return None
+    if torch.compiler.is_compiling():
+        return "a padding mask in a compiled model"
+    return None if bool(attention_mask.all()) else "a batch with padding"

@@ -1,0 +1,123 @@
+"""register(): makes "cute_kernels" an attention implementation of transformers."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ...append.descriptor import APPEND_DTYPES
+from ...config.append import MAX_HEAD_DIM
+from ...errors import InvalidProblem, Unsupported
+from ...kv.types import KVDtype
+from ..flash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
+from .continuous import continuous_forward
+from .engine import check_calls, moved, part, tell_once
+from .forward import attention_forward
+from .masks import lengths_mask
+
+NAME = "cute_kernels"
+PAGED_NAME = "cute_flash_3"  # continuous batching asks a name for "flash", and for a version of it, before it uses block tables
+PREFIX = "paged|"
+
+
+def register(kv_dtype: KVDtype | None = None) -> str:
+    """Makes "cute_kernels" an attention implementation of the transformers that is installed; returns that name.
+
+    `AutoModelForCausalLM.from_pretrained(..., attn_implementation="cute_kernels")`, or `model.set_attn_implementation`, then
+    serves generate, with dynamic and static caches, and generate_batch. Call it before the model is made.
+
+    kv_dtype: KVDtype.E4M3 or E5M2 for what generate_batch keeps, rounded without scales, of layers without a sliding window; by
+    default the model's dtype. The last call of `register` says. transformers' pages stay as large as they are: half the bytes
+    are read, no more tokens fit.
+
+    Raises MissingDependency without transformers, Unsupported for a version of it that has moved, naming the call, and
+    InvalidProblem for another kv_dtype.
+
+    Besides what transformers lets one register it wraps three of its functions: the one that checks names of implementations,
+    the one that finds a flash-attention by its name, and continuous batching's choice of an implementation.
+    """
+    if kv_dtype not in (None, KVDtype.E4M3, KVDtype.E5M2):
+        raise InvalidProblem("kv_dtype", kv_dtype, "must be None, KVDtype.E4M3 or KVDtype.E5M2")
+    check_calls()
+    attention, masks = part("modeling_utils").AttentionInterface, part("masking_utils").AttentionMaskInterface
+    attention.register(NAME, attention_forward)
+    masks.register(NAME, lengths_mask)
+    batches = torch.compiler.disable(functools.partial(continuous_forward, kv_dtype=kv_dtype and kv_dtype.torch_dtype))
+    for name in (PAGED_NAME, PREFIX + PAGED_NAME):  # without a mask of their own, so that continuous batching makes none
+        attention.register(name, batches)
+    _wrap(part("modeling_flash_attention_utils"), "_lazy_imports", _finding)
+    _wrap(part("modeling_utils").PreTrainedModel, "_check_and_adjust_attn_implementation", _checking)
+    manager = part("generation.continuous_batching.continuous_api").ContinuousBatchingManager
+    _wrap(manager, "switch_to_cb_friendly_attn", _switching)
+    return NAME
+
+
+def _wrap(owner: Any, name: str, around: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Puts `around` about a function of transformers, once."""
+    original = getattr(owner, name)
+    if getattr(original, "by_cute_kernels", False):
+        return
+    wrapped: Any = functools.wraps(original)(around(original))
+    wrapped.by_cute_kernels = True
+    setattr(owner, name, wrapped)
+
+
+def _finding(original: Callable[..., Any]) -> Callable[..., Any]:
+    """_lazy_imports: the functions of a flash-attention, by name."""
+
+    def lazy_imports(implementation: str | None, *args: Any, **kwargs: Any) -> Any:
+        if implementation is None or implementation.removeprefix(PREFIX) != PAGED_NAME:
+            return original(implementation, *args, **kwargs)
+        utils = part("modeling_flash_attention_utils")
+        padding = (getattr(utils, "_pad_input", None), getattr(utils, "_unpad_input", None))
+        return flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache, *padding
+
+    return lazy_imports
+
+
+def _checking(original: Callable[..., Any]) -> Callable[..., Any]:
+    """_check_and_adjust_attn_implementation: the name that a model gets for the one that was asked for."""
+
+    def check(model: Any, attn_implementation: str | None, *args: Any, **kwargs: Any) -> Any:
+        name = (attn_implementation or "").removeprefix(PREFIX)
+        if name not in (NAME, PAGED_NAME):
+            return original(model, attn_implementation, *args, **kwargs)
+        why = _unserved(model)
+        if why is None:
+            return attn_implementation
+        tell_once(f"cute_kernels: {type(model).__name__} has {why}: it keeps transformers' own attention")
+        return original(model, None, *args, **kwargs)
+
+    return check
+
+
+def _switching(original: Callable[..., Any]) -> Callable[..., Any]:
+    """switch_to_cb_friendly_attn: the implementation that a model has while it generates by continuous batching."""
+
+    def switch(manager: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+        before = model.config._attn_implementation
+        if before != NAME:
+            return original(manager, model, *args, **kwargs)
+        if model.dtype not in APPEND_DTYPES:
+            raise Unsupported([f"generate_batch of a model in {model.dtype}: must be in {' or '.join(map(str, APPEND_DTYPES))}"])
+        model.set_attn_implementation(PAGED_NAME)
+        original(manager, model, *args, **kwargs)
+        if model.config._attn_implementation.removeprefix(PREFIX) != PAGED_NAME:
+            found = model.config._attn_implementation
+            raise moved("ContinuousBatchingManager.switch_to_cb_friendly_attn", f"takes {found} in place of {PAGED_NAME}")
+        manager._original_attn_impl = before  # what the model gets back when the manager stops
+        return None
+
+    return switch
+
+
+def _unserved(model: Any) -> str | None:
+    """What of a model no plan serves; None where its layers are asked one by one."""
+    config = model.config.get_text_config()
+    head_dim = getattr(config, "head_dim", None)
+    if head_dim is not None and head_dim > MAX_HEAD_DIM:
+        return f"head_dim = {head_dim}, above {MAX_HEAD_DIM}"
+    return None if getattr(model, "_supports_attention_backend", True) else "layers that take no attention implementation"
