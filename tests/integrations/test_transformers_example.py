@@ -9,7 +9,7 @@ import torch
 
 from tests.support.transformers import excess
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "transformers_generate.py"
+EXAMPLE = Path(__file__).parents[2] / "docs" / "examples" / "transformers_generate.py"
 
 
 def test_it_generates_what_eager_attention_would(capsys) -> None:

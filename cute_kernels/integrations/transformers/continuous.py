@@ -14,9 +14,7 @@ from ...errors import Unsupported
 from ...kv.page_table import PageTable
 from .engine import moved
 
-LONG_CHUNK = (
-    4096  # query rows that every chunk is planned for: its kernel has phases for fewer, and steps differ in their longest
-)
+LONG_CHUNK = 4096  # query rows that every chunk is planned for, so that steps, which differ in their longest, share a kernel
 
 
 class Pages(NamedTuple):
@@ -172,11 +170,8 @@ def _grouped(cache: Any, layer_idx: int) -> tuple[int, str, Pages | None]:
     if cache.sliding_windows[layer_idx] != 1:
         return group, "sliding_attention", None
     axes = (-1, cache.block_size, cache.num_key_value_heads, cache.head_dim)
-    return (
-        group,
-        "full_attention",
-        Pages(cache.key_cache[place].view(axes), cache.value_cache[place].view(axes), cache.block_size),
-    )
+    pages = Pages(cache.key_cache[place].view(axes), cache.value_cache[place].view(axes), cache.block_size)
+    return group, "full_attention", pages
 
 
 def _allocated(cache: Any, layer_idx: int) -> tuple[int, str, Pages | None]:

@@ -1,6 +1,6 @@
 """A transformers model generates over cute_kernels' attention: all prompts by generate_batch, then one by generate.
 
-python examples/transformers_generate.py [--model NAME_OR_FOLDER] [--new-tokens N]
+python docs/examples/transformers_generate.py [--model NAME_OR_FOLDER] [--new-tokens N]
 
 Without --model it is a small Llama with random weights, which shows the lines to write and needs no download.
 """
