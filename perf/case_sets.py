@@ -10,6 +10,7 @@ from itertools import product
 
 from perf.attention_cases import modifier_cases, verify_cases
 from perf.cases import DTYPES, LAYOUTS, TABLE_FORMATS, Bar, Case, EightBit, Rows, Scale, Spread, append_case, fixed
+from perf.mixed_cases import mixed_cases
 from perf.prefill_cases import chunk_cases, prefill_cases
 from perf.weights import weights_cases
 
@@ -171,7 +172,15 @@ def peers_cases() -> tuple[Case, ...]:
 @functools.cache
 def all_bars() -> dict[Case, Bar]:
     """The newest bar of each case that has one."""
-    some = {**verify_cases(), **modifier_cases(), **mqa_cases(), **prefill_cases(), **chunk_cases(), **weights_cases()}
+    some = {
+        **verify_cases(),
+        **modifier_cases(),
+        **mqa_cases(),
+        **prefill_cases(),
+        **chunk_cases(),
+        **mixed_cases(),
+        **weights_cases(),
+    }
     attention = {case: bar for case, bar in some.items() if bar is not None}
     return throughput_cases() | latency_cases() | ragged_cases() | eight_bit_cases() | append_cases() | attention
 
@@ -198,6 +207,7 @@ def case_sets() -> dict[str, tuple[Case, ...]]:
         "mqa": tuple(mqa_cases()),
         "prefill": tuple(prefill_cases()),
         "chunks": tuple(chunk_cases()),
+        "mixed": tuple(mixed_cases()),
         "weights": tuple(weights_cases()),
         "peers": peers_cases(),
         "core": tuple(

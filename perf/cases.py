@@ -2,7 +2,8 @@
 
 A name says everything about its case, in FlashInfer's scheme: gqa_paged_decode_h32_kv8_d128_ps16_bf16_kve4m3_b64_l8k. That of
 an append is kv_append_kv8_d128_ps16_bf16_kve4m3_t8k; those of attention have what decode has not before the rows, as four query
-rows a request (gqa_paged_attention_h32_kv8_d128_ps16_bf16_q4_b64_l8k) or a soft cap (..._softcap50_b64_l8k).
+rows a request (gqa_paged_attention_h32_kv8_d128_ps16_bf16_q4_b64_l8k) or a soft cap (..._softcap50_b64_l8k). A mixed batch has
+the most query rows that its plan serves there, and those of each group with its rows: ..._q2048_ragged_b61_60x4k-q1+1x8k-q2048.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import math
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import Any, Literal
 
 Operation = Literal["decode", "attention", "append", "weights"]
@@ -25,7 +27,9 @@ OPERATIONS: tuple[Operation, ...] = ("decode", "attention", "append", "weights")
 READ, COPY, WGMMA = "read", "copy", "wgmma"
 FLOORS = (READ, COPY, WGMMA)  # the providers without a result, one of which gives the time that a case's others are divided by
 PLAIN = "ours-plain"  # the provider that is our plain decode over the caches of a case of attention
+PARTS = "ours-parts"  # the provider that serves the parts of a mixed batch one behind the other, each by a plan of its own
 LONG_QUERY = 256  # query rows from which on the tensor core limits a case, not the memory
+BALANCE = 190  # the same of a mixed batch, in FLOP a byte: of an H200 at 1.6 GHz (132 SMs x 4096 a clock) that reads 4.5 TB/s
 SLOT_BYTES = 8  # of a token's slot
 WEIGHT_BYTES = 4  # of a weight
 TABLE_FORMATS: tuple[TableFormat, ...] = ("dense", "csr")
@@ -36,15 +40,19 @@ SCALE_BYTES = {"tensor": 4, "head": 4, "token": 4, "token-f16": 2}
 
 @dataclass(frozen=True)
 class Rows:
-    """Lengths given as groups of (rows, tokens), in an order shuffled by `seed`: ((1, 131072), (31, 4096))."""
+    """Lengths given as groups of (rows, tokens), in an order shuffled by `seed`: ((1, 131072), (31, 4096)).
+
+    seed None: in the order of the groups.
+    """
 
     groups: tuple[tuple[int, int], ...]
-    seed: int = 0
+    seed: int | None = 0
 
     def tokens(self) -> tuple[int, ...]:
         """KV tokens of each row."""
         lengths = [tokens for rows, tokens in self.groups for _ in range(rows)]
-        random.Random(self.seed).shuffle(lengths)
+        if self.seed is not None:
+            random.Random(self.seed).shuffle(lengths)
         return tuple(lengths)
 
     @property
@@ -78,6 +86,43 @@ class Spread:
 
 
 @dataclass(frozen=True)
+class Mixed:
+    """A batch whose requests differ in their query rows: groups of (requests, tokens, query rows), in the order of the groups.
+
+    ((60, 4096, 1), (1, 8192, 2048)) is 60 decode rows and then a chunk of a prompt. Requests of fewer query rows come first, as
+    engines order a batch; so those of one number of query rows are neighbours. Raises ValueError for another order.
+    """
+
+    groups: tuple[tuple[int, int, int], ...]
+
+    def __post_init__(self) -> None:
+        rows = [q_rows for _, _, q_rows in self.groups]
+        if rows != sorted(rows):
+            raise ValueError(f"groups: {self.groups} have query rows {rows}, which must not fall")
+
+    def tokens(self) -> tuple[int, ...]:
+        """KV tokens of each request."""
+        return tuple(tokens for requests, tokens, _ in self.groups for _ in range(requests))
+
+    def query_rows(self) -> tuple[int, ...]:
+        """Query rows of each request."""
+        return tuple(q_rows for requests, _, q_rows in self.groups for _ in range(requests))
+
+    def parts(self) -> dict[int, Rows]:
+        """The lengths of the requests of each number of query rows, in the order of the groups."""
+        found = groupby(self.groups, key=lambda group: group[2])
+        return {q_rows: Rows(tuple(group[:2] for group in groups), seed=None) for q_rows, groups in found}
+
+    @property
+    def label(self) -> str:
+        groups = [f"{short(tokens)}-q{q_rows}" for _, tokens, q_rows in self.groups]
+        if len(groups) == 1:
+            return f"b{self.groups[0][0]}_l{groups[0]}"
+        each = "+".join(f"{group[0]}x{label}" for group, label in zip(self.groups, groups, strict=True))
+        return f"b{len(self.tokens())}_{each}"
+
+
+@dataclass(frozen=True)
 class Case:
     """One decode step: a query token for each row, over a paged or contiguous cache. Or its weights, several tokens, an append.
 
@@ -87,16 +132,17 @@ class Case:
     KV head (f32, or f16 where it says so); None: the stored values are the real ones.
 
     The others are of "attention". q_len: query rows a request, the last ones of its tokens, each of which sees no later one;
-    None: one, as in decode. query: how q is handed over, uniform where it is None. window_left: tokens before its own that a
-    query row sees. softcap: of the scores. alibi, sinks: whether each head has a slope, a logit in the denominator. tree_mask:
-    which of the new tokens each query row sees is given bit by bit.
+    None: one, as in decode; of a mixed batch, which is ragged, the most that the plan is described for. query: how q is handed
+    over, uniform where it is None. window_left: tokens before its own that a query row sees. softcap: of the scores. alibi,
+    sinks: whether each head has a slope, a logit in the denominator. tree_mask: which of the new tokens each query row sees is
+    given bit by bit.
     """
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
     page_size: int
-    lengths: Rows | Spread
+    lengths: Rows | Spread | Mixed
     dtype: Dtype = "bf16"
     table_format: TableFormat = "dense"
     layout: Layout = "HND"
@@ -158,9 +204,22 @@ class Case:
         return len(self.tokens())
 
     @property
+    def mixed(self) -> bool:
+        """Whether its requests may differ in their query rows."""
+        return isinstance(self.lengths, Mixed)
+
+    def query_rows(self) -> tuple[int, ...]:
+        """Query rows of each request."""
+        return self.lengths.query_rows() if isinstance(self.lengths, Mixed) else (self.q_len or 1,) * self.batch_size
+
+    @property
     def q_rows(self) -> int:
-        """Query rows of a request."""
-        return self.q_len or 1
+        """Query rows of a request; of a mixed batch the most that one has."""
+        return max(self.lengths.query_rows()) if isinstance(self.lengths, Mixed) else self.q_len or 1
+
+    def requests(self) -> tuple[tuple[int, int], ...]:
+        """KV tokens and query rows of each request."""
+        return tuple(zip(self.tokens(), self.query_rows(), strict=True))
 
     @property
     def packed_rows(self) -> int:
@@ -170,8 +229,7 @@ class Case:
     @property
     def tflop(self) -> float:
         """Of both products, of the pairs of a query row and a key that it sees: its request's keys up to its own."""
-        n = self.q_rows
-        pairs = sum(n * (length - n) + n * (n + 1) // 2 for length in self.tokens())
+        pairs = sum(n * (length - n) + n * (n + 1) // 2 for length, n in self.requests())
         return 4e-12 * self.num_heads * self.head_dim * pairs
 
     def tflops(self, us: float) -> float:
@@ -180,13 +238,17 @@ class Case:
 
     @property
     def long(self) -> bool:
-        """Whether the tensor core limits it, not the memory."""
+        """Whether the tensor core limits it, not the memory: of a mixed batch, whether its FLOP take longer than its bytes."""
+        if self.mixed:
+            return 1e12 * self.tflop >= BALANCE * self.kv_bytes
         return self.q_rows >= LONG_QUERY
 
     @property
     def query_shape(self) -> tuple[int, ...]:
         """Of q, and of the result."""
         heads = (self.num_heads, self.head_dim)
+        if self.mixed:
+            return (sum(self.query_rows()), *heads)
         return (self.batch_size, *heads) if self.q_len is None else (self.batch_size, self.q_len, *heads)
 
     @property
@@ -196,6 +258,8 @@ class Case:
         With a window it is over as many of a row's tokens as the window holds. Raises ValueError where those differ by the row.
         """
         lengths = self.lengths
+        if isinstance(lengths, Mixed):
+            lengths = Rows(tuple(group[:2] for group in lengths.groups), seed=None)
         if self.window_left is not None:
             if not isinstance(lengths, Rows):
                 raise ValueError(f"lengths: {lengths.label} has no window in every row")
@@ -203,6 +267,16 @@ class Case:
             lengths = replace(lengths, groups=tuple((rows, min(tokens, held)) for rows, tokens in lengths.groups))
         own = {name: getattr(self, name) for name in ("dtype", "table_format", "layout", "kv_dtype", "kv_scale")}
         return Case(self.num_heads, self.num_kv_heads, self.head_dim, self.page_size, lengths, **own)
+
+    def parts(self) -> tuple[Case, ...]:
+        """A case of uniform query rows for each number of them in a mixed batch, in its order; of another case itself alone.
+
+        That of one query row is decode, with the batch's modifiers.
+        """
+        if not isinstance(self.lengths, Mixed):
+            return (self,)
+        own = ((n if n > 1 else None, rows) for n, rows in self.lengths.parts().items())
+        return tuple(replace(self, lengths=rows, q_len=q_len, query=None) for q_len, rows in own)
 
     @property
     def kv_bytes(self) -> int:
@@ -213,7 +287,7 @@ class Case:
         """
         tokens = self.tokens()
         if self.window_left is not None:
-            tokens = tuple(min(length, self.window_left + self.q_rows) for length in tokens)
+            tokens = tuple(min(length, self.window_left + n) for length, n in self.requests())
         stored = self._stored_bytes(sum(tokens))
         if self.operation == "decode":
             return stored
@@ -312,7 +386,13 @@ def weights_case(rows: Rows | Spread, **changes: Any) -> Case:
     return Case(**shape | changes, lengths=rows, operation="weights")
 
 
-def attention_case(rows: Rows, **changes: Any) -> Case:
+def attention_case(rows: Rows | Mixed, **changes: Any) -> Case:
     """Attention with 32/8 heads of 128, bf16, over pages of 16."""
     shape: dict[str, Any] = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128, "page_size": 16}
     return Case(**shape | changes, lengths=rows, operation="attention")
+
+
+def mixed_case(*groups: tuple[int, int, int], max_q_len: int | None = None, **changes: Any) -> Case:
+    """Attention of a mixed batch of (requests, tokens, query rows), by a plan for up to `max_q_len` rows, as many as one has."""
+    batch = Mixed(groups)
+    return attention_case(batch, q_len=max_q_len or max(batch.query_rows()), query="ragged", **changes)

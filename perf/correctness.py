@@ -154,7 +154,18 @@ def reference_of(inputs: Inputs, index: int) -> Reference:
 
 
 def make_reference(inputs: Inputs, index: int) -> Reference:
-    """The reference of one set, CHUNK elements of K and of V at a time."""
+    """The reference of one set: of a mixed batch, that of one part behind the other."""
+    found = [attended(part, index) for part in inputs.parts()]
+    out, lse, theirs = (torch.cat(results) for results in zip(*found, strict=True))
+    error = theirs.double() - out
+    return Reference(out, lse, out.norm(dim=-1), out.abs().amax(-1), error.norm(dim=-1), error.abs().amax(-1))
+
+
+def attended(inputs: Inputs, index: int) -> tuple[torch.Tensor, ...]:
+    """(out, lse, what same-dtype PyTorch gives) of one set of uniform query rows, CHUNK elements of K and of V at a time.
+
+    out and lse are in f64; the query rows of all requests are in one axis.
+    """
     case = inputs.case
     q = inputs.sets[index].q.view(case.batch_size, case.q_rows, case.num_heads, case.head_dim)
     group = case.num_heads // case.num_kv_heads
@@ -169,9 +180,7 @@ def make_reference(inputs: Inputs, index: int) -> Reference:
             results = one_row_attention(*part)
         for whole, result in zip((out, lse, theirs), results, strict=True):
             whole[rows, :, heads] = result
-    out, lse, theirs = (whole.flatten(0, 1) for whole in (out, lse, theirs))
-    error = theirs.double() - out
-    return Reference(out, lse, out.norm(dim=-1), out.abs().amax(-1), error.norm(dim=-1), error.abs().amax(-1))
+    return tuple(whole.flatten(0, 1) for whole in (out, lse, theirs))
 
 
 def chunks(case: Case) -> Iterator[tuple[list[int], slice]]:

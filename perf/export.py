@@ -44,6 +44,8 @@ def workload(record: Record) -> dict[str, object]:
     case, percent = record.case, share(record)
     tokens = case.tokens()
     rows = {"q_len": case.q_len} if case.q_len else {}
+    if case.mixed:
+        rows = {"max_q_len": case.q_rows, "total_q": case.query_shape[0]}
     pages = {"num_pages": sum(-(-length // case.page_size) for length in tokens)} if case.page_size else {}
     return {
         "definition": record.name.split(f"_{case.dtype}")[0],

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import zlib
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 
 import torch
 
@@ -25,7 +26,7 @@ DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16}
 class Reference:
     """What one input set has to give, and how far same-dtype PyTorch is from it, f64.
 
-    out: [batch, num_heads, head_dim], with several query rows [batch * q_len, ...]. The others have no head_dim: lse (natural
+    out: [query rows, num_heads, head_dim], of all requests in their order. The others have no head_dim: lse (natural
     log), norm and largest (2-norm and largest magnitude of out), torch_norm and torch_largest (the same of PyTorch's error).
     """
 
@@ -68,6 +69,13 @@ class Pages:
     last_page_len: torch.Tensor
     unused: torch.Tensor
 
+    def of(self, requests: slice) -> Pages:
+        """The page table of some neighbouring requests, over the same pages."""
+        indptr = self.indptr[requests.start : requests.stop + 1]
+        indices = self.indices[int(indptr[0]) : int(indptr[-1])]
+        seq_lens, last_page_len = self.seq_lens[requests], self.last_page_len[requests]
+        return Pages(self.table[requests], seq_lens, indptr - indptr[0], indices, last_page_len, self.unused)
+
 
 @dataclass(frozen=True)
 class Inputs:
@@ -88,17 +96,40 @@ class Inputs:
 
     def qo_indptr(self) -> torch.Tensor:
         """Where the query rows of each request begin and end: int32 [batch + 1]."""
-        q = self.sets[0].q
-        return torch.arange(len(q) + 1, dtype=torch.int32, device=q.device) * self.case.q_rows
+        ends = accumulate(self.case.query_rows())
+        return torch.tensor([0, *ends], dtype=torch.int32, device=self.sets[0].q.device)
 
     def plain(self) -> Inputs:
         """The same caches for `case.plain`: the last query row of each request, and under a window the first tokens of a row."""
-        case, shape = self.case.plain, (self.case.batch_size, self.case.q_rows, self.case.num_heads, self.case.head_dim)
-        sets = tuple(replace(s, q=s.q.view(shape)[:, -1].contiguous()) for s in self.sets)
+        case = self.case.plain
+        sets = tuple(replace(s, q=self._last_rows(s.q)) for s in self.sets)
         pages = self.pages
-        if pages is not None and case.lengths != self.case.lengths:
+        if pages is not None and case.tokens() != self.case.tokens():
             pages = first_tokens(pages, case)
         return Inputs(case, sets, pages)
+
+    def _last_rows(self, q: torch.Tensor) -> torch.Tensor:
+        """The last query row of each request: [batch, num_heads, head_dim]. Of one row a request q itself."""
+        if self.case.mixed and self.case.q_rows > 1:
+            return q[self.qo_indptr()[1:].long() - 1]
+        return q.view(self.case.batch_size, self.case.q_rows, *q.shape[-2:])[:, -1].contiguous()
+
+    def parts(self) -> tuple[Inputs, ...]:
+        """Those of each of `case.parts`, over the same pages: q is a view of this q's rows.
+
+        Raises ValueError for contiguous keys and for a tree, of which no mixed batch is made.
+        """
+        if not self.case.mixed:
+            return (self,)
+        if self.pages is None or self.operands.tree_mask is not None:
+            raise ValueError(f"case: {self.case.name} is a mixed batch, whose keys are paged and whose rows are no tree")
+        found, request, row = [], 0, 0
+        for case in self.case.parts():
+            requests, rows = case.batch_size, case.batch_size * case.q_rows
+            sets = tuple(replace(s, q=s.q[row : row + rows].view(case.query_shape)) for s in self.sets)
+            found.append(Inputs(case, sets, self.pages.of(slice(request, request + requests)), self.operands))
+            request, row = request + requests, row + rows
+        return tuple(found)
 
     def fill_unused(self, value: float) -> None:
         """Write `value` to every slot that no row owns, in all caches and scales per token (see storage.fill)."""

@@ -12,7 +12,7 @@ from textwrap import shorten
 from typing import Any, Literal, TypeVar
 
 from cute_kernels.planning.variants import PRETEND, DeviceFacts
-from perf.cases import FLOORS, Bar, Case, Rows, Spread, short
+from perf.cases import FLOORS, Bar, Case, Mixed, Rows, Spread, short
 from perf.correctness import GateResult, Tolerance
 from perf.measure import DEVICE, IN_STREAM
 from perf.record import SCHEMA, ratio_field
@@ -99,6 +99,8 @@ class Record:
         if self.case.operation == "append":
             return f"append {short(self.case.batch_size)}"
         what = "weights " if self.case.operation == "weights" else ""
+        if isinstance(lengths, Mixed):
+            return " + ".join(f"{count} x {short(tokens)} q{q_rows}" for count, tokens, q_rows in lengths.groups)
         if isinstance(lengths, Rows):
             return what + " + ".join(f"{count} x {short(tokens)}" for count, tokens in lengths.groups)
         return f"{what}{lengths.batch} x {short(lengths.low)}-{short(lengths.high)}"
@@ -211,10 +213,10 @@ def parse_fields(entry: Mapping[str, Any], path: Path, number: int) -> Record:
 def parse_case(entry: Mapping[str, Any]) -> Case:
     """The case of a record: the inverse of record.case_fields. A field that older records lack takes its default."""
     rule = dict(get(entry, "lengths", dict))
-    kinds: dict[str, type[Rows | Spread]] = {"Rows": Rows, "Spread": Spread}
+    kinds: dict[str, type[Rows | Spread | Mixed]] = {"Rows": Rows, "Spread": Spread, "Mixed": Mixed}
     kind = kinds[rule.pop("rule")]
     if "groups" in rule:
-        rule["groups"] = tuple((int(rows), int(tokens)) for rows, tokens in rule["groups"])
+        rule["groups"] = tuple(tuple(map(int, group)) for group in rule["groups"])
     own = {field.name: entry[field.name] for field in fields(Case) if field.default is MISSING or field.name in entry}
     return Case(**own | {"lengths": kind(**rule)})
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from perf.case_sets import case_sets
-from perf.cases import COPY, FLOORS, PLAIN, READ, WGMMA
+from perf.cases import COPY, FLOORS, PARTS, PLAIN, READ, WGMMA
 from perf.compare import Comparison, changes, compare_revisions
 from perf.history import Key, Revision, by_gpu, revisions
 from perf.measure import DEVICE, IN_STREAM
@@ -24,6 +24,7 @@ PROVIDERS = PICTURED | {
     "cudnn": ("cuDNN", "#9a8c5e", "#c4b680"),
 }
 FLOOR_LABELS = {READ: "plain read", COPY: "plain copy", WGMMA: "WGMMA loop"}
+OWN = {PLAIN: "our plain decode", PARTS: "our plans in turn"}  # beside ours: what it is held against
 DETAILS = ("sku", "q_dtype", "shape", "num_ctas", "turns", "num_splits", "workspace_bytes", "prepare_s")
 
 
@@ -85,7 +86,7 @@ class CaseView:
     @property
     def has_peers(self) -> bool:
         """Whether anyone but us and the floor has a result."""
-        return any(provider not in (OURS, PLAIN, *FLOORS) for provider in self.results)
+        return any(provider not in (OURS, *OWN, *FLOORS) for provider in self.results)
 
 
 @dataclass(frozen=True)
@@ -188,8 +189,8 @@ def gpu_view(name: str, records: Sequence[Record]) -> GpuView:
 
 def label_of(provider: str) -> str:
     """A provider's name as people write it."""
-    if provider == PLAIN:
-        return "our plain decode"
+    if provider in OWN:
+        return OWN[provider]
     return PROVIDERS[provider][0].split(",")[0] if provider in PROVIDERS else provider
 
 

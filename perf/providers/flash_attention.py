@@ -40,7 +40,8 @@ class Step:
     """What the calls on all input sets share. descale: f32 [batch, num_kv_heads], of q, K and V, where q is e4m3.
 
     metadata: the scheduler's, int32, which serves every layer of a model step; without it each call makes its own. window: keys
-    before and after its own that a query row sees, -1 for all. softcap: 0 for none. sinks: bf16 [num_heads].
+    before and after its own that a query row sees, -1 for all. softcap: 0 for none. sinks: bf16 [num_heads]. rows: of a mixed
+    batch where the query rows of each request begin and end, int32 [batch + 1], and how many a request has at most.
     """
 
     table: torch.Tensor
@@ -53,6 +54,7 @@ class Step:
     window: tuple[int, int] = (-1, -1)
     softcap: float = 0.0
     sinks: torch.Tensor | None = None
+    rows: tuple[torch.Tensor, int] | None = None
 
 
 class FlashAttention3:
@@ -99,9 +101,10 @@ class FlashAttention3:
         operands = [(query(s.q, case), tokens_first(s.k, case), tokens_first(s.v, case)) for s in inputs.sets]
         descale = torch.ones(case.batch_size, case.num_kv_heads, device=table.device) if case.kv_dtype else None
         rounded = {"q_dtype": "e4m3"} if case.kv_dtype else {}
+        options = score_options(inputs) | ({"rows": (inputs.qo_indptr(), case.q_rows)} if case.mixed else {})
         candidates = []
         for num_splits in NUM_SPLITS:
-            step = Step(table, pages.seq_lens, inputs.softmax_scale, num_splits, descale, **score_options(inputs))
+            step = Step(table, pages.seq_lens, inputs.softmax_scale, num_splits, descale, **options)
             plan = scheduling(case, pages, step)
             if plan is not None:
                 step = replace(step, metadata=plan())
@@ -113,7 +116,7 @@ class FlashAttention3:
 
 
 class FlashAttention3Attention(FlashAttention3):
-    """Several query rows, windows, soft caps and sinks."""
+    """Several query rows, also mixed, windows, soft caps and sinks."""
 
     operation: ClassVar[Operation] = "attention"
 
@@ -128,8 +131,8 @@ def file_digest(path: Path) -> str:
 
 
 def query(q: torch.Tensor, case: Case) -> torch.Tensor:
-    """q as FlashAttention takes it: [batch, q rows, num_heads, head_dim], of the cache's dtype."""
-    rows = q.view(case.batch_size, case.q_rows, case.num_heads, case.head_dim)
+    """q as FlashAttention takes it, of the cache's dtype: [batch, q rows, num_heads, head_dim], of a mixed batch as it is."""
+    rows = q if case.mixed else q.view(case.batch_size, case.q_rows, case.num_heads, case.head_dim)
     return rows.to(torch.float8_e4m3fn) if case.kv_dtype else rows
 
 
@@ -147,7 +150,7 @@ def score_options(inputs: Inputs) -> dict[str, Any]:
 
 
 def installed(step: Step, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Callable[[], Result]:
-    """A call of flash_attn_with_kvcache: q [batch, q rows, num_heads, head_dim]."""
+    """A call of flash_attn_with_kvcache: q as `query` gives it."""
     from flash_attn_interface import flash_attn_with_kvcache
 
     require(step.sinks is None, "the package's interface has no sinks")
@@ -160,21 +163,24 @@ def installed(step: Step, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> 
         options |= {"causal": True, "window_size": step.window}
     if step.softcap:
         options["softcap"] = step.softcap
-    return lambda: (flash_attn_with_kvcache(q, k, v, **options).flatten(0, 1), None)
+    if step.rows is not None:
+        options["cu_seqlens_q"], options["max_seqlen_q"] = step.rows
+    return lambda: (flash_attn_with_kvcache(q, k, v, **options).flatten(0, -3), None)
 
 
 def extension(step: Step, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Callable[[], Result]:
     """A call of the extension's operator `fwd`, whose arguments are positional; the operands are those of `installed`."""
     out = torch.empty(q.shape, dtype=q.dtype if step.descale is None else torch.bfloat16, device=q.device)
     cache = (q, k, v, None, None, None, out)  # k_new, v_new, q_v
-    lengths = (None, None, None, None, step.seq_lens, None, None)  # cu_seqlens q, k, k_new; seqused q, k; max_seqlen q, k
+    bounds, most = step.rows or (None, None)
+    lengths = (bounds, None, None, None, step.seq_lens, most, None)  # cu_seqlens q, k, k_new; seqused q, k; max_seqlen q, k
     placement = (step.table, None, None, None, None, None, *[step.descale] * 3)  # kv_batch_idx, leftpad, 3 rotary; q, k, v
     softmax = (step.scale, step.causal, *step.window, step.softcap, True)  # window left and right; rotary_interleaved
     schedule = (step.metadata, step.num_splits, None, 0, step.sinks, 1, 0, None)  # splits, pack_gqa, sm_margin, s_aux, 3 of cp
 
     def run() -> Result:
         torch.ops._vllm_fa3_C.fwd(*cache, *lengths, *placement, *softmax, *schedule)
-        return out.flatten(0, 1), None
+        return out.flatten(0, -3), None
 
     return run
 
@@ -192,9 +198,10 @@ def refusing(prepare: Callable[[], Sequence[Candidate]]) -> Sequence[Candidate]:
     return candidates
 
 
-def scheduled(case: Case, pages: Pages) -> dict[str, object]:
+def scheduled(case: Case, pages: Pages, step: Step) -> dict[str, object]:
     """The keywords that both makers of metadata share. The lengths' bound is what a call takes from its page table."""
     return {
+        **({} if step.rows is None else {"cu_seqlens_q": step.rows[0]}),
         "batch_size": case.batch_size,
         "max_seqlen_q": case.q_rows,
         "max_seqlen_k": pages.table.shape[1] * case.page_size,
@@ -216,7 +223,7 @@ def installed_schedule(case: Case, pages: Pages, step: Step) -> Schedule | None:
         options |= {"causal": True, "window_size": step.window}
     if step.softcap:
         options["has_softcap"] = True
-    return partial(make, **scheduled(case, pages), **options, cache_seqlens=pages.seq_lens, num_splits=step.num_splits)
+    return partial(make, **scheduled(case, pages, step), **options, cache_seqlens=pages.seq_lens, num_splits=step.num_splits)
 
 
 def extension_schedule(case: Case, pages: Pages, step: Step) -> Schedule | None:
@@ -229,5 +236,5 @@ def extension_schedule(case: Case, pages: Pages, step: Step) -> Schedule | None:
     shape = {"num_heads": case.num_heads, "num_heads_k": case.num_kv_heads, "headdim_v": case.head_dim, "max_seqlen_k_new": 0}
     left, right = step.window
     mask = {"is_causal": step.causal, "window_size_left": left, "window_size_right": right, "has_softcap": bool(step.softcap)}
-    fixed = absent | scheduled(case, pages) | shape | mask | {"sm_margin": 0}
+    fixed = absent | scheduled(case, pages, step) | shape | mask | {"sm_margin": 0}
     return partial(make, seqused_k=pages.seq_lens, num_splits=step.num_splits, **fixed)

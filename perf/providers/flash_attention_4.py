@@ -68,7 +68,7 @@ class FlashAttention4:
             "softmax_scale": inputs.softmax_scale,
             "causal": True,
         }
-        q = s.q.flatten(0, 1)
+        q = s.q.flatten(0, -3)
         return partial(first_of, flash_attn_varlen_func, q, tokens_first(s.k, case), tokens_first(s.v, case), options)
 
     def contiguous(self, inputs: Inputs, s: InputSet) -> Callable[[], Result]:

@@ -30,13 +30,17 @@ FA3_SOURCE = Path("data", "csrc", "batch_prefill_sm90.cu")  # of the package; wh
 
 
 class Fa2Attention(FlashInferFa2):
-    """Its decode wrapper; its prefill wrapper for a tree of drafts, and that with sinks for sinks."""
+    """Its decode wrapper; its prefill wrapper for a mixed batch and a tree of drafts, and that with sinks for sinks."""
 
     operation: ClassVar[Operation] = "attention"
 
     def prepare(self, inputs: Inputs) -> Sequence[Candidate]:
         if inputs.case.sinks:
             return self.with_sinks(inputs)
+        if inputs.case.mixed:
+            require_storage(inputs.case, "e4m3", "e5m2")
+            require_scores(inputs.case)
+            return causal_prefill(inputs, "fa2")
         return self.with_tree(inputs) if inputs.case.tree_mask else super().prepare(inputs)
 
     def with_sinks(self, inputs: Inputs) -> Sequence[Candidate]:
@@ -87,14 +91,8 @@ class Fa3Attention(FlashInfer):
         return super().available() or (None if has_fa3_source() else f"the package flashinfer has no {FA3_SOURCE.name}")
 
     def prepare(self, inputs: Inputs) -> Sequence[Candidate]:
-        from flashinfer import BatchPrefillWithPagedKVCacheWrapper
-
-        case = inputs.case
-        require_fa3(case)
-        wrapper = BatchPrefillWithPagedKVCacheWrapper(**buffers(inputs) | {"backend": "fa3"})
-        dtype = DTYPES[case.dtype]
-        plan = partial(wrapper.plan, *table(inputs), causal=True, q_data_type=dtype, kv_data_type=dtype)
-        return planned(inputs, wrapper, plan)
+        require_fa3(inputs.case)
+        return causal_prefill(inputs, "fa3")
 
     def builds(self, cases: Sequence[Case]) -> Iterable[Callable[[], object]]:
         for key in {(DTYPES[c.dtype], cache_dtype(c), c.head_dim) for c in cases if served(require_fa3, c)}:
@@ -105,6 +103,22 @@ class XqaAttention(FlashInferXqa):
     """Drafts with their mask, windows and sinks."""
 
     operation: ClassVar[Operation] = "attention"
+
+    def prepare(self, inputs: Inputs) -> Sequence[Candidate]:
+        require(not inputs.case.mixed, "every request must have as many query rows")
+        return super().prepare(inputs)
+
+    def builds(self, cases: Sequence[Case]) -> Iterable[Callable[[], object]]:
+        return super().builds([case for case in cases if not case.mixed])
+
+
+def causal_prefill(inputs: Inputs, backend: str) -> Sequence[Candidate]:
+    """BatchPrefillWithPagedKVCacheWrapper over query rows that may differ by the request."""
+    from flashinfer import BatchPrefillWithPagedKVCacheWrapper
+
+    wrapper = BatchPrefillWithPagedKVCacheWrapper(**buffers(inputs) | {"backend": backend})
+    types = {"q_data_type": DTYPES[inputs.case.dtype], "kv_data_type": inputs.sets[0].k.dtype}
+    return planned(inputs, wrapper, partial(wrapper.plan, *table(inputs), causal=True, **types))
 
 
 def require_fa3(case: Case) -> None:

@@ -16,10 +16,10 @@ from cute_kernels.attention.variants import explain
 from cute_kernels.compile.kernels import compile_ahead
 from cute_kernels.config.decode import DecodeConfig, KernelSpec
 from cute_kernels.planning.variants import DeviceFacts, VariantArch
-from perf.cases import PLAIN, Case, Operation
+from perf.cases import PARTS, PLAIN, Case, Operation
 from perf.correctness import OURS, Tolerance
 from perf.inputs import DTYPES, Inputs, InputSet, Pages
-from perf.providers.base import Candidate, NotSupported, Result
+from perf.providers.base import Candidate, NotSupported, Result, require
 from perf.storage import storage
 
 Plan: TypeAlias = "ck.PagedDecodePlan | ck.FlashDecodingPlan | ck.PagedAttentionPlan"
@@ -43,20 +43,11 @@ class Ours:
 
     def prepare(self, inputs: Inputs) -> Sequence[Candidate]:
         plan = self.select(inputs)
-        run: Callable[..., Result] = plan.run
-        size, device = plan.workspace_size(), plan.device
-        queries = [query(inputs.case, s.q) for s in inputs.sets]
-        out = torch.empty_like(queries[0])
-        lse = torch.empty(out.flatten(0, -3).shape[:2], dtype=torch.float32, device=device)
-        tables = table_of(inputs)
-        fixed = {**inputs.operands.given(), "out": out, "lse": lse, "workspace": plan.new_workspace() if size else None}
-        if inputs.case.query == "ragged":
-            fixed["qo_indptr"] = inputs.qo_indptr()
-        calls = [partial(run, q, s.k, s.v, *tables, **scales(s), **fixed) for q, s in zip(queries, inputs.sets, strict=True)]
+        calls = bind(plan, inputs, *results_of(inputs))
         again: Callable[..., object] = type(plan).select
-        select = partial(again, plan.descriptor, device, ck.PlanPreference(arch=self.arch))  # of a known descriptor
+        select = partial(again, plan.descriptor, plan.device, ck.PlanPreference(arch=self.arch))  # of a known descriptor
         host: dict[str, Callable[[], object]] = {"run": calls[0], "select": select}
-        return [Candidate(calls, {"sku": plan.sku, "workspace_bytes": size}, host)]
+        return [Candidate(calls, {"sku": plan.sku, "workspace_bytes": plan.workspace_size()}, host)]
 
     def compile_ahead(self, cases: Sequence[Case]) -> None:
         """As CompilesAhead."""
@@ -112,6 +103,38 @@ class OursPlain(Ours):
         super().compile_ahead([case.plain for case in cases])
 
 
+class OursParts(Ours):
+    """A mixed batch without a plan for all of it: a plan for each number of query rows that it has, one behind the other.
+
+    The decode rows go through PagedDecodePlan, verify rows and chunks through a PagedAttentionPlan for uniform rows of theirs,
+    each with the kernel and the configuration that it chooses for these requests alone. All are launched in one call on one
+    stream, and each writes its rows of one result. So the time is the sum of the parts' times, less what a launch overlaps with
+    the one before it, as calls of one plan behind each other do too: what a plan for the whole batch is held against.
+    """
+
+    name: ClassVar[str] = PARTS
+    operation: ClassVar[Operation] = "attention"
+
+    def prepare(self, inputs: Inputs) -> Sequence[Candidate]:
+        parts = inputs.parts()
+        require(len(parts) > 1, "its requests have one number of query rows: there are no parts")
+        plans = [self.select(part) for part in parts]
+        out, lse = results_of(inputs)
+        counts = [len(part.sets[0].q.flatten(0, -3)) for part in parts]
+        calls = []
+        for plan, part, *rows in zip(plans, parts, out.split(counts), lse.split(counts), strict=True):
+            calls.append(bind(plan, part, rows[0].view(part.case.query_shape), rows[1]))
+        detail = {
+            "parts": {f"q{part.case.q_rows}": plan.sku for part, plan in zip(parts, plans, strict=True)},
+            "workspace_bytes": sum(plan.workspace_size() for plan in plans),
+        }
+        return [Candidate([partial(in_turn, of_set, (out, lse)) for of_set in zip(*calls, strict=True)], detail)]
+
+    def compile_ahead(self, cases: Sequence[Case]) -> None:
+        """As CompilesAhead."""
+        super().compile_ahead([part for case in cases if case.mixed for part in case.parts()])
+
+
 class Configured(Ours):
     """The variant that a plan selects, with a configuration of the tuner's. config: None for the heuristic's choice."""
 
@@ -122,6 +145,30 @@ class Configured(Ours):
         with tuned.forced(self.config):  # made anew: `select` would remember it
             chosen: Plan = plan(described, device, preference)
         return chosen
+
+
+def results_of(inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
+    """An empty out, as a run is given it, and an empty lse f32 [query rows, num_heads]."""
+    out = torch.empty_like(query(inputs.case, inputs.sets[0].q))
+    return out, torch.empty(out.flatten(0, -3).shape[:2], dtype=torch.float32, device=out.device)
+
+
+def bind(plan: Plan, inputs: Inputs, out: torch.Tensor, lse: torch.Tensor) -> list[Callable[[], Result]]:
+    """A run of the plan on each input set, into out and lse, with a workspace of their own."""
+    run: Callable[..., Result] = plan.run
+    tables = table_of(inputs)
+    workspace = plan.new_workspace() if plan.workspace_size() else None
+    fixed = {**inputs.operands.given(), "out": out, "lse": lse, "workspace": workspace}
+    if inputs.case.query == "ragged":
+        fixed["qo_indptr"] = inputs.qo_indptr()
+    return [partial(run, query(inputs.case, s.q), s.k, s.v, *tables, **scales(s), **fixed) for s in inputs.sets]
+
+
+def in_turn(calls: Sequence[Callable[[], Result]], result: Result) -> Result:
+    """Make the calls, which together write `result`."""
+    for call in calls:
+        call()
+    return result
 
 
 def spec_of(problem: DecodeProblem, facts: DeviceFacts, arch: VariantArch | None = None) -> KernelSpec | None:
@@ -182,7 +229,7 @@ def contiguous_descriptor(case: Case) -> ck.FlashDecodingDescriptor | ck.PagedAt
 
 def query(case: Case, q: torch.Tensor) -> torch.Tensor:
     """q as a run is given it: the query rows of all requests in one axis where they are ragged."""
-    return q.flatten(0, 1) if case.query == "ragged" else q
+    return q.flatten(0, -3) if case.query == "ragged" else q
 
 
 def scales(layer: InputSet) -> dict[str, torch.Tensor]:
