@@ -18,7 +18,7 @@ IDS = torch.tensor(prompts(13, 13, 13))
 @pytest.fixture(autouse=True)
 def registered(monkeypatch: pytest.MonkeyPatch) -> None:
     register()
-    monkeypatch.setattr(engine, "_told", set())
+    monkeypatch.setattr("cute_kernels.integrations.engine._told", set())
 
 
 def generated(model: Any, attention: str, **options: Any) -> torch.Tensor:
@@ -195,7 +195,7 @@ def test_a_version_that_has_moved_is_named_with_the_call(call: engine.Call, monk
 
 def test_without_transformers(monkeypatch) -> None:
     missing = ModuleNotFoundError("No module named 'transformers'", name="transformers")
-    monkeypatch.setattr(engine, "import_module", lambda name: (_ for _ in ()).throw(missing))
+    monkeypatch.setattr("cute_kernels.integrations.engine.import_module", lambda name: (_ for _ in ()).throw(missing))
     with pytest.raises(ck.errors.MissingDependency, match="pip install transformers"):
         register()
 

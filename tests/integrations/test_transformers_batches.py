@@ -34,7 +34,7 @@ UNITS = 0.5  # 0.06 was seen
 @pytest.fixture(autouse=True)
 def registered(monkeypatch: pytest.MonkeyPatch) -> Any:
     register()
-    monkeypatch.setattr(engine, "_told", set())
+    monkeypatch.setattr("cute_kernels.integrations.engine._told", set())
     yield
     register()
 

@@ -1,0 +1,65 @@
+"""An engine that is installed: its version, the calls of it that are built upon, and whether they are still there."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from importlib import import_module
+from typing import Any, NamedTuple
+
+from ..errors import MissingDependency, Unsupported
+
+logger = logging.getLogger("cute_kernels")
+_told: set[str] = set()
+
+
+class Call(NamedTuple):
+    """A function, a method or a class of an engine that is built upon, and the parameters that it must take."""
+
+    module: str
+    name: str
+    parameters: tuple[str, ...]
+
+
+class Engine(NamedTuple):
+    """A library that calls attention. package: what it is imported and installed as. tested: its versions that were."""
+
+    package: str
+    tested: str
+    calls: tuple[Call, ...]
+
+    def part(self, module: str) -> Any:
+        """A module of the engine. Raises MissingDependency without the engine, Unsupported where the module has moved."""
+        try:
+            return import_module(f"{self.package}.{module}")
+        except ModuleNotFoundError as error:
+            if error.name == self.package:
+                raise MissingDependency(self.package, f"pip install {self.package}; {self.tested} were tested") from error
+            raise self.moved(f"{self.package}.{module}", f"cannot be imported: {error}") from error
+
+    def version(self) -> str:
+        """The version that is installed."""
+        return str(import_module(self.package).__version__)
+
+    def moved(self, call: str, what: str) -> Unsupported:
+        """What is raised where the engine is not what this was written for: it names the version and the call."""
+        return Unsupported([f"{self.package} {self.version()}: {call} {what}; {self.tested} were tested"])
+
+    def check_calls(self) -> None:
+        """Raises Unsupported for the first of `calls` that is gone or takes other parameters."""
+        for module, name, parameters in self.calls:
+            found: Any = self.part(module)
+            for attribute in name.split("."):
+                found = getattr(found, attribute, None)
+            if found is None:
+                raise self.moved(f"{module}.{name}", "is not there")
+            missing = [each for each in parameters if each not in inspect.signature(found).parameters]
+            if missing:
+                raise self.moved(f"{module}.{name}", f"takes no {', '.join(missing)}")
+
+
+def tell_once(reason: str) -> None:
+    """One line in the log for each reason."""
+    if reason not in _told:
+        _told.add(reason)
+        logger.warning(reason)
