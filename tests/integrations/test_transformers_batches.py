@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import cute_kernels as ck
-from cute_kernels.integrations.transformers import NAME, continuous, engine, register
+from cute_kernels.integrations.transformers import NAME, continuous, register
 from cute_kernels.integrations.transformers.continuous import Pages, continuous_forward
 from tests.support.transformers import (
     MODELS,

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import cute_kernels as ck
-from cute_kernels.integrations.transformers import NAME, continuous, engine, register
+from cute_kernels.integrations.transformers import NAME, continuous, register
 from tests.support.transformers import MODELS, batched, counted, eager_of_8_bits, excess, prompts, tiny
 
 pytestmark = pytest.mark.gpu

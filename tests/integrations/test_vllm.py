@@ -172,7 +172,7 @@ def test_an_output_of_8_bits_is_not_served(backend: Any) -> None:
 
 def test_a_cache_of_other_axes_is_named(backend: Any) -> None:
     engine = Engine(backend, Layer(), STEPS["decode"])
-    q, k, v = engine.tokens()
+    _, k, v = engine.tokens()
     for cache in (torch.zeros(2, 3, 16, 2, DIM), torch.zeros(3, 2, 16, DIM)):
         with pytest.raises(ck.InvalidProblem, match=r"kv_cache\.shape"):
             engine.impl.do_kv_cache_update(engine.module, k, v, cache, torch.zeros(len(k), dtype=torch.int64))
@@ -236,10 +236,13 @@ def test_registering_makes_one_member_that_a_config_can_carry(backend: Any, regi
 
 def test_registering_by_a_name(monkeypatch) -> None:
     """As vLLM 0.33 does: register_backend makes the member."""
-    made = {"CUTE_KERNELS": SimpleNamespace()}
-    backends = SimpleNamespace(__members__={}, register=None)
-    vllm.put_in_place(monkeypatch, backends, lambda backend, class_path=None: backends.__members__.update({backend: made[backend]}))
-    assert integration.register() is made["CUTE_KERNELS"]
+    made, backends = SimpleNamespace(), SimpleNamespace(__members__={}, register=None)
+
+    def register_backend(backend: str, class_path: str | None = None) -> None:
+        backends.__members__[backend] = made
+
+    vllm.put_in_place(monkeypatch, backends, register_backend)
+    assert integration.register() is made and list(backends.__members__) == ["CUTE_KERNELS"]
 
 
 def test_a_vllm_that_has_moved_gets_one_line(monkeypatch, caplog) -> None:

@@ -125,7 +125,7 @@ class CuteKernelsBackend(AttentionBackend):
 
     @classmethod
     def validate_configuration(cls, *given: Any, **named: Any) -> list[str]:
-        """Every reason why a model's layers are not served; a vLLM that has moved is one, which names its version and the call."""
+        """Every reason why a model's layers are not served. One is that vLLM has moved: it names the version and the call."""
         try:
             ENGINE._replace(calls=CALLS).check_calls()
         except Unsupported as error:

@@ -70,7 +70,7 @@ class LayerAttention:
         append_kv(key, value, cache.k, cache.v, slot_mapping[:tokens], k_scale=k_scale, v_scale=v_scale, layout="NHD")
 
     def attend(self, layer: Any, query: Tensor, kv_cache: Tensor, step: Step, output: Tensor) -> None:
-        """Writes the step's rows of output, as query [tokens, num_heads, head_dim]. Rows that pad the step may stay as they are."""
+        """Writes the step's rows of output, as query [tokens, num_heads, head_dim]. Rows that pad the step may be left."""
         tokens = step.num_actual_tokens
         if query.shape[0] != tokens:
             query, output = query[:tokens], output[:tokens]

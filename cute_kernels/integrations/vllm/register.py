@@ -43,7 +43,7 @@ def register() -> Any:
 
 
 def _new_member(backends: Any) -> Any:
-    """A member of an Enum that is made already. vLLM 0.26 registers its members alone, and asks them for a backend by its name."""
+    """A member of an Enum that is made already: vLLM 0.26 registers members alone, and looks for a backend by its name."""
     member = object.__new__(backends)
     member._name_, member._value_ = NAME, PATH
     if not all(isinstance(getattr(backends, kept, None), dict) for kept in ("_member_map_", "_value2member_map_")):
