@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import pickle
+import runpy
+import sys
 from enum import Enum
 from importlib.metadata import EntryPoint
 from pathlib import Path
@@ -15,8 +17,9 @@ import torch
 
 import cute_kernels as ck
 from cute_kernels.integrations import vllm as integration
+from cute_kernels.integrations.flash_attn import attend
 from tests.support import vllm
-from tests.support.vllm import DIM, HEADS, STEPS, CommonAttentionMetadata, Engine, Layer, Requests, run
+from tests.support.vllm import DIM, HEADS, STEPS, CommonAttentionMetadata, Engine, Layer, Requests, run, run_later
 
 CACHES = ("auto", "fp8", "fp8_e5m2", "int8_per_token_head", "fp8_per_token_head")
 MODIFIERS: dict[str, dict[str, Any]] = {
@@ -46,6 +49,16 @@ def backend(monkeypatch: pytest.MonkeyPatch, registered: list[Any]) -> Any:
 @pytest.mark.parametrize("step", STEPS)
 def test_a_step_stores_and_attends(backend: Any, step: str, cache: str, order: str) -> None:
     run(Engine(backend, Layer(cache, order=order), STEPS[step]), CommonAttentionMetadata)
+
+
+@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize("step", ["decode", "padded decode"])
+def test_an_h200_has_kernels_for_it(computing_h200: None, backend: Any, step: str, cache: str, monkeypatch) -> None:
+    """Decode's plans are chosen as there, and the CPU computes what they launch."""
+    monkeypatch.setattr(attend, "stream_workspace", lambda nbytes, device: torch.zeros(nbytes, dtype=torch.uint8, device=device))
+    attend.forget_plans()
+    run(Engine(backend, Layer(cache, heads=(8, 2, 128)), STEPS[step]), CommonAttentionMetadata)
+    attend.forget_plans()
 
 
 @pytest.mark.parametrize("step", ["decode", "mixed", "drafts"])
@@ -116,6 +129,14 @@ def test_without_metadata_output_is_zero(backend: Any) -> None:
     engine.impl.do_kv_cache_update(engine.module, k, v, torch.tensor([]), torch.zeros(len(k), dtype=torch.int64))
 
 
+@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize("step", ["decode", "padded decode", "drafts", "padded drafts", "mixed"])
+def test_a_step_follows_its_tensors(backend: Any, step: str, cache: str) -> None:
+    """Lengths, slots and starts that change in place, as under a captured graph."""
+    spare = 3 * max(STEPS[step].rows)
+    run_later(Engine(backend, Layer(cache), STEPS[step], spare=spare), CommonAttentionMetadata, lambda calls: calls)
+
+
 def test_an_empty_step(backend: Any) -> None:
     engine = Engine(backend, Layer(), STEPS["decode"])
     step = engine.metadata(CommonAttentionMetadata, STEPS["decode"])
@@ -178,6 +199,7 @@ def test_a_cache_of_other_axes_is_named(backend: Any) -> None:
             engine.impl.do_kv_cache_update(engine.module, k, v, cache, torch.zeros(len(k), dtype=torch.int64))
 
 
+EXAMPLE = Path(__file__).parents[2] / "docs" / "examples" / "vllm_generate.py"
 H200 = SimpleNamespace(major=9, minor=0)
 
 
@@ -259,3 +281,23 @@ def test_the_entry_point() -> None:
     table = text.split('[project.entry-points."vllm.general_plugins"]\n')[1].split("\n\n")[0]
     name, value = (part.strip().strip('"') for part in table.split("="))
     assert (name, EntryPoint(name, value, "vllm.general_plugins").load()) == ("cute_kernels", integration.plugin)
+
+
+def test_the_example_asks_for_the_backend(monkeypatch, capsys) -> None:
+    """Over a stand-in of vLLM's engine, which needs a GPU; test_vllm_installed.py holds its arguments to vLLM's."""
+    asked: dict[str, Any] = {}
+
+    class LLM:
+        def __init__(self, **options: Any) -> None:
+            asked.update(options)
+
+        def generate(self, prompts: list[str], sampling: Any) -> list[Any]:
+            return [SimpleNamespace(outputs=[SimpleNamespace(text=f" {len(prompt)}")]) for prompt in prompts]
+
+    vllm.put_in_place(monkeypatch, Enum("Backends", {"CUSTOM": None}), lambda backend, class_path=None: None)
+    monkeypatch.setattr(sys.modules["vllm"], "LLM", LLM, raising=False)
+    monkeypatch.setattr(sys.modules["vllm"], "SamplingParams", SimpleNamespace, raising=False)
+    example = runpy.run_path(str(EXAMPLE))
+    assert example["main"](["--model", "tiny", "--kv-cache-dtype", "fp8"]) == [" 24", " 27", " 17"]
+    assert asked == {"model": "tiny", "attention_backend": integration.NAME, "kv_cache_dtype": "fp8"}
+    assert "The capital of France is 24" in capsys.readouterr().out

@@ -6,7 +6,7 @@ import os
 import pickle
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -110,3 +110,9 @@ def test_layers_that_share_pages_derive_the_metadata(backend: Any) -> None:
     )
     assert isinstance(step, Step) and type(step) is not Step and step.num_logits_indices == 4
     assert step.query_start_loc.tolist() == [0, 1, 2, 3, 4] and step.seq_lens.tolist() == [18, 47, 30, 17]
+
+
+def test_the_example_names_arguments_that_vllm_has() -> None:
+    from vllm.engine.arg_utils import EngineArgs
+
+    assert {"model", "attention_backend", "kv_cache_dtype"} <= {each.name for each in fields(EngineArgs)}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import import_module
 from types import ModuleType, SimpleNamespace
 from typing import Any, Generic, TypeVar
@@ -155,7 +155,7 @@ class Layer:
             softcap=self.options.get("logits_soft_cap") or 0.0,
             scale=self.options.get("scale"),
             slopes=None if "alibi_slopes" not in self.options else torch.tensor(self.options["alibi_slopes"]),
-            sinks=self.options.get("sinks"),
+            sinks=None if self.options.get("sinks") is None else self.options["sinks"].cpu(),
         )
 
 
@@ -289,3 +289,31 @@ def run(engine: Engine, common: Any, extra: int = 0) -> None:
     found = engine.impl.forward(engine.module, q, k, v, engine.kv_cache, step, output)
     assert found is output
     engine.check(output, q, engine.requests)
+
+
+def run_later(engine: Engine, common: Any, prepared: Callable[[Callable[[], None]], Callable[[], None]]) -> None:
+    """Four steps over the tensors of the first: each request grows by its rows, and at last one is gone and pads the step.
+
+    prepared: makes of a step's calls what runs them, as a captured graph does.
+    """
+    engine.fill()
+    step, (q, k, v) = engine.metadata(common, engine.requests), engine.tokens()
+    output, first = torch.full_like(q, torch.nan), engine.requests
+
+    def calls() -> None:
+        engine.impl.do_kv_cache_update(engine.module, k, v, engine.kv_cache, step.slot_mapping)
+        engine.impl.forward(engine.module, q, k, v, engine.kv_cache, step, output)
+
+    launch = prepared(calls)
+    for time in range(4):
+        now = replace(first, lengths=tuple(n + time * rows for rows, n in zip(first.rows, first.lengths, strict=True)))
+        if time == 3:
+            more, extra = now.padding
+            now = Requests(now.rows[:-1], now.lengths[:-1], (more + 1, extra + now.rows[-1]))
+        described = engine.metadata(common, now)
+        for name in ("query_start_loc", "seq_lens", "slot_mapping"):
+            getattr(step, name).copy_(getattr(described, name))
+        for tensor, fresh in zip((q, k, v), engine.tokens(), strict=True):
+            tensor.copy_(fresh)
+        launch()
+        engine.check(output, q, now)
