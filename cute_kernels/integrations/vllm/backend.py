@@ -88,8 +88,7 @@ class CuteKernelsBackend(AttentionBackend):
         """The cache of a layer with room for a scale a token and KV head where its kv_cache_dtype has them."""
         if spec.state_content_bytes is not None or not spec.kv_quant_mode.is_per_token_head:
             return spec
-        stored = stored_as("int8_per_token_head")
-        return replace(spec, state_content_bytes=content_bytes(stored, spec.head_size, stored.dtype.itemsize))
+        return replace(spec, state_content_bytes=content_bytes(stored_as("int8_per_token_head"), spec.head_size, 1))
 
     @classmethod
     def supports_head_size(cls, head_size: int) -> bool:
