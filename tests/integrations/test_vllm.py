@@ -16,8 +16,10 @@ import pytest
 import torch
 
 import cute_kernels as ck
+from cute_kernels.api.plan_cache import alignment
 from cute_kernels.integrations import vllm as integration
 from cute_kernels.integrations.flash_attn import attend
+from cute_kernels.integrations.vllm.cache import cache_of, stored_as
 from tests.support import vllm
 from tests.support.vllm import DIM, HEADS, STEPS, CommonAttentionMetadata, Engine, Layer, Requests, run, run_later
 
@@ -44,7 +46,7 @@ def backend(monkeypatch: pytest.MonkeyPatch, registered: list[Any]) -> Any:
     return vllm.put_in_place(monkeypatch, backends, lambda backend, class_path=None: registered.append((backend, class_path)))
 
 
-@pytest.mark.parametrize("order", ["NHD", "HND"])
+@pytest.mark.parametrize("order", ["NHD", "HND", "strided"])
 @pytest.mark.parametrize("cache", CACHES)
 @pytest.mark.parametrize("step", STEPS)
 def test_a_step_stores_and_attends(backend: Any, step: str, cache: str, order: str) -> None:
@@ -81,8 +83,17 @@ def test_f16_and_tensors_longer_than_the_step(backend: Any) -> None:
     run(Engine(backend, Layer(dtype=torch.float16), STEPS["mixed"]), CommonAttentionMetadata, extra=5)
 
 
-def test_one_kv_head(backend: Any) -> None:
-    run(Engine(backend, Layer(heads=(HEADS, 1, DIM)), STEPS["mixed"]), CommonAttentionMetadata)
+@pytest.mark.parametrize("cache", ["auto", "int8_per_token_head"])
+def test_one_kv_head(backend: Any, cache: str) -> None:
+    """Whose two orders are one."""
+    run(Engine(backend, Layer(cache, order="HND", heads=(HEADS, 1, DIM)), STEPS["mixed"]), CommonAttentionMetadata)
+
+
+@pytest.mark.parametrize("order", ["NHD", "HND"])
+def test_rows_with_a_scale_each_stay_aligned_for_tma(backend: Any, order: str) -> None:
+    engine = Engine(backend, Layer("int8_per_token_head", order=order, heads=(8, 2, 128)), STEPS["decode"])
+    cache = cache_of(engine.kv_cache, stored_as("int8_per_token_head"), 128)
+    assert alignment(cache.k, cache.v) == 16 and cache.k_scale.shape == cache.v_scale.shape == cache.k.shape[:3]
 
 
 def test_sinks_are_taken_after_weights_are_loaded_and_again(backend: Any) -> None:

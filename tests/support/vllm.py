@@ -178,11 +178,14 @@ class Engine:
             count * columns + 2, BLOCK, kv_heads, dim, self.layer.kv_cache_dtype
         )
         storage = {"auto": self.layer.dtype, "int8_per_token_head": torch.int8}.get(self.layer.kv_cache_dtype, torch.uint8)
-        axes = (0, 2, 1, 3) if self.layer.order == "NHD" else (0, 1, 2, 3)
+        axes = (0, 1, 2, 3) if self.layer.order == "HND" else (0, 2, 1, 3)
         raw = torch.full([shape[axis] for axis in axes], 0x7F, dtype=torch.uint8 if storage.itemsize == 1 else storage)
         if storage.itemsize > 1:
             raw.fill_(torch.nan)
-        self.kv_cache = raw.to(self.device).view(storage).permute(axes)  # both orders are their own inverse
+        if self.layer.order == "strided":  # every other head of a larger cache
+            raw = raw.repeat_interleave(2, 2)
+        cache = raw.to(self.device).view(storage).permute(axes)  # both orders are their own inverse
+        self.kv_cache = cache[:, ::2, :, :] if self.layer.order == "strided" else cache
         pages = torch.randperm(count * columns, generator=self.generator) + 2
         self.table = torch.full((count + self.requests.padding[0], columns), 2**31 - 1, dtype=torch.int32)
         self.table[:count] = pages.view(count, columns).int()
@@ -237,17 +240,43 @@ class Engine:
     def held(self, request: int, length: int) -> tuple[Tensor, Tensor]:
         """K and V of a request's first tokens as the cache's bytes say them, [length, kv_heads, dim], on the CPU."""
         slots, dim = self.slots(request, 0, length), self.layer.heads[2]
-        content = self.kv_cache.cpu()[slots // BLOCK, :, slots % BLOCK].contiguous()
+        page, slot = slots // BLOCK, slots % BLOCK
         name = self.layer.kv_cache_dtype
+        if name.endswith("per_token_head"):
+            return self._scaled(page, slot)
+        content = self.kv_cache.cpu()[page, :, slot].contiguous()
         if name == "auto":
             return content[..., :dim], content[..., dim:]
-        halves = content.view(torch.uint8).chunk(2, -1)
-        kind = torch.int8 if name.startswith("int8") else torch.float8_e5m2 if "e5m2" in name else torch.float8_e4m3fn
-        values = [half[..., :dim].contiguous().view(kind).double() for half in halves]
-        if name.endswith("per_token_head"):
-            k, v = (x * half[..., dim:].contiguous().view(torch.float32) for x, half in zip(values, halves, strict=True))
-        else:
-            k, v = (x * scale.cpu().reshape(-1, 1) for x, scale in zip(values, vars(self.module).values(), strict=True))
+        scales = (scale.cpu().reshape(-1, 1) for scale in vars(self.module).values())
+        k, v = (x * scale for x, scale in zip(content.view(self.kind).double().chunk(2, -1), scales, strict=True))
+        return k, v
+
+    @property
+    def kind(self) -> torch.dtype:
+        """What a cache of 8 bits holds."""
+        name = self.layer.kv_cache_dtype
+        return torch.int8 if name.startswith("int8") else torch.float8_e5m2 if "e5m2" in name else torch.float8_e4m3fn
+
+    def _scaled(self, page: Tensor, slot: Tensor) -> tuple[Tensor, Tensor]:
+        """K and V of tokens with a scale each, which lies at the end of what its order has side by side."""
+        _, heads, dim = self.layer.heads
+        order, head = self.layer.order, torch.arange(heads)
+        memory = self.kv_cache.cpu().view(torch.uint8)
+        if order == "strided":
+            halves = memory[page, :, slot].chunk(2, -1)
+            k, v = (
+                half[..., :dim].contiguous().view(self.kind).double() * half[..., dim:].contiguous().view(torch.float32)
+                for half in halves
+            )
+            return k, v
+        planes = memory.transpose(1, 2).flatten(1)[:, None] if order == "NHD" else memory.flatten(2)
+        row = slot[:, None] * heads + head if order == "NHD" else slot[:, None].expand(-1, heads)
+        count = BLOCK * heads if order == "NHD" else BLOCK
+        plane = planes[page[:, None], 0 if order == "NHD" else head]
+        values = plane[..., : 2 * count * dim].contiguous().view(self.kind).double().unflatten(-1, (2, count, dim))
+        scales = plane[..., 2 * count * dim :].contiguous().view(torch.float32).unflatten(-1, (2, count))
+        rows, heads_of = torch.arange(len(slot))[:, None], head[None] * (order != "NHD")
+        k, v = (values[rows, heads_of, which, row] * scales[rows, heads_of, which, row][..., None] for which in (0, 1))
         return k, v
 
     def check(self, output: Tensor, q: Tensor, requests: Requests) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -55,16 +55,40 @@ def content_bytes(stored: Stored, head_dim: int, element_bytes: int) -> int:
 def cache_of(kv_cache: Tensor, stored: Stored, head_dim: int) -> Cache:
     """The views of vLLM's tensor [num_pages, num_kv_heads, page_size, content], in any strides with a unit last one.
 
-    content: K, its scale where there is one a token, V, its scale. Raises InvalidProblem for a tensor of other axes.
+    content: the elements of K, then those of V. Scales a token lie behind all elements of a page, in NHD, or behind those of a
+    page's head, in HND, so that rows stay aligned for TMA; each behind its own elements where neither is contiguous. Raises
+    InvalidProblem for a tensor of other axes.
     """
     wanted = content_bytes(stored, head_dim, kv_cache.element_size()) // kv_cache.element_size()
     if kv_cache.dim() != 4 or kv_cache.shape[3] != wanted:
         rule = f"must be [num_blocks, num_kv_heads, block_size, {wanted}]: K and V of a head of {head_dim}, in the last axis"
         raise InvalidProblem("kv_cache.shape", tuple(kv_cache.shape), rule)
-    tokens, half = kv_cache.transpose(1, 2), wanted // 2
-    k, v = (tokens[..., start : start + head_dim].view(stored.dtype or kv_cache.dtype) for start in (0, half))
-    if stored.scales != "token":
-        return Cache(k, v, None, None)
-    scales: Any = tokens.view(SCALE)
-    per = SCALE.itemsize // kv_cache.element_size()
-    return Cache(k, v, scales[..., head_dim // per], scales[..., (half + head_dim) // per])
+    if stored.scales == "token":
+        cache = _with_token_scales(kv_cache, head_dim)
+    else:
+        k, v = kv_cache.transpose(1, 2).split(head_dim, -1)
+        cache = Cache(k, v, None, None)
+    dtype = stored.dtype or kv_cache.dtype
+    return cache._replace(k=cache.k.view(dtype), v=cache.v.view(dtype))
+
+
+def _with_token_scales(kv_cache: Tensor, head_dim: int) -> Cache:
+    """kv_cache: bytes, in content_bytes of each token and KV head."""
+    pages, heads, tokens, content = kv_cache.shape
+    page, head, token, _ = kv_cache.stride()
+    if token == content or tokens == 1:  # HND: [page, head] planes
+        plane = kv_cache.as_strided((pages, heads, tokens * content), (page, head, 1))
+        k, v, scales = plane.split([tokens * head_dim, tokens * head_dim, 2 * SCALE.itemsize * tokens], -1)
+        k, v = (x.unflatten(-1, (tokens, head_dim)).transpose(1, 2) for x in (k, v))
+        k_scale, v_scale = (x.transpose(1, 2) for x in scales.view(SCALE).split(tokens, -1))
+    elif (head == content or heads == 1) and token == heads * content:  # NHD: [page] planes
+        rows = tokens * heads
+        plane = kv_cache.as_strided((pages, rows * content), (page, 1))
+        k, v, scales = plane.split([rows * head_dim, rows * head_dim, 2 * SCALE.itemsize * rows], -1)
+        k, v = (x.unflatten(-1, (tokens, heads, head_dim)) for x in (k, v))
+        k_scale, v_scale = scales.view(SCALE).unflatten(-1, (2, tokens, heads)).unbind(1)
+    else:
+        halves = kv_cache.transpose(1, 2).split(content // 2, -1)
+        k, v = (half[..., :head_dim] for half in halves)
+        k_scale, v_scale = (half[..., head_dim:].view(SCALE)[..., 0] for half in halves)
+    return Cache(k, v, k_scale, v_scale)
