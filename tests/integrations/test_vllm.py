@@ -158,12 +158,23 @@ def test_an_empty_step(backend: Any) -> None:
     assert torch.equal(output, torch.full_like(q, 7.0))
 
 
+def test_a_graph_is_captured_with_the_plan_of_its_warm_up(backend: Any) -> None:
+    """vLLM warms up with the batch's max_seq_len and captures with the model's: nothing may be selected anew."""
+    engine, kept = Engine(backend, Layer(), STEPS["drafts"]), []
+    q, k, v = engine.tokens()
+    attend.forget_plans()
+    for longest in (3, 131072):
+        step = engine.metadata(lambda **given: CommonAttentionMetadata(**{**given, "max_seq_len": longest}), engine.requests)  # noqa: B023
+        engine.impl.forward(engine.module, q, k, v, engine.kv_cache, step, torch.empty_like(q))
+        kept.append(list(attend._plans.values()))
+    assert len(kept[0]) == 1 and kept[0] == kept[1]
+
+
 def test_plans_are_for_rounded_numbers(backend: Any) -> None:
     """Steps that differ in their longest chunk and row share a plan; drafts have one of their own."""
     step = vllm.Engine(backend, Layer(), STEPS["mixed"]).metadata
     found = [step(CommonAttentionMetadata, Requests((rows, 1), (rows, 40))).max_query_len for rows in (1, 3, 16, 17, 40)]
     assert found == [1, 3, 16, 4096, 4096]
-    assert step(CommonAttentionMetadata, Requests((1, 1), (33, 40))).max_seq_len == 64
 
 
 @pytest.mark.parametrize(

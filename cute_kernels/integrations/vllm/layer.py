@@ -84,7 +84,7 @@ class LayerAttention:
         # fmt: off
         attend(
             query, cache.k, cache.v, PageTable.dense(step.block_table, step.seq_lens), self._scores[step.causal],
-            cu_seqlens_q=starts, max_seqlen_q=step.max_query_len, max_seqlen_k=step.max_seq_len,
+            cu_seqlens_q=starts, max_seqlen_q=step.max_query_len,
             k_descale=k_scale, v_descale=v_scale, alibi_slopes=self._slopes, s_aux=self._sinks, out=output,
         )
         # fmt: on

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ...api.plan_cache import EXACT_ROWS, length_hint
+from ...api.plan_cache import EXACT_ROWS
 from ...errors import Unsupported
 
 LONG_CHUNK = 4096  # query rows that longer chunks are planned for, so that steps, which differ in their longest, share a kernel
@@ -23,8 +23,9 @@ class Step:
 
     query_start_loc: int32 [num_reqs + 1]; seq_lens: int32 [num_reqs]; block_table: int32 [num_reqs, max_blocks]; slot_mapping:
     int64 [tokens], -1 for a token that is not stored. A request that pads the batch has no query rows, or no keys.
-    max_query_len: what a plan is made for, at least that of the batch; max_seq_len: a hint. one_each: whether row i of q is the
-    one row of request i.
+    max_query_len: what a plan is made for, at least that of the batch. max_seq_len: no plan depends on it, since vLLM captures a
+    graph with another than it warms up with, and nothing compiles in a capture. one_each: whether row i of q is the one row of
+    request i.
     """
 
     num_actual_tokens: int
@@ -52,7 +53,7 @@ def step_of(batch: Any) -> Step:
     return Step(
         num_actual_tokens=batch.num_actual_tokens,
         max_query_len=rows if rows <= EXACT_ROWS else max(LONG_CHUNK, 1 << (rows - 1).bit_length()),
-        max_seq_len=length_hint(batch.max_seq_len),
+        max_seq_len=batch.max_seq_len,
         query_start_loc=batch.query_start_loc[: requests + 1],
         seq_lens=batch.seq_lens[:requests],
         block_table=batch.block_table_tensor[:requests],
