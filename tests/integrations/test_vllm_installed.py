@@ -16,7 +16,7 @@ import torch
 
 from cute_kernels.integrations.vllm import register
 from cute_kernels.integrations.vllm.step import Step
-from tests.support.vllm import STEPS, Engine, Layer, run
+from tests.support.vllm import BLOCK, DIM, HEADS, KV_HEADS, STEPS, Engine, Layer, run
 
 pytest.importorskip("vllm", reason="test_vllm.py has the same steps over stand-ins of vLLM's interfaces")
 
@@ -43,6 +43,37 @@ def test_a_step_stores_and_attends(backend: Any, step: str, cache: str, order: s
     from vllm.v1.attention.backend import CommonAttentionMetadata
 
     run(Engine(backend, Layer(cache, order=order), STEPS[step]), CommonAttentionMetadata)
+
+
+@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize("step", ["decode", "mixed", "padded drafts"])
+def test_a_layer_of_a_model(backend: Any, step: str, cache: str) -> None:
+    """vLLM's Attention makes the backend's, hands it the cache and the slots, and views its output."""
+    from vllm.config import CacheConfig, DeviceConfig, VllmConfig, set_current_vllm_config
+    from vllm.forward_context import set_forward_context
+    from vllm.model_executor.layers.attention import Attention
+    from vllm.v1.attention.backend import CommonAttentionMetadata
+
+    config, name = VllmConfig(device_config=DeviceConfig(device="cpu")), "model.layers.0.attn"
+    engine = Engine(backend, Layer(cache), STEPS[step])
+    engine.fill()
+    metadata, (q, k, v) = engine.metadata(CommonAttentionMetadata, engine.requests), engine.tokens()
+    kept = torch.get_default_dtype()
+    torch.set_default_dtype(q.dtype)
+    try:
+        with set_current_vllm_config(config):
+            given = {"num_kv_heads": KV_HEADS, "prefix": name, "attn_backend": backend.CuteKernelsBackend}
+            layer = Attention(HEADS, DIM, DIM**-0.5, cache_config=CacheConfig(cache_dtype=cache, block_size=BLOCK), **given)
+            layer.kv_cache = engine.kv_cache
+            for scale in ("_k_scale", "_v_scale"):
+                getattr(layer, scale).copy_(getattr(engine.module, scale))
+            with set_forward_context({name: metadata}, config, slot_mapping={name: metadata.slot_mapping}):
+                output = layer(q.flatten(1), k.flatten(1), v.flatten(1))
+    finally:
+        torch.set_default_dtype(kept)
+    assert layer.backend.name == "CUTE_KERNELS" and isinstance(layer.impl, backend.CuteKernelsImpl)
+    engine.check_stored(k, v)
+    engine.check(output.view_as(q), q, engine.requests)
 
 
 def test_a_config_takes_the_name_and_reaches_a_new_process(backend: Any) -> None:
@@ -104,7 +135,9 @@ def test_layers_that_share_pages_derive_the_metadata(backend: Any) -> None:
 
     shared = create_fast_prefill_custom_backend("Fast", backend.CuteKernelsBackend)
     module = SimpleNamespace(**{**vars(backend), "CuteKernelsMetadataBuilder": shared.get_builder_cls()})
-    last = {"logits_indices_padded": torch.tensor([0, 1, 7, 24]), "num_logits_indices": 4}
+    last: dict[str, Any] = {"logits_indices_padded": torch.tensor([0, 1, 7, 24]), "num_logits_indices": 4}
+    if "max_logits_per_req" in {each.name for each in fields(CommonAttentionMetadata)}:  # of 0.33
+        last["max_logits_per_req"] = 1
     step = Engine(module, Layer(), STEPS["mixed"]).metadata(
         partial(CommonAttentionMetadata, **last), replace(STEPS["mixed"], padding=(0, 0))
     )
