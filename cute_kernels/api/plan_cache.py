@@ -27,6 +27,7 @@ from ..planning.variants import PlanPreference
 from .workspace_cache import stream_workspace
 
 LEAST_HINT = 64  # tokens: up to here rows are one tile to four, and share their plan
+LONG_CHUNK = 4096  # query rows that an engine plans its chunks for, so that steps, which differ in their longest, share a kernel
 EXACT_ROWS = 16  # query rows a request: up to here each number has a plan of its own, beyond each power of two
 STORED_AS = {kv_dtype.value: kv_dtype for kv_dtype in KVDtype}
 KV_DTYPES = {kv_dtype.torch_dtype: kv_dtype for kv_dtype in KVDtype}

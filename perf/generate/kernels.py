@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
+from cute_kernels.api.plan_cache import LONG_CHUNK
 from cute_kernels.append.descriptor import KVAppendDescriptor
 from cute_kernels.append.variants import explain as explain_append
 from cute_kernels.attention.attention_descriptor import PagedAttentionDescriptor
 from cute_kernels.attention.variants import explain
 from cute_kernels.compile.kernels import compile_ahead
-from cute_kernels.integrations.transformers.continuous import LONG_CHUNK
 from cute_kernels.kv.types import KVDtype, KVLayout
 from cute_kernels.planning.variants import DeviceFacts, PlanPreference
 from perf.generate.measure import PAGE

@@ -9,12 +9,10 @@ from torch import Tensor
 
 from ...api.attention import paged_attention
 from ...api.functional import append_kv
-from ...api.plan_cache import length_hint, rounded_rows
+from ...api.plan_cache import LONG_CHUNK, length_hint, rounded_rows
 from ...errors import Unsupported
 from ...kv.page_table import PageTable
 from .engine import moved
-
-LONG_CHUNK = 4096  # query rows that every chunk is planned for, so that steps, which differ in their longest, share a kernel
 
 
 class Pages(NamedTuple):

@@ -7,10 +7,9 @@ from typing import Any
 
 from torch import Tensor
 
-from ...api.plan_cache import EXACT_ROWS
+from ...api.plan_cache import EXACT_ROWS, LONG_CHUNK, rounded_rows
 from ...errors import Unsupported
 
-LONG_CHUNK = 4096  # query rows that longer chunks are planned for, so that steps, which differ in their longest, share a kernel
 REFUSED = {
     "mm_req_doc_ranges": "tokens that see later ones, of a prompt with images",
     "rswa_prefix_lens": "a sliding window that always sees a request's prompt",
@@ -52,7 +51,7 @@ def step_of(batch: Any) -> Step:
     requests, rows = batch.num_reqs, batch.max_query_len
     return Step(
         num_actual_tokens=batch.num_actual_tokens,
-        max_query_len=rows if rows <= EXACT_ROWS else max(LONG_CHUNK, 1 << (rows - 1).bit_length()),
+        max_query_len=rows if rows <= EXACT_ROWS else max(LONG_CHUNK, rounded_rows(rows)),
         max_seq_len=batch.max_seq_len,
         query_start_loc=batch.query_start_loc[: requests + 1],
         seq_lens=batch.seq_lens[:requests],
