@@ -10,6 +10,7 @@ import torch
 import transformers
 
 from perf.generate.models import Work
+from perf.timing import GraphClock, Rotation
 
 PAGE = 256
 REPLAYS = 20
@@ -118,15 +119,7 @@ def device_step(model: Any, work: Work) -> float | None:
     allocator = getattr(manager.batch_processor.cache, "cache_allocators", {}).get("full_attention")  # of 5.23
     stride = PAGE if allocator is None else allocator.block_physical_stride
     io.block_table[0, : work.prompts, :pages] = table * (stride // PAGE)
-    times = []
-    for _ in range(REPLAYS):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end))
-    return sorted(times)[len(times) // 2]
+    return GraphClock().times([Rotation(graph.replay, 1)], REPLAYS)[0].median / 1e3
 
 
 def synchronize() -> None:
