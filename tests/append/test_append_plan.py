@@ -14,8 +14,9 @@ import cute_kernels as ck
 from cute_kernels import InvalidArgument, InvalidProblem, MisalignedOperand, Unsupported
 from cute_kernels.append import plan as append
 from cute_kernels.append.variants import explain, kernel_spec
-from cute_kernels.config.append import AppendSpec, append_supports
+from cute_kernels.config.append import append_supports
 from cute_kernels.planning.variants import PRETEND
+from tests.support.launches import recorded
 
 F16, BF16, F32, I64 = torch.float16, torch.bfloat16, torch.float32, torch.int64
 K, S = ck.KVDtype, ck.KVScale
@@ -170,17 +171,7 @@ def test_select_takes_its_own_descriptor(bad: Any) -> None:
 @pytest.mark.parametrize("d", [D, COPY, STATIC, TENSOR], ids=str)
 def test_the_kernel_is_given_the_operands_as_they_are(d: ck.KVAppendDescriptor, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on an H200: one launch a run, none without tokens; fp8 caches as bytes."""
-    launches: list[tuple[Any, ...]] = []
-    specs: list[AppendSpec | None] = []
-
-    def launch_of(spec: AppendSpec | None, descriptor: ck.KVAppendDescriptor) -> Callable[..., None]:
-        specs.append(spec)
-        return lambda *operands: launches.append(operands)
-
-    real = append.explain
-    monkeypatch.setattr(append, "_launch_of", launch_of)
-    monkeypatch.setattr(append, "explain", lambda d, facts, preference: real(d, PRETEND["h200"], preference))
-    monkeypatch.setattr(append.DeviceFacts, "of", lambda device: PRETEND["h200"])
+    specs, launches = recorded(monkeypatch, append)
     plan, args = ck.KVAppendPlan(d, torch.device("cpu"), ck.PlanPreference()), arguments(d)
     assert specs == [kernel_spec(d, "sm90", "sm_90a")] == [plan.sku.config] and plan.sku.arch == "sm90a"
     for _ in range(2):

@@ -12,11 +12,12 @@ import torch
 
 import cute_kernels as ck
 from cute_kernels import InvalidArgument, InvalidProblem, MisalignedOperand, Unsupported
-from cute_kernels.config.merge import MergeSpec, merge_supports
+from cute_kernels.config.merge import merge_supports
 from cute_kernels.merge import plan as merge
 from cute_kernels.merge.reference import reference_merge
 from cute_kernels.merge.variants import explain, kernel_spec
 from cute_kernels.planning.variants import PRETEND
+from tests.support.launches import recorded
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 D = ck.MergeStatesDescriptor(3, 4, 5, 64, BF16)
@@ -161,17 +162,7 @@ def test_select_takes_its_own_descriptor(bad: Any) -> None:
 
 def test_the_kernel_is_given_the_operands_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on an H200: one launch a run, none for an empty batch."""
-    launches: list[tuple[Any, ...]] = []
-    specs: list[MergeSpec | None] = []
-
-    def launch_of(spec: MergeSpec | None, lse_base: str) -> Callable[..., None]:
-        specs.append(spec)
-        return lambda *operands: launches.append(operands)
-
-    real = merge.explain
-    monkeypatch.setattr(merge, "_launch_of", launch_of)
-    monkeypatch.setattr(merge, "explain", lambda d, facts, preference: real(d, PRETEND["h200"], preference))
-    monkeypatch.setattr(merge.DeviceFacts, "of", lambda device: PRETEND["h200"])
+    specs, launches = recorded(monkeypatch, merge)
     cpu = torch.device("cpu")
     plan, args = ck.MergeStatesPlan(D, cpu, ck.PlanPreference()), arguments()
     assert specs == [kernel_spec(D, "sm_90a")] == [plan.sku.config] and plan.sku.arch == "sm90a"

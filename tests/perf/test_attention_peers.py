@@ -18,7 +18,8 @@ from perf.operations import PROCEDURES
 from perf.providers.flash_attention import FlashAttention3Attention
 from perf.providers.flashinfer_attention import FA3_SOURCE, Fa2Attention, Fa3Attention, XqaAttention, has_fa3_source
 from perf.scores import bits
-from tests.perf.test_flash_attention import FWD, SCHEDULE, interface
+from tests.perf.test_flash_attention import interface
+from tests.support.flash_attention_3 import extension
 from tests.support.perf_fakes import FakeClock
 
 CPU = torch.device("cpu")
@@ -357,17 +358,8 @@ def test_the_extension_takes_sinks_windows_and_caps(
         assert max_seqlen_q == case.q_rows and rest[14:18] == (causal, *window, softcap > 0)
         return rest[6]
 
-    library = torch.library.Library("_vllm_fa3_C", "DEF")
-    try:
-        for schema, function in ((FWD, fwd), (SCHEDULE, schedule)):
-            library.define(schema)
-            library.impl(schema.split("(")[0], function, "CPU")
-        (tmp_path / "fa3.so").write_bytes(b"an extension")
-        monkeypatch.setenv("FA3_SO", str(tmp_path / "fa3.so"))
-        monkeypatch.setattr(torch.ops, "load_library", lambda path: None)
+    with extension(monkeypatch, tmp_path, fwd, schedule):
         outcome = measured("fa3", case, monkeypatch)
-    finally:
-        library._destroy()
     assert outcome.reason == "" and outcome.gate.passed and calls
     sinks = oracle.inputs.operands.sinks
     for given in calls:

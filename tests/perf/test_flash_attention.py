@@ -15,26 +15,12 @@ from perf.cases import Case, Rows
 from perf.correctness import FP8_QUERY, PEERS, attention_f64
 from perf.measure import Limits, measure
 from perf.providers import PROVIDERS
+from tests.support.flash_attention_3 import extension as stand_in
 from tests.support.perf_fakes import FakeClock
 
 CPU = torch.device("cpu")
 CASE = Case(4, 2, 16, 4, Rows(((2, 9), (1, 4))))
 LIMITS = Limits(replays=15, trials=2, memory_bytes=2**20, rotated_bytes=3 * CASE.kv_bytes, host_calls=20)
-FWD = (  # of vLLM 0.26.0's extension
-    "fwd(Tensor! q, Tensor k, Tensor v, Tensor? k_new, Tensor? v_new, Tensor? q_v, Tensor!? out, Tensor? cu_seqlens_q, "
-    "Tensor? cu_seqlens_k, Tensor? cu_seqlens_k_new, Tensor? seqused_q, Tensor? seqused_k, int? max_seqlen_q, "
-    "int? max_seqlen_k, Tensor? page_table, Tensor? kv_batch_idx, Tensor? leftpad_k, Tensor? rotary_cos, Tensor? rotary_sin, "
-    "Tensor? seqlens_rotary, "
-    "Tensor? q_descale, Tensor? k_descale, Tensor? v_descale, float softmax_scale, bool is_causal, int window_size_left, "
-    "int window_size_right, float softcap, bool is_rotary_interleaved, Tensor? scheduler_metadata, int num_splits, "
-    "bool? pack_gqa, int sm_margin, Tensor? s_aux, int cp_world_size, int cp_rank, Tensor? cp_tot_seqused_k) -> Tensor[]"
-)
-SCHEDULE = (
-    "get_scheduler_metadata(int batch_size, int max_seqlen_q, int max_seqlen_k, int num_heads, int num_heads_k, int headdim, "
-    "int headdim_v, ScalarType qkv_dtype, Tensor seqused_k, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, "
-    "Tensor? cu_seqlens_k_new, Tensor? seqused_q, Tensor? leftpad_k, int? page_size, int max_seqlen_k_new, bool is_causal, "
-    "int window_size_left, int window_size_right, bool has_softcap, int num_splits, bool? pack_gqa, int sm_margin) -> Tensor"
-)
 
 
 def attend(q, k, v, seq_lens, table, scale):
@@ -59,11 +45,11 @@ def fa3(monkeypatch):
 
 def interface(monkeypatch, *functions):
     """Install flash_attn_interface with these functions."""
-    stand_in = ModuleType("flash_attn_interface")
+    module = ModuleType("flash_attn_interface")
     for function in functions:
-        setattr(stand_in, function.__name__, function)
-    stand_in.__spec__ = ModuleSpec("flash_attn_interface", None)
-    monkeypatch.setitem(sys.modules, "flash_attn_interface", stand_in)
+        setattr(module, function.__name__, function)
+    module.__spec__ = ModuleSpec("flash_attn_interface", None)
+    monkeypatch.setitem(sys.modules, "flash_attn_interface", module)
 
 
 @pytest.mark.parametrize("kv_dtype", [None, "e4m3"])
@@ -141,15 +127,8 @@ def extension(monkeypatch, tmp_path) -> Iterator[list[int]]:
         assert rest[:5] == (None,) * 5 and rest[5:11] == (4, 0, False, -1, -1, False) and rest[12:] == (None, 0)
         return metadata_of(rest[11], seqused_k)
 
-    library = torch.library.Library("_vllm_fa3_C", "DEF")
-    for schema, function in ((FWD, fwd), (SCHEDULE, schedule)):
-        library.define(schema)
-        library.impl(schema.split("(")[0], function, "CPU")
-    (tmp_path / "fa3.so").write_bytes(b"an extension")
-    monkeypatch.setenv("FA3_SO", str(tmp_path / "fa3.so"))
-    monkeypatch.setattr(torch.ops, "load_library", lambda path: None)
-    yield splits
-    library._destroy()
+    with stand_in(monkeypatch, tmp_path, fwd, schedule):
+        yield splits
 
 
 def test_the_extension_is_called_by_its_schema_with_metadata_made_beforehand(monkeypatch, extension):

@@ -19,8 +19,9 @@ from perf.providers.base import NotSupported, Provider
 from perf.providers.flash_attention import FlashAttention3Attention
 from perf.providers.flash_attention_4 import FlashAttention4
 from perf.providers.flashinfer_attention import Fa2Attention, Fa3Attention, XqaAttention
-from tests.perf.test_flash_attention import FWD, SCHEDULE, interface
+from tests.perf.test_flash_attention import interface
 from tests.perf.test_long_query_peers import causal
+from tests.support.flash_attention_3 import extension
 from tests.support.perf_fakes import FakeClock
 
 CPU = torch.device("cpu")
@@ -89,17 +90,8 @@ def test_the_extension_is_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
         starts.append(rest[7].tolist())
         return rest[6]
 
-    library = torch.library.Library("_vllm_fa3_C", "DEF")
-    try:
-        for schema, function in ((FWD, fwd), (SCHEDULE, schedule)):
-            library.define(schema)
-            library.impl(schema.split("(")[0], function, "CPU")
-        (tmp_path / "fa3.so").write_bytes(b"an extension")
-        monkeypatch.setenv("FA3_SO", str(tmp_path / "fa3.so"))
-        monkeypatch.setattr(torch.ops, "load_library", lambda path: None)
+    with extension(monkeypatch, tmp_path, fwd, schedule):
         outcome = measured(FlashAttention3Attention(), BATCH, monkeypatch)
-    finally:
-        library._destroy()
     assert outcome.reason == "" and outcome.gate.passed and starts == [STARTS] * 8
 
 

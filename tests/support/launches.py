@@ -1,12 +1,16 @@
-"""What a compiled decode kernel refuses of its operands, by the signature in device/tracing/decode.py: for pretended launches."""
+"""Pretended launches: those of plans made as on an H200, recorded; and what a compiled decode kernel refuses."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
+import pytest
 import torch
 
 from cute_kernels.config.decode import KernelSpec
+from cute_kernels.planning.variants import PRETEND
 
 TORCH_TYPES = {
     "f16": torch.float16,
@@ -16,6 +20,22 @@ TORCH_TYPES = {
     "int8": torch.int8,
 }
 NAMES = ("q", "k", "v", "table0", "table1", "table2", "k_scale", "v_scale", "out", "lse", "workspace")
+
+
+def recorded(monkeypatch: pytest.MonkeyPatch, plans: ModuleType) -> tuple[list[Any], list[tuple[Any, ...]]]:
+    """(spec of each plan, operands of each launch) of the plans that `plans` makes from now on, on the CPU as on an H200."""
+    specs: list[Any] = []
+    launches: list[tuple[Any, ...]] = []
+
+    def launch_of(spec: Any, _: object) -> Callable[..., None]:
+        specs.append(spec)
+        return lambda *operands: launches.append(operands)
+
+    real = plans.explain
+    monkeypatch.setattr(plans, "_launch_of", launch_of)
+    monkeypatch.setattr(plans, "explain", lambda d, facts, preference: real(d, PRETEND["h200"], preference))
+    monkeypatch.setattr(plans.DeviceFacts, "of", lambda device: PRETEND["h200"])
+    return specs, launches
 
 
 def refuse(spec: KernelSpec, operands: tuple[Any, ...]) -> None:

@@ -37,11 +37,9 @@ def call(inputs: WeightsInputs, **changes: Any) -> ck.AttentionWeights:
     )
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", [b for b in BACKENDS if b.id != "sm80"])  # one call takes the first variant that serves
 @pytest.mark.parametrize("case", [NAMED[name] for name in NAMES], ids=str)
 def test_one_call_is_its_plan(case: Case, backend: str) -> None:
-    if backend == "sm80":
-        pytest.skip("one call takes the first variant that serves")
     inputs = make_weights(case, device_of(backend))
     result = call(inputs)
     assert_close(inputs, result)

@@ -12,10 +12,11 @@ import torch
 
 import cute_kernels as ck
 from cute_kernels import InvalidArgument, InvalidProblem, MisalignedOperand, Unsupported
-from cute_kernels.config.weights import WeightsSpec, weights_supports
+from cute_kernels.config.weights import weights_supports
 from cute_kernels.planning.variants import PRETEND
 from cute_kernels.weights import plan as weights
 from cute_kernels.weights.variants import explain, kernel_spec
+from tests.support.launches import recorded
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 D = ck.AttentionWeightsDescriptor(3, 8, 2, 64, 16, BF16, 64, mean=True, page_mass=True)
@@ -204,17 +205,7 @@ def test_select_takes_its_own_descriptor(bad: Any) -> None:
 @pytest.mark.parametrize("layout", ["HND", "NHD"])
 def test_the_kernel_is_given_views_of_the_operands(monkeypatch: pytest.MonkeyPatch, layout: str) -> None:
     """As on an H200: one launch a run, none for an empty batch; K as HND, fp8 as bytes."""
-    launches: list[tuple[Any, ...]] = []
-    specs: list[WeightsSpec | None] = []
-
-    def launch_of(spec: WeightsSpec | None, descriptor: object) -> Callable[..., None]:
-        specs.append(spec)
-        return lambda *operands: launches.append(operands)
-
-    real = weights.explain
-    monkeypatch.setattr(weights, "_launch_of", launch_of)
-    monkeypatch.setattr(weights, "explain", lambda d, facts, preference: real(d, PRETEND["h200"], preference))
-    monkeypatch.setattr(weights.DeviceFacts, "of", lambda device: PRETEND["h200"])
+    specs, launches = recorded(monkeypatch, weights)
     d = replace(D, layout=getattr(ck.KVLayout, layout), kv_dtype=ck.KVDtype.E4M3, k_scale=ck.KVScale.TOKEN, softcap=2.0)
     plan, args = ck.AttentionWeightsPlan(d, torch.device("cpu"), ck.PlanPreference()), arguments(d)
     assert specs == [kernel_spec(d, "sm90", "sm_90a", 132)] == [plan.sku.config] and plan.sku.arch == "sm90a"
