@@ -75,7 +75,7 @@ class DecodeProblem:
     @property
     def padded_head_dim(self) -> int:
         """head_dim as the tensor-core variants pad it."""
-        return padded_head_dim(self.head_dim, min(2, self.kv_dtype.element_bytes, self.v_dtype.element_bytes))
+        return padded_head_dim(self.head_dim, min(self.kv_dtype.element_bytes, self.v_dtype.element_bytes))
 
     @property
     def has_token_scales(self) -> bool:
@@ -86,6 +86,11 @@ class DecodeProblem:
     def has_8_bits(self) -> bool:
         """Whether K or V is stored in 8 bits."""
         return 1 in (self.kv_dtype.element_bytes, self.v_dtype.element_bytes)
+
+    @property
+    def splits(self) -> bool:
+        """Whether q is f32, whose products are of parts."""
+        return self.q_dtype == torch.float32
 
     @property
     def kv_bytes(self) -> int:

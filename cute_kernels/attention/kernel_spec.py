@@ -53,7 +53,8 @@ def block_rows(problem: DecodeProblem, arch: Arch, config: DecodeConfig) -> int:
         return min(TILE_M * config.num_warps, max(WARPGROUP_M, needed))
     if problem.query == "one":
         return 0
-    most = TILE_M * (config.num_warps * most_warp_tiles(config.num_warps, problem.padded_head_dim) if arch == "sm90" else 1)
+    tiles = most_warp_tiles(config.num_warps, problem.padded_head_dim, problem.splits)
+    most = TILE_M * (config.num_warps * tiles if arch == "sm90" else 1)
     return min(most, max(HALF_TILE_M, needed))
 
 

@@ -80,13 +80,14 @@ def _passes(problem: DecodeProblem, spec: KernelSpec) -> str:
 
 def _dtype_reasons(variant: Variant, problem: DecodeProblem) -> list[str]:
     reasons = []
-    if variant.arch != "cpu" and problem.q_dtype == torch.float32:
-        reasons.append("q_dtype = torch.float32: the tensor-core variants take torch.float16 and torch.bfloat16")
     stored = {"kv_dtype": problem.kv_dtype}
     if problem.v_dtype != problem.kv_dtype:
         stored["v_dtype"] = problem.v_dtype
     for name, dtype in stored.items():
-        if dtype.element_bytes > 1 and dtype != QUERY_DTYPES[problem.q_dtype]:
+        same = dtype == QUERY_DTYPES[problem.q_dtype]
+        if problem.splits and variant.arch != "cpu" and not same:
+            reasons.append(f"{name} = {dtype.value}: of q_dtype = torch.float32 the tensor-core variants take caches of f32 alone")
+        elif dtype.element_bytes > 1 and not same:
             reasons.append(f"{name} = {dtype.value}: must be q's, {problem.element_type}, or an 8-bit one")
     return reasons
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from .decode import MAX_CP_ASYNC_TILE_N, MAX_TILE_ELEMENTS, MIN_BOX_ROWS, SMEM_BYTES, KernelSpec
-from .problem import LDMATRIX_BYTES
+from .decode import MAX_CP_ASYNC_TILE_N, MAX_SPLIT_TILE_ELEMENTS, MAX_TILE_ELEMENTS, MIN_BOX_ROWS, SMEM_BYTES, KernelSpec
+from .problem import step_columns
 from .tiling import HALF_TILE_M, TILE_M, WARPGROUP, WARPGROUP_M, MmaScope, TilingSpec
 
 # padded head_dim of more than one warpgroup, by whether warps widen tiles beside them: above, registers spill (read from SASS)
@@ -25,6 +25,8 @@ def most_tile_n(padded_head_dim: int, v_bytes: int, mma: MmaScope = "warp") -> i
         return most if padded_head_dim <= LONG_WARPGROUP_HEAD_DIM else min(most, SHORT_TILE_N)
     widest = 16 if v_bytes > 1 else 32  # at head_dim 256, where the output alone takes 128 registers
     fits = MAX_TILE_ELEMENTS // padded_head_dim
+    if v_bytes > 2:  # operands by their parts
+        fits = max(TILE_M, MAX_SPLIT_TILE_ELEMENTS // padded_head_dim // TILE_M * TILE_M)
     return min(fits, widest) if padded_head_dim > 192 else fits
 
 
@@ -48,6 +50,8 @@ def supports(spec: KernelSpec) -> list[str]:
     counts = (1, 2, 4, 8, 12) if spec.overlaps and not spec.split else (1, 2, 4, 8)
     if spec.num_warps not in counts:
         reasons.append(f"num_warps={spec.num_warps} is not one of {', '.join(map(str, counts))}")
+    if spec.splits or "f32" in (spec.k_type, spec.v_type):
+        reasons += _split_reasons(spec)
     if spec.several:
         reasons += _query_reasons(spec)
     if spec.by_warpgroup:
@@ -96,12 +100,23 @@ def tma_reasons(spec: TilingSpec) -> list[str]:
     if spec.vector_bytes != 16:
         reasons.append(f"TMA needs 16-byte aligned strides, got {spec.vector_bytes}")
     if spec.head_dim != spec.padded_head_dim or spec.v_head_dim != spec.padded_v_head_dim:
-        columns = LDMATRIX_BYTES // min(spec.k_bytes, spec.v_bytes)
+        columns = step_columns(min(spec.k_bytes, spec.v_bytes))
         reasons.append(f"TMA needs head_dim to be a multiple of {columns}, got {spec.head_dim}")
     if spec.source == "paged" and spec.page_size % MIN_BOX_ROWS:
         reasons.append(f"TMA needs page_size to be a multiple of {MIN_BOX_ROWS}, got {spec.page_size}")
     if spec.box_rows > 256:
         reasons.append(f"a TMA box has at most 256 rows, got {spec.box_rows}")
+    return reasons
+
+
+def _split_reasons(spec: KernelSpec) -> list[str]:
+    reasons = []
+    if not spec.element_type == spec.k_type == spec.v_type:
+        reasons.append(f"f32 is of q, K and V alike, got {spec.element_type}, {spec.k_type} and {spec.v_type}")
+    if (spec.k_scale, spec.v_scale) != ("none", "none"):
+        reasons.append("k_scale, v_scale: caches of f32 take none")
+    if spec.by_warpgroup:
+        reasons.append("mma=warpgroup reads K and V of 16 bits from shared memory")
     return reasons
 
 

@@ -9,13 +9,14 @@ from .modifiers import UNMODIFIED, Modifiers, QueryForm
 
 Source = Literal["paged", "contiguous"]
 TableFormat = Literal["dense", "csr", "none", "lengths", "packed"]  # the last three: contiguous, and how long its rows are
-ElementType = Literal["f16", "bf16"]
-StoredType = Literal["f16", "bf16", "e4m3", "e5m2", "int8"]
+ElementType = Literal["f16", "bf16", "f32"]
+StoredType = Literal["f16", "bf16", "f32", "e4m3", "e5m2", "int8"]
 ScaleForm = Literal["none", "head", "token_f16", "token_f32"]
 LseBase = Literal["e", "2"]
 
-ELEMENT_BYTES: dict[StoredType, int] = {"f16": 2, "bf16": 2, "e4m3": 1, "e5m2": 1, "int8": 1}
-LDMATRIX_BYTES = 32  # of a token that one ldmatrix.x4 brings: rows of the caches are padded to it
+ELEMENT_BYTES: dict[StoredType, int] = {"f16": 2, "bf16": 2, "f32": 4, "e4m3": 1, "e5m2": 1, "int8": 1}
+MMA_K = 16  # depth of one m16n8k16 step
+LDMATRIX_BYTES = 32  # of a token that one ldmatrix.x4 brings
 UNIT_BYTES = 2  # tiles are kept, moved and read in units of 16 bits, whatever they hold
 WEIGHT_BITS = 14  # softmax weights reach 2 ** 14 where P is f16, so that those 2 ** 38 times smaller still count
 
@@ -57,7 +58,7 @@ class ProblemSpec:
 
     @property
     def padded_head_dim(self) -> int:
-        """head_dim rounded up to the columns that one ldmatrix.x4 brings of the narrower cache."""
+        """head_dim rounded up to whole steps over the narrower cache."""
         return padded_head_dim(self.head_dim, min(self.k_bytes, self.v_bytes))
 
     @property
@@ -87,13 +88,18 @@ class ProblemSpec:
 
     @property
     def k_math(self) -> ElementType:
-        """The type of the operands of Q K^T: f16 holds every 8-bit element exactly."""
-        return "f16" if self.k_bytes == 1 else self.element_type
+        """The type of the operands of Q K^T: f16 holds every 8-bit element exactly, three bf16 hold an f32."""
+        return math_type(self.k_bytes, self.element_type)
 
     @property
     def v_math(self) -> ElementType:
         """The type of the operands of P V."""
-        return "f16" if self.v_bytes == 1 else self.element_type
+        return math_type(self.v_bytes, self.element_type)
+
+    @property
+    def splits(self) -> bool:
+        """Whether operands are f32, which products take as three bf16 each (device/attend/split_mma.py)."""
+        return self.element_type == "f32"
 
     @property
     def rescales_query(self) -> bool:
@@ -121,7 +127,17 @@ class ProblemSpec:
         return WEIGHT_BITS if self.v_math == "f16" else 0
 
 
+def math_type(element_bytes: int, element_type: ElementType) -> ElementType:
+    """The type of a product's operands from such elements of a cache, beside queries of a type."""
+    return {1: "f16", 2: element_type, 4: "bf16"}[element_bytes]
+
+
+def step_columns(element_bytes: int) -> int:
+    """Columns of a step of Q K^T: 16, or of 8 bits the 32 that one ldmatrix.x4 brings."""
+    return max(MMA_K, LDMATRIX_BYTES // element_bytes)
+
+
 def padded_head_dim(head_dim: int, element_bytes: int) -> int:
-    """head_dim rounded up to a multiple of the columns that one ldmatrix.x4 brings: 16 of 16 bits, 32 of 8."""
-    columns = LDMATRIX_BYTES // element_bytes
+    """head_dim rounded up to whole steps."""
+    columns = step_columns(element_bytes)
     return -(-head_dim // columns) * columns

@@ -6,13 +6,13 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from .problem import UNIT_BYTES, ProblemSpec
+from .problem import LDMATRIX_BYTES, MMA_K, UNIT_BYTES, ProblemSpec
 
 Arch = Literal["sm90", "sm80"]
 Target = Literal["sm_90a", "sm_80"]
 MmaScope = Literal["warp", "warpgroup"]  # who issues a tensor-core step: m16n8k16 (mma.sync), m64 (wgmma)
 
-MMA_K = 16  # depth of one m16n8k16 step
+FRAGMENT_BYTES = 16  # of a query that a lane reads at a time
 TILE_M = 16  # packed query rows of one tensor-core tile
 HALF_TILE_M = 8  # those that leave a lane one row to work on, of its two
 WARPGROUP = 4  # warps that issue a wgmma together
@@ -95,7 +95,7 @@ class TilingSpec(ProblemSpec):
         """M-tiles that one warp attends to together: what it reads and converts of a KV tile serves all of them."""
         if not self.several or self.by_warpgroup:
             return 1
-        return min(self.row_tiles, most_warp_tiles(self.num_warps, self.padded_v_head_dim))
+        return min(self.row_tiles, most_warp_tiles(self.num_warps, self.padded_v_head_dim, self.splits))
 
     @property
     def readers(self) -> int:
@@ -124,7 +124,8 @@ class TilingSpec(ProblemSpec):
         """Registers of a thread that attends and of another, where warpgroups exchange them; None where all have as many."""
         if self.widens_tiles:
             return WIDENING_REGISTERS.get(self.num_warps)
-        return OVERLAP_REGISTERS.get(self.num_warps) if self.overlaps else None
+        exchanged = self.overlaps or (self.splits and self.arch == "sm90")
+        return OVERLAP_REGISTERS.get(self.num_warps) if exchanged else None
 
     @property
     def reread(self) -> bool:
@@ -199,12 +200,29 @@ class TilingSpec(ProblemSpec):
     @property
     def holds_query(self) -> bool:
         """Whether the query stays in registers: at head_dim 256, or 128 with one query head, others would spill (by SASS)."""
-        return not self.by_warpgroup and self.warp_tiles == 1 and self.padded_head_dim <= (192 if self.packed_rows > 1 else 96)
+        if self.by_warpgroup or self.splits or self.warp_tiles > 1:
+            return False
+        return self.padded_head_dim <= (192 if self.packed_rows > 1 else 96)
+
+    @property
+    def query_fragment(self) -> tuple[int, int]:
+        """(elements of a lane, columns) of the 16 bytes that a lane reads of a query at a time, where no warpgroup does."""
+        return FRAGMENT_BYTES // self.q_bytes, LDMATRIX_BYTES // self.q_bytes
+
+    @property
+    def value_columns(self) -> int:
+        """Neighbouring columns of a token of V that a lane has in one access, each in an n8 step of its own (attend/epilogue.py)."""
+        if self.by_warpgroup:
+            return 1
+        return self.rings[1].column_block // 16 if self.splits else UNIT_BYTES // self.v_bytes
 
 
-def most_warp_tiles(num_warps: int, padded_head_dim: int) -> int:
-    """M-tiles for which a warp has registers: with more than 4 warps each has fewer than two outputs of 128 columns take."""
-    return 2 if num_warps <= 4 and padded_head_dim <= 128 else 1
+def most_warp_tiles(num_warps: int, padded_head_dim: int, splits: bool = False) -> int:
+    """M-tiles for which a warp has registers: with more than 4 warps each has fewer than two outputs of 128 columns take.
+
+    splits: whether products are of parts of f32, which take what a second m-tile would.
+    """
+    return 2 if num_warps <= 4 and padded_head_dim <= 128 and not splits else 1
 
 
 def packed_rows(group_size: int, block_rows: int = TILE_M) -> int:

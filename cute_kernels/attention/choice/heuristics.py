@@ -19,6 +19,13 @@ SHAPES_OF_8_BITS: dict[Arch, tuple[tuple[int, int, int], ...]] = {
     "sm90": ((8_192, 8, 1), (8_192, 4, 2), (16_384, 4, 1)),
     "sm80": SHAPES["sm80"],
 }
+# of f32: a tile takes as long to attend to as it takes to come, so more warps have one each; registers allow one CTA an SM
+SHAPES_OF_F32: dict[Arch, tuple[tuple[int, int, int], ...]] = {
+    "sm90": ((16_384, 8, 1), (16_384, 4, 1)),
+    "sm80": ((16_384, 4, 1),),
+}
+# (tokens of a tile, consumer warps) of f32 where units have several m-tiles: the first that fits, with SPLIT_STAGES at least
+SPLIT_SHAPES, SPLIT_STAGES = ((64, 8), (32, 8), (16, 8), (32, 4), (16, 4)), 2
 # the same where tokens have scales and a CTA takes two KV heads: a sector of scales has those of both
 PAIRED = (8_192, 8, 1)
 # (tokens of a tile, consumer warps) where warps attend to several m-tiles of 8-bit caches. Swept on an H200: 8 warps on large
@@ -66,8 +73,10 @@ def candidates(problem: DecodeProblem, arch: Arch, target: Target, sm_count: int
     """What the choice is made from, without duplicates."""
     found: dict[DecodeConfig, None] = {}
     limit = 4 if spills_with_8_warps(problem) else 8
-    shapes = [(*shape, 1) for shape in (SHAPES_OF_8_BITS if problem.has_8_bits else SHAPES)[arch]]
-    if arch == "sm90" and problem.packed_rows > TILE_M:
+    shapes = [(*shape, 1) for shape in shapes_of(problem)[arch]]
+    if problem.splits and arch == "sm90" and problem.query != "one" and problem.packed_rows > TILE_M:
+        return [split_config(problem)]
+    if arch == "sm90" and problem.packed_rows > TILE_M and not problem.splits:
         if not by_warps(problem):
             return [warpgroup_config(problem)]
         tile_n, num_warps = m_tiles_shape(problem, sm_count)
@@ -79,6 +88,19 @@ def candidates(problem: DecodeProblem, arch: Arch, target: Target, sm_count: int
             tile_n = tile_tokens(problem, arch, tile_bytes)
             found[ring(problem, tile_n, min(most_warps, limit), ctas_per_sm, arch, target, unit_heads)] = None
     return list(found)
+
+
+def shapes_of(problem: DecodeProblem) -> dict[Arch, tuple[tuple[int, int, int], ...]]:
+    """(bytes of K and V of a tile, most consumer warps, CTAs an SM) of the candidates."""
+    return SHAPES_OF_F32 if problem.splits else SHAPES_OF_8_BITS if problem.has_8_bits else SHAPES
+
+
+def split_config(problem: DecodeProblem) -> DecodeConfig:
+    """That of a unit with several m-tiles over f32, each a warp's: the first shape whose rows, states and tiles fit."""
+    largest = most_tile_n(problem.padded_head_dim, problem.v_dtype.element_bytes)
+    shapes = dict.fromkeys((min(tile_n, largest), warps) for tile_n, warps in SPLIT_SHAPES)
+    configs = [ring(problem, tile_n, warps, 1, "sm90", "sm_90a") for tile_n, warps in shapes]
+    return first_fitting(problem, [c for c in configs if c.num_stages >= SPLIT_STAGES] or configs, "balanced")
 
 
 def by_warps(problem: DecodeProblem) -> bool:

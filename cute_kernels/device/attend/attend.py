@@ -20,6 +20,7 @@ from .pack_gqa import fragments
 from .query_rows import TilePlace
 from .score import ScoreModifier, modify_scores
 from .softmax import online_softmax
+from .split_mma import SplitProducts
 from .warp_mma import WarpProducts
 from .warpgroup_mma import WarpgroupProducts
 
@@ -56,14 +57,14 @@ class RowTile:
 class Attention:
     """What a warp needs to attend to a tile of a piece: who multiplies, and its m-tiles."""
 
-    products: WarpProducts | WarpgroupProducts
+    products: WarpProducts | WarpgroupProducts | SplitProducts
     row_tiles: tuple[RowTile, ...]
     scaling: Scaling
 
 
-def make_products(spec: KernelSpec, shared: Shared) -> WarpProducts | WarpgroupProducts:
+def make_products(spec: KernelSpec, shared: Shared) -> WarpProducts | WarpgroupProducts | SplitProducts:
     """What this warp multiplies with."""
-    kind = WarpgroupProducts if spec.by_warpgroup else WarpProducts
+    kind = WarpgroupProducts if spec.by_warpgroup else SplitProducts if spec.splits else WarpProducts
     return kind(spec, shared, cute.arch.lane_idx())
 
 
@@ -81,6 +82,11 @@ def reset_state(state: WarpState):
     state.row_sum.fill(0.0)
     if state.unit is not None:
         state.unit.fill(SMALLEST_UNIT)
+
+
+def weight_operand(spec: KernelSpec, products, acc_s: cute.Tensor):
+    """A tile's weights as the A operand of P V."""
+    return products.weights(acc_s) if spec.splits else probabilities(acc_s, ELEMENT_TYPES[spec.v_math])
 
 
 def probabilities(acc_s: cute.Tensor, element_type: type) -> cute.Tensor:
@@ -122,7 +128,7 @@ def attend_tile(
         columns = column_scales(spec, shared.scales[1], spec.v_scale, stage)
         for acc_s in scores:
             scale_columns(acc_s, spec.lane_rows, columns)
-    weights = [probabilities(acc_s, ELEMENT_TYPES[spec.v_math]) for acc_s in scores]
+    weights = [weight_operand(spec, products, acc_s) for acc_s in scores]
     products.add_values([rows.state.acc_o for rows in row_tiles], weights, operands[1])
 
 

@@ -46,10 +46,11 @@ def unit_factor(state: WarpState) -> Float32:
 
 
 def value_column(spec: KernelSpec, column: int) -> int:
-    """The column of V that is column `column` of the O accumulator: with 8 bits an n8 step has every other one of 16."""
-    if spec.v_bytes == 2 or spec.by_warpgroup:
+    """The column of V that is column `column` of the O accumulator: neighbouring n8 steps have value_columns beside each other."""
+    together = spec.value_columns
+    if together == 1:
         return column
-    return column // 16 * 16 + column % 8 * 2 + column // 8 % 2
+    return column // (8 * together) * (8 * together) + column % 8 * together + column // 8 % together
 
 
 def is_of(spec: KernelSpec, row: Int32, order: Int32) -> Boolean | bool:

@@ -37,7 +37,8 @@ def query_layout(spec: KernelSpec) -> cute.Layout:
     """
     if spec.by_warpgroup:
         return cute.make_layout((spec.block_rows * spec.padded_head_dim, spec.query_buffers))
-    return cute.make_layout((FRAGMENT, LANES, spec.row_tiles * (spec.padded_head_dim // MMA_K), spec.query_buffers))
+    elements, columns = spec.query_fragment
+    return cute.make_layout((elements, LANES, spec.row_tiles * (spec.padded_head_dim // columns), spec.query_buffers))
 
 
 def query_buffer(spec: KernelSpec, query: cute.Tensor, index: Int32) -> cute.Tensor:
@@ -64,6 +65,11 @@ def place_of(spec: KernelSpec, row: Int32, column: Int32) -> tuple | Int32:
         step, row = quotient(row, TILE_M) * (spec.padded_head_dim // MMA_K) + step, remainder(row, TILE_M)
     half, quad = ((rest >> 1) & 1, rest >> 2) if spec.k_bytes == 1 else (rest >> 3, (rest >> 1) & 3)
     return quotient(row, 8) + 2 * half, remainder(row, 8) * 4 + quad, step
+
+
+def word_columns(spec: KernelSpec) -> int:
+    """Columns of the query in a 32-bit word."""
+    return PAIR_BYTES // spec.q_bytes
 
 
 def lane_columns(spec: KernelSpec) -> list[Int32]:
@@ -119,7 +125,8 @@ def fetch_query(spec: cutlass.Constexpr, q: cute.Tensor, block: QueryBlock, shar
 def fetch_fragments(spec: cutlass.Constexpr, q: cute.Tensor, block: QueryBlock, shared: cute.Tensor):
     """fetch_query to where each lane reads its fragments."""
     source, lane = block_view(spec, q, block), cute.arch.lane_idx()
-    steps = cutlass.const_expr(spec.padded_head_dim // MMA_K)
+    columns = cutlass.const_expr(spec.query_fragment[1])
+    steps = cutlass.const_expr(spec.padded_head_dim // columns)
     stop = block.rows if cutlass.const_expr(spec.rescales_query) else spec.row_tiles * steps
     for turn in cutlass.range(cute.arch.warp_idx(), stop, spec.num_warps, unroll=1):
         if cutlass.const_expr(spec.rescales_query):
@@ -131,8 +138,9 @@ def fetch_fragments(spec: cutlass.Constexpr, q: cute.Tensor, block: QueryBlock, 
             if cutlass.const_expr(spec.row_tiles > 1):
                 first, step = quotient(turn, steps) * TILE_M, remainder(turn, steps)
             for half, rows in product(range(2), range(2)):
-                column = step * MMA_K + lane % 4 * 2 + 8 * half
-                fetch_pair(spec, source, block, first + lane // 4 + 8 * rows, column, shared, (rows + 2 * half, lane, turn))
+                column = step * columns + lane % 4 * word_columns(spec) + columns // 2 * half
+                word = cutlass.const_expr(half + 2 * rows if spec.splits else rows + 2 * half)
+                fetch_pair(spec, source, block, first + lane // 4 + 8 * rows, column, shared, (word, lane, turn))
 
 
 @cute.jit
@@ -166,20 +174,21 @@ def fetch_pair(
 ):
     """Starts to bring a pair of columns of a block's packed row to its place, or zeros where there is none. source: its view.
 
-    By cp.async; single columns, where head_dim is odd, are there when it returns.
+    By cp.async; single columns of 16 bits, where head_dim is odd, are there when it returns. Of f32 it is one column.
     """
     at, lane, step = place
-    pair = cutlass.const_expr(2 if spec.head_dim % 2 == 0 else 1)
-    for c in cutlass.range_constexpr(0, 2, pair):
+    word = cutlass.const_expr(word_columns(spec))
+    pair = cutlass.const_expr(word if spec.head_dim % word == 0 else 1)
+    for c in cutlass.range_constexpr(0, word, pair):
         inside = row < block.rows and column + c < spec.head_dim
         offset = Int64(0)
         if inside:
             offset = Int64(cute.crd2idx((*place_in_view(spec, block, row), column + c), source.layout))
-        if cutlass.const_expr(pair == 2):
-            target = shared.iterator + cute.crd2idx((2 * at, lane, step), shared.layout)
+        if cutlass.const_expr(pair == word):
+            target = shared.iterator + cute.crd2idx((word * at, lane, step), shared.layout)
             copy_async((source.iterator + offset).toint(), target.toint(), PAIR_BYTES, inside)
         else:
-            shared[2 * at + c, lane, step] = source.iterator[offset] if inside else shared.element_type(0.0)
+            shared[word * at + c, lane, step] = source.iterator[offset] if inside else shared.element_type(0.0)
 
 
 @cute.jit
@@ -244,9 +253,10 @@ def read_query(spec: KernelSpec, shared: cute.Tensor, held: cute.Tensor | None, 
     """
     if spec.by_warpgroup:
         return row_block(spec, shared, row_tile)
-    source = shared if spec.k_math == spec.element_type else cute.recast_tensor(shared, ELEMENT_TYPES[spec.k_math])
+    as_it_is = spec.splits or spec.k_math == spec.element_type
+    source = shared if as_it_is else cute.recast_tensor(shared, ELEMENT_TYPES[spec.k_math])
     if spec.row_tiles > 1:
-        source = cute.domain_offset((0, 0, row_tile * (spec.padded_head_dim // MMA_K)), source)
+        source = cute.domain_offset((0, 0, row_tile * (spec.padded_head_dim // spec.query_fragment[1])), source)
     if held is None:
         return source
     for step in range(spec.padded_head_dim // MMA_K):

@@ -78,7 +78,7 @@ class DecodeKernel:
         self.mainloop = mainloop_of(spec)
         self.overlap = spec.target == "sm_90a"  # programmatic dependent launch: start while the kernel before drains
         self.divides = spec.divides_combine
-        self.fetches_late = spec.by_warpgroup and spec.query_buffers == 1
+        self.fetches_late = spec.query_buffers == 1 and (spec.by_warpgroup or spec.splits)
 
     @cute.jit
     def __call__(
@@ -187,7 +187,7 @@ class DecodeKernel:
             settled = index
             sync_consumers(spec)
             row_tiles = self.row_tiles(problem, piece, buffer, factors, held, states)
-            if cutlass.const_expr(spec.query_buffers == 1 and not spec.by_warpgroup):
+            if cutlass.const_expr(spec.query_buffers == 1 and not self.fetches_late):
                 sync_consumers(spec)  # all have read theirs
             if cutlass.const_expr(spec.several):  # which query rows to fetch follows from the row
                 row = self.open_next(problem, share, next_index, next_first)

@@ -76,6 +76,11 @@ def transposed(ring: cute.Tensor) -> cute.Tensor:
 
 def swizzled(shape: RingShape, stage: Int32 | int, token: Int32, column: Int32) -> Int32:
     """Byte offset in a ring of one slab a tile of a token's byte `column`: ring_layout with the swizzle applied."""
-    row_bytes, bits = shape.column_block * UNIT_BYTES, SWIZZLE_BITS[shape.column_block]
+    row_bytes = shape.column_block * UNIT_BYTES
     offset = (column // row_bytes * shape.tile_n + token) * row_bytes + column % row_bytes
-    return stage * shape.tile_bytes + (offset ^ ((offset >> 3) & ((2**bits - 1) << 4)))
+    return stage * shape.tile_bytes + spread(shape, offset)
+
+
+def spread(shape: RingShape, offset: Int32) -> Int32:
+    """The swizzle, of a byte offset in a tile."""
+    return offset ^ ((offset >> 3) & ((2 ** SWIZZLE_BITS[shape.column_block] - 1) << 4))

@@ -1,5 +1,7 @@
 """Traces and compiles a decode kernel from fake tensors: shapes and strides are dynamic, so one kernel serves any cache."""
 
+import math
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
@@ -7,6 +9,7 @@ from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
 from ...config.decode import KernelSpec
 from ...config.problem import ELEMENT_BYTES, ScaleForm, StoredType, TableFormat
+from ..attend.pack_gqa import word_columns
 from ..elements import ELEMENT_TYPES, stored_element
 from ..kernels.attention import AttentionKernel
 from ..kernels.decode import DecodeKernel
@@ -50,8 +53,7 @@ def arguments(spec: KernelSpec) -> tuple:
     dtype = ELEMENT_TYPES[spec.element_type]
     batch, heads, kv_heads = cute.sym_int64(), cute.sym_int64(), cute.sym_int64()
     leading = {"one": (batch,), "uniform": (batch, cute.sym_int64()), "ragged": (cute.sym_int64(),)}[spec.query]
-    pair = 2 if spec.head_dim % 2 == 0 else 1
-    v_pair = 2 if spec.v_head_dim % 2 == 0 else 1
+    pair, v_pair = (math.gcd(columns, word_columns(spec)) for columns in (spec.head_dim, spec.v_head_dim))
     q = rows(dtype, (*leading, heads, spec.head_dim), pair, pair * spec.q_bytes)
     out = rows(dtype, (*leading, heads, spec.v_head_dim), v_pair, v_pair * spec.q_bytes)
     slots = spec.page_size or cute.sym_int64()

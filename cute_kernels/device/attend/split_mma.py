@@ -1,0 +1,190 @@
+"""Q K^T and P V of one warp over f32, on tensor cores: each operand is the sum of three bf16, and six products of those count.
+
+x = high + middle + low, each the bf16 of what the ones before leave, which is exact but where low is below bf16's normal numbers.
+Products of 2^-24 of the largest or less are left out: middle x low, low x middle, low x low. A tensor core truncates what it adds
+up. So a step of 16 starts from zero, with its small products first, and joins the sum in f32, rounded to nearest (Ootomo and Yokota
+2022, there with parts of TF32). Longer chains lose what f32 keeps: 3 times the error of f32 over steps of 128 (docs/numerics.md).
+
+K comes by ldmatrix: a 16-bit lane holds word lane % 4 of 16 bytes, so the columns c and c + 4 of eight are a pair of the
+contraction, in the query as well (attend/pack_gqa.py). V does not: ldmatrix transposes 16 bits. A lane loads up to four
+neighbouring columns of each of four tokens, and each column is of an n8 step of its own (epilogue.value_column).
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+
+from ...config.decode import KernelSpec
+from ...config.problem import UNIT_BYTES
+from ...config.tiling import TILE_M, RingShape
+from ..elements import ELEMENT_TYPES
+from ..mainloop.shared import Shared
+from ..mainloop.tile import distances, spread
+from .softmax import rows_of
+from .warp_mma import TileReader, make_mma, registers
+
+# parts of A and of B, by size: the smallest products first
+TERMS = ((2, 0), (0, 2), (1, 1), (1, 0), (0, 1), (0, 0))
+TOGETHER = 2  # n8 steps of P V that are made beside each other: their parts of four take more registers than 8 warps have
+GROUP = 8  # tokens of V, of which a lane has two neighbouring ones
+
+
+@dataclass(frozen=True)
+class Parts:
+    """A fragment of f32 as three of bf16, the largest first, and the same registers as words of two neighbours."""
+
+    fragments: list[cute.Tensor]
+    words: list[cute.Tensor]
+
+    @classmethod
+    def empty(cls, shape: Any) -> "Parts":
+        """Registers for the parts of a fragment of a shape."""
+        layout = cute.make_layout(shape)
+        words = [cute.make_rmem_tensor(cute.size(layout) // 2, Int32) for _ in range(3)]
+        bf16 = ELEMENT_TYPES["bf16"]
+        return cls([cute.make_tensor(cute.recast_ptr(word.iterator, dtype=bf16), layout) for word in words], words)
+
+    def put(self, index: int, first: Float32 | Int32, second: Float32 | Int32):
+        """Splits the two elements of word `index`, f32 or their bits."""
+        for words, part in zip(self.words, split_pair(first, second), strict=True):
+            words[index] = part
+
+    def clear(self, index: int):
+        """Makes the elements of word `index` zeros."""
+        for words in self.words:
+            words[index] = Int32(0)
+
+
+def split_pair(first: Float32 | Int32, second: Float32 | Int32) -> tuple[Int32, Int32, Int32]:
+    """Two f32, or their bits, as three words of two bf16.
+
+    The high part is cut off, so that a finite number stays finite; the others are rounded.
+    """
+    lines = [".reg .f32 a, b, high; .reg .b32 bits;"]
+    for name, value in (("a", "$r0"), ("b", "$r1")):
+        lines.append(f"mov.b32 bits, {{{value}}}; and.b32 bits, bits, 0xffff0000; mov.b32 high, bits;")
+        lines.append(f"mov.b32 {name}, {{{value}}}; sub.f32 {name}, {name}, high;")
+    lines.append("prmt.b32 {$w0}, {$r0}, {$r1}, 0x7632; cvt.rn.bf16x2.f32 {$w1}, b, a;")
+    lines.append("shl.b32 bits, {$w1}, 16; mov.b32 high, bits; sub.f32 a, a, high;")
+    lines.append("and.b32 bits, {$w1}, 0xffff0000; mov.b32 high, bits; sub.f32 b, b, high; cvt.rn.bf16x2.f32 {$w2}, b, a;")
+    text = f"{{ {' '.join(lines)} }}"
+    return cute.arch.inline_ptx(text, write_only_types=[Int32] * 3, read_only_args=[first, second])
+
+
+def add_product(mma: cute.TiledMma, acc: cute.Tensor, first: Parts, second: Parts, rows_in_use: int):
+    """Adds a product of one k16 step to an accumulator ((2, 2), 1, n8), rounded to nearest, in the lane's rows in use."""
+    step = cute.make_rmem_tensor(acc.shape, Float32)
+    step.fill(0.0)
+    for i, j in TERMS:
+        cute.gemm(mma, step, first.fragments[i][None, None, 0], second.fragments[j][None, None, 0], step)
+    sums, steps = rows_of(acc), rows_of(step)
+    for r in range(rows_in_use):
+        sums[r, None].store(sums[r, None].load() + steps[r, None].load())
+
+
+def columns_of(acc: cute.Tensor, first: int, count: int) -> cute.Tensor:
+    """`count` n8 steps of an accumulator ((2, 2), 1, n8)."""
+    return cute.make_tensor(acc.iterator + 4 * first, cute.make_layout(((2, 2), 1, count), stride=((1, 2), 0, 4)))
+
+
+class SplitProducts:
+    """The products of a warp with the m-tile that it attends to, over f32."""
+
+    def __init__(self, spec: KernelSpec, shared: Shared, lane: Int32):
+        self.spec, self.lane, self.values = spec, lane, shared.rings[1]
+        self.mma = make_mma(spec.k_math)
+        self.thr_mma = self.mma.get_slice(lane)
+        self.reader_k = TileReader(spec, self.mma, lane, shared.rings[0], spec.k_type, is_v=False)
+
+    def scores(self, queries: list, stage: Int32) -> list[cute.Tensor]:
+        """Q K^T with the tile in a stage, f32 ((2, 2), 1, n8), of each query."""
+        spec = self.spec
+        scores = [cute.make_rmem_tensor(self.thr_mma.partition_shape_C((TILE_M, spec.tile_n)), Float32) for _ in queries]
+        for acc_s in scores:
+            acc_s.fill(0.0)
+        for step in range(self.reader_k.steps // 2):
+            cute.arch.sync_warp()  # as in add_values
+            keys = self.keys(step, stage)
+            for acc_s, query in zip(scores, queries, strict=True):
+                add_product(self.mma, acc_s, self.query(query, step), keys, spec.lane_rows)
+        return scores
+
+    def add_values(self, outputs: list, weights: list, stage: Int32):
+        """Adds P V to each output. weights: `weights` of P."""
+        spec, width = self.spec, self.spec.value_columns
+        for step in range(spec.tile_n // (2 * GROUP)):
+            for block in range(spec.padded_v_head_dim // (8 * width)):
+                cute.arch.sync_warp()  # no load comes before it: of more of them at once, registers spill
+                loaded = self.value_rows(step, block, stage)
+                for first in range(0, width, TOGETHER):
+                    values = self.value_fragment(loaded, first)
+                    for p, acc_o in zip(weights, outputs, strict=True):
+                        some = columns_of(acc_o, block * width + first, TOGETHER)
+                        add_product(self.mma, some, p[step], values, spec.lane_rows)
+
+    def weights(self, acc_s: cute.Tensor) -> list[Parts]:
+        """P as A fragments of each k16 step, from its accumulator ((2, 2), 1, n8)."""
+        flat = cute.make_tensor(acc_s.iterator, cute.make_layout(cute.size(acc_s)))
+        return [self.row_fragment([flat[8 * step + i] for i in range(8)]) for step in range(self.spec.tile_n // 16)]
+
+    def query(self, query: cute.Tensor, step: int) -> Parts:
+        """The A fragment of a k16 step of the query, [element, lane, 8 columns] in shared memory."""
+        found = []
+        for half in range(2):
+            some = cute.make_rmem_tensor(4, Float32)
+            cute.autovec_copy(query[None, self.lane, 2 * step + half], some)
+            found += [some[i] for i in range(4)]
+        return self.row_fragment(found)
+
+    def row_fragment(self, values: list) -> Parts:
+        """The A fragment of eight elements of a lane: (pair, row, half). A second row that is not in use stays zero."""
+        parts = Parts.empty(((2, 2, 2), 1, 1))
+        for index in range(4):
+            if index % 2 < self.spec.lane_rows:
+                parts.put(index, values[2 * index], values[2 * index + 1])
+            else:
+                parts.clear(index)
+        return parts
+
+    def keys(self, step: int, stage: Int32) -> Parts:
+        """The B fragment of 16 columns of K: each k16 step of units is a half of it."""
+        rows = self.reader_k.rows
+        parts = Parts.empty(self.thr_mma.partition_shape_B((rows, 16)))
+        for half in range(2):
+            words = registers(self.reader_k.load(2 * step + half, stage)[0])
+            for n in range(rows // 8):
+                parts.put(2 * n + half, words[0, n], words[1, n])
+        return parts
+
+    def value_rows(self, step: int, block: int, stage: Int32) -> list[list[cute.Tensor]]:
+        """This lane's columns of a column block of V, of its four of 16 tokens: [half of the 16][which of two neighbours]."""
+        return [[self.value_row(2 * step + half, which, block, stage) for which in range(2)] for half in range(2)]
+
+    def value_fragment(self, loaded: list[list[cute.Tensor]], first: int) -> Parts:
+        """The B fragment of 16 tokens of V, of the n8 steps that this lane's columns from `first` on are of."""
+        parts = Parts.empty(self.thr_mma.partition_shape_B((8 * TOGETHER, 16)))
+        for half, pair in enumerate(loaded):
+            for i in range(TOGETHER):
+                parts.put(2 * i + half, pair[0][first + i], pair[1][first + i])
+        return parts
+
+    def value_row(self, group: int, which: int, block: int, stage: Int32) -> cute.Tensor:
+        """This lane's columns of token 2 (lane % 4) + which of a group of eight: none of a warp's accesses meets a bank twice."""
+        shape, width = self.spec.rings[1], self.spec.value_columns
+        token, column = 2 * (self.lane % 4) + which, self.lane // 4 * (4 * width)
+        mine = spread(shape, token * (shape.column_block * UNIT_BYTES) + column)
+        at = self.values.iterator.toint() + (stage * shape.tile_bytes + mine + group_offset(shape, group, block))
+        source = cute.make_ptr(Float32, at, cute.AddressSpace.smem, assumed_align=4 * width)
+        found = cute.make_rmem_tensor(width, Float32)
+        cute.autovec_copy(cute.make_tensor(source, width), found)
+        return found
+
+
+def group_offset(shape: RingShape, group: int, block: int) -> int:
+    """Bytes from a tile's begin to a column block of a group of eight tokens."""
+    slab, between = distances(shape)
+    token = GROUP * group
+    units = token // shape.box_rows * slab + token % shape.box_rows * shape.column_block + block * between
+    return units * UNIT_BYTES
