@@ -21,7 +21,11 @@ MIN_BOX_ROWS = 8  # rows of one 128-byte swizzle atom: the smallest page part th
 SMEM_BYTES = {"sm_90a": 232_448, "sm_80": 101_376}  # what one CTA may use (227 KiB; 99 KiB serves 8.0, 8.6 and 8.9)
 SCALE_BYTES = 4  # of a token's scale in shared memory
 TWO_CTAS_HEAD_DIM = 128  # above, two CTAs need more registers than an SM has
-MERGE_PADDING = {4: 4, 2: 8, 1: 16}  # f32 between rows of the merge buffer: then a warp's stores, of 8 or 16 bytes, hit every bank
+MERGE_PADDING = {
+    4: 4,
+    2: 8,
+    1: 16,
+}  # f32 between rows of the merge buffer: then a warp's stores, of 8 or 16 bytes, hit every bank
 PIECE_ELEMENTS = {1: 49_152, 2: 16_384}  # of K and V that stream while a piece is opened, merged and stored, by CTAs an SM
 SHARE_BYTES = 32_768  # KV bytes of the smallest share of a CTA
 MIN_TILES = 2  # no cut leaves less of a row on either side
@@ -102,7 +106,9 @@ class KernelSpec(TilingSpec):
             return 2 if self.smem_with(2) <= SMEM_BYTES[self.target] else 1
         if self.by_warpgroup:
             return 2 if self.row_tiles * self.padded_head_dim <= TWO_QUERIES and not self.widens_tiles else 1
-        return 1 if self.row_tiles > 2 and (self.holds_query or self.splits) else 2
+        if self.splits:
+            return 2 if self.row_tiles <= 2 and self.smem_with(2) <= SMEM_BYTES[self.target] else 1
+        return 1 if self.row_tiles > 2 and self.holds_query else 2
 
     @property
     def query_tile(self) -> RingShape:

@@ -110,7 +110,7 @@ def check_query_dtype(name: str, dtype: torch.dtype) -> None:
     if not isinstance(dtype, torch.dtype):
         raise InvalidProblem(name, dtype, "must be a torch.dtype")
     if dtype not in QUERY_DTYPES:
-        raise Unsupported([f"{name} = {dtype}: must be torch.float16 or torch.bfloat16 (torch.float32 on the CPU)"])
+        raise Unsupported([f"{name} = {dtype}: must be torch.float16, torch.bfloat16 or torch.float32"])
 
 
 def check_storage(kv_dtype: KVDtype | None, v_dtype: KVDtype | None, k_scale: KVScale, v_scale: KVScale) -> None:

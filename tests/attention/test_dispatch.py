@@ -93,10 +93,32 @@ def test_every_reason_of_every_variant_is_given() -> None:
         assert part in text
 
 
-def test_float32_queries_run_on_the_cpu_only() -> None:
-    assert chosen(CPU, q_dtype=torch.float32).variant == "cpu_reference"
-    with pytest.raises(ck.Unsupported, match=r"q_dtype = torch\.float32"):
-        chosen(H200, q_dtype=torch.float32)
+@pytest.mark.parametrize(
+    ("facts", "variant"), [(CPU, "cpu_reference"), (H200, "sm90_tma"), (A100, "sm80_cp_async")], ids=["cpu", "h200", "a100"]
+)
+def test_float32_runs_on_each_device(facts: DeviceFacts, variant: str) -> None:
+    candidate = chosen(facts, q_dtype=torch.float32)
+    assert candidate.variant == variant
+    if facts is not CPU:
+        assert (candidate.spec.element_type, candidate.spec.k_type, candidate.spec.v_type) == ("f32",) * 3
+
+
+@pytest.mark.parametrize("facts", [H200, A100], ids=["h200", "a100"])
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"q_dtype": torch.float32, "kv_dtype": E4M3}, "kv_dtype = e4m3: of q_dtype = torch.float32"),
+        ({"q_dtype": torch.float32, "kv_dtype": ck.KVDtype.BF16}, "kv_dtype = bf16: of q_dtype = torch.float32"),
+        ({"q_dtype": torch.float32, "v_dtype": INT8}, "v_dtype = int8: of q_dtype = torch.float32"),
+        ({"q_dtype": torch.float32, "v_scale": ck.KVScale.HEAD}, "k_scale, v_scale: caches of f32 take none"),
+        ({"kv_dtype": ck.KVDtype.F32}, "kv_dtype = f32: must be q's"),
+    ],
+    ids=["e4m3", "bf16", "v_int8", "scale", "f32_under_bf16"],
+)
+def test_what_float32_is_not_combined_with(changes: dict, reason: str, facts: DeviceFacts) -> None:
+    with pytest.raises(ck.Unsupported) as caught:
+        chosen(facts, **changes)
+    assert reason in str(caught.value)
 
 
 @pytest.mark.parametrize("kv_dtype", [E4M3, E5M2, INT8], ids=lambda d: d.value)

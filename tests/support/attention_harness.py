@@ -11,7 +11,7 @@ import cute_kernels as ck
 from tests.support.attention_cases import AttentionInputs, Case
 from tests.support.harness import device_of
 from tests.support.inputs import NAN
-from tests.support.tolerance import check_states
+from tests.support.tolerance import Tolerance, check_states
 
 Result = tuple[Tensor, Tensor]
 
@@ -108,14 +108,16 @@ def _dense(inputs: AttentionInputs, request: int, q: Tensor, k: Tensor, v: Tenso
     return out.transpose(0, 1), (finite + torch.log(total)).T
 
 
-def assert_close(inputs: AttentionInputs, result: Result, requests: list[int] | None = None) -> None:
+def assert_close(
+    inputs: AttentionInputs, result: Result, requests: list[int] | None = None, tolerance: Tolerance | None = None
+) -> None:
     """Every query row and head of these requests is as near f64 as tolerance.py asks; rows without keys are (0, -inf)."""
     case = inputs.case
     requests = [b for b in (range(case.batch) if requests is None else requests) if case.q_lens[b]]
     rows = [case.begins[b] + i for b in requests for i in range(case.q_lens[b])]
     if rows:
         exact, lse, same = (torch.cat(t) for t in zip(*(attend(inputs, b) for b in requests), strict=True))
-        check_states((result[0][rows], result[1][rows]), (exact, lse), same, rows)
+        check_states((result[0][rows], result[1][rows]), (exact, lse), same, rows, tolerance)
 
 
 def assert_padding(inputs: AttentionInputs, result: Result, fill: float) -> None:

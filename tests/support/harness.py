@@ -14,7 +14,7 @@ import cute_kernels as ck
 from cute_kernels.attention.choice import tuned
 from cute_kernels.config.decode import DecodeConfig
 from tests.support.inputs import NAN, Inputs, Shape
-from tests.support.tolerance import check_states
+from tests.support.tolerance import Tolerance, check_states
 
 BACKENDS = [
     pytest.param("cpu", id="cpu"),
@@ -87,11 +87,13 @@ def attend(inputs: Inputs, row: int) -> tuple[torch.Tensor, torch.Tensor, torch.
     return out.flatten(0, 1), lse / math.log(2) if shape.lse_base == "2" else lse, same.flatten(0, 1)
 
 
-def assert_close(inputs: Inputs, out: torch.Tensor, lse: torch.Tensor, rows: list[int] | None = None) -> None:
+def assert_close(
+    inputs: Inputs, out: torch.Tensor, lse: torch.Tensor, rows: list[int] | None = None, tolerance: Tolerance | None = None
+) -> None:
     """Every head of every row, or of `rows`, is as near f64 as tolerance.py asks; heads of empty rows are (+0.0, -inf)."""
     rows = list(range(len(inputs.shape.lengths))) if rows is None else rows
     exact, exact_lse, same = (torch.stack(t) for t in zip(*(attend(inputs, row) for row in rows), strict=True))
-    check_states((out[rows], lse[rows]), (exact, exact_lse), same, rows)
+    check_states((out[rows], lse[rows]), (exact, exact_lse), same, rows, tolerance)
 
 
 def assert_bitwise(got: tuple[torch.Tensor, torch.Tensor], expected: tuple[torch.Tensor, torch.Tensor]) -> None:

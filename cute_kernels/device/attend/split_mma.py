@@ -28,6 +28,7 @@ from .warp_mma import TileReader, make_mma, registers
 # parts of A and of B, by size: the smallest products first
 TERMS = ((2, 0), (0, 2), (1, 1), (1, 0), (0, 1), (0, 0))
 TOGETHER = 2  # n8 steps of P V that are made beside each other: their parts of four take more registers than 8 warps have
+F32_BYTES = 4
 GROUP = 8  # tokens of V, of which a lane has two neighbouring ones
 
 
@@ -173,13 +174,18 @@ class SplitProducts:
     def value_row(self, group: int, which: int, block: int, stage: Int32) -> cute.Tensor:
         """This lane's columns of token 2 (lane % 4) + which of a group of eight: none of a warp's accesses meets a bank twice."""
         shape, width = self.spec.rings[1], self.spec.value_columns
-        token, column = 2 * (self.lane % 4) + which, self.lane // 4 * (4 * width)
-        mine = spread(shape, token * (shape.column_block * UNIT_BYTES) + column)
-        at = self.values.iterator.toint() + (stage * shape.tile_bytes + mine + group_offset(shape, group, block))
-        source = cute.make_ptr(Float32, at, cute.AddressSpace.smem, assumed_align=4 * width)
+        mine = lane_offset(shape, width, self.lane, which) + group_offset(shape, group, block)
+        at = self.values.iterator.toint() + (stage * shape.tile_bytes + mine)
+        source = cute.make_ptr(Float32, at, cute.AddressSpace.smem, assumed_align=width * F32_BYTES)
         found = cute.make_rmem_tensor(width, Float32)
         cute.autovec_copy(cute.make_tensor(source, width), found)
         return found
+
+
+def lane_offset(shape: RingShape, width: int, lane: Int32, which: int) -> Int32:
+    """Bytes from a group of eight tokens of a column block to a lane's columns of its token `which`: two neighbouring ones."""
+    token, column = 2 * (lane % 4) + which, lane // 4 * (width * F32_BYTES)
+    return spread(shape, token * (shape.column_block * UNIT_BYTES) + column)
 
 
 def group_offset(shape: RingShape, group: int, block: int) -> int:
