@@ -16,7 +16,8 @@ from cuda.bindings.driver import CUstream
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
-from cute_kernels.config.tiling import MMA_K, WARPGROUP, WARPGROUP_M
+from cute_kernels.config.problem import MMA_K
+from cute_kernels.config.tiling import WARPGROUP, WARPGROUP_M
 from cute_kernels.device.attend.warpgroup_mma import descriptors, make_mma_of, wait_for_products
 from cute_kernels.device.elements import ELEMENT_TYPES
 

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from typing import cast
-
 from ..config.append import AppendSpec, RotarySpec, append_supports, lanes_of, share_rows
-from ..config.problem import StoredType
 from ..config.tiling import Arch, Target
 from ..kv.rotary import Rotary
 from ..kv.scale import scale_form
@@ -39,8 +36,8 @@ def kernel_spec(descriptor: KVAppendDescriptor, arch: Arch, target: Target) -> A
         arch=arch,
         target=target,
         element_type=d.element_type,
-        k_type=cast(StoredType, k_stored.value),
-        v_type=cast(StoredType, v_stored.value),
+        k_type=k_stored.value,
+        v_type=v_stored.value,
         k_scale=scale_form(d.k_scale),
         v_scale=scale_form(d.v_scale),
         head_dim=d.head_dim,

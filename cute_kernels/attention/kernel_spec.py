@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import cast
 
 from ..config.decode import DecodeConfig, KernelSpec, Partition, grid_ctas
-from ..config.problem import ElementType, StoredType
+from ..config.problem import ElementType
 from ..config.tiling import HALF_TILE_M, TILE_M, WARPGROUP_M, Arch, Target, most_warp_tiles
 from ..kv.scale import scale_form
 from .descriptors import DecodeProblem
@@ -20,8 +20,8 @@ def kernel_spec(problem: DecodeProblem, arch: Arch, target: Target, config: Deco
         source=problem.source,
         table_format=problem.table_format,
         element_type=cast(ElementType, problem.element_type),
-        k_type=cast(StoredType, problem.kv_dtype.value),
-        v_type=cast(StoredType, problem.v_dtype.value),
+        k_type=problem.kv_dtype.value,
+        v_type=problem.v_dtype.value,
         k_scale=scale_form(problem.k_scale),
         v_scale=scale_form(problem.v_scale),
         head_dim=problem.head_dim,

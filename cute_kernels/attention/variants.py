@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import asdict, replace
 
-import torch
-
 from ..config.decode import DecodeConfig, KernelSpec, Partition
 from ..config.limits import supports
 from ..config.tiling import Arch, Target
@@ -86,9 +84,7 @@ def _dtype_reasons(variant: Variant, problem: DecodeProblem) -> list[str]:
     for name, dtype in stored.items():
         same = dtype == QUERY_DTYPES[problem.q_dtype]
         if problem.splits and variant.arch != "cpu" and not same:
-            reasons.append(
-                f"{name} = {dtype.value}: of q_dtype = torch.float32 the tensor-core variants take caches of f32 alone"
-            )
+            reasons.append(f"{name} = {dtype.value}: beside q_dtype = torch.float32 the tensor-core variants take f32 alone")
         elif dtype.element_bytes > 1 and not same:
             reasons.append(f"{name} = {dtype.value}: must be q's, {problem.element_type}, or an 8-bit one")
     return reasons

@@ -25,7 +25,7 @@ MERGE_PADDING = {
     4: 4,
     2: 8,
     1: 16,
-}  # f32 between rows of the merge buffer: then a warp's stores, of 8 or 16 bytes, hit every bank
+}  # f32 between rows of the merge buffer: a warp's stores, of 8 or 16 bytes, hit every bank
 PIECE_ELEMENTS = {1: 49_152, 2: 16_384}  # of K and V that stream while a piece is opened, merged and stored, by CTAs an SM
 SHARE_BYTES = 32_768  # KV bytes of the smallest share of a CTA
 MIN_TILES = 2  # no cut leaves less of a row on either side

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from .problem import LDMATRIX_BYTES, MMA_K, UNIT_BYTES, ProblemSpec
+from .problem import LDMATRIX_BYTES, UNIT_BYTES, ProblemSpec
 
 Arch = Literal["sm90", "sm80"]
 Target = Literal["sm_90a", "sm_80"]
@@ -211,7 +211,7 @@ class TilingSpec(ProblemSpec):
 
     @property
     def value_columns(self) -> int:
-        """Neighbouring columns of a token of V that a lane has in one access, each in an n8 step of its own (attend/epilogue.py)."""
+        """Neighbouring columns of V that a lane has of a token in one access, each in an n8 step of its own: value_column."""
         if self.by_warpgroup:
             return 1
         return self.rings[1].column_block // 16 if self.splits else UNIT_BYTES // self.v_bytes

@@ -62,7 +62,7 @@ def _dtype_reasons(descriptor: AttentionWeightsDescriptor) -> list[str]:
 def kernel_spec(descriptor: AttentionWeightsDescriptor, arch: Arch, target: Target, sm_count: int) -> WeightsSpec:
     """The compile key of `descriptor` on so many SMs: what changes generated code, and no more."""
     d, problem = descriptor, descriptor.problem
-    stored = cast(StoredType, problem.kv_dtype.value)
+    stored: StoredType = problem.kv_dtype.value
     spec = WeightsSpec(
         arch=arch,
         target=target,

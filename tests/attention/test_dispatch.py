@@ -107,9 +107,9 @@ def test_float32_runs_on_each_device(facts: DeviceFacts, variant: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"q_dtype": torch.float32, "kv_dtype": E4M3}, "kv_dtype = e4m3: of q_dtype = torch.float32"),
-        ({"q_dtype": torch.float32, "kv_dtype": ck.KVDtype.BF16}, "kv_dtype = bf16: of q_dtype = torch.float32"),
-        ({"q_dtype": torch.float32, "v_dtype": INT8}, "v_dtype = int8: of q_dtype = torch.float32"),
+        ({"q_dtype": torch.float32, "kv_dtype": E4M3}, "kv_dtype = e4m3: beside q_dtype = torch.float32"),
+        ({"q_dtype": torch.float32, "kv_dtype": ck.KVDtype.BF16}, "kv_dtype = bf16: beside q_dtype = torch.float32"),
+        ({"q_dtype": torch.float32, "v_dtype": INT8}, "v_dtype = int8: beside q_dtype = torch.float32"),
         ({"q_dtype": torch.float32, "v_scale": ck.KVScale.HEAD}, "k_scale, v_scale: caches of f32 take none"),
         ({"kv_dtype": ck.KVDtype.F32}, "kv_dtype = f32: must be q's"),
     ],

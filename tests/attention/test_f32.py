@@ -1,6 +1,6 @@
 """q, caches and out in f32 on every backend: every row beside PyTorch in f32, whatever the table, the masks and the values.
 
-On a GPU the bound is OF_SPLIT_F32: 1.25 times PyTorch's error and 4 ulp, where other f32 outputs are granted 8; of long rows no ulp.
+On a GPU the bound is OF_SPLIT_F32: 1.25 times PyTorch's error and 4 ulp, where other f32 outputs are granted 8; long rows none.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ def test_values_of_any_size(exponent: int, backend: str) -> None:
     shape = Shape(lengths=(200, 77), head_dim=64, dtype=F32)
     inputs = make_inputs(shape, device_of(backend))
     plan, factor = select(shape, backend), 2.0**exponent
-    out, lse = run(plan, inputs)
+    lse = run(plan, inputs)[1]
     largest = inputs.real("v", 0).abs().max()
     inputs.v = inputs.v * (factor / largest)
     scaled, _ = run(plan, inputs)

@@ -27,8 +27,8 @@ class Tolerance:
 
 
 OF_16_BITS, OF_F32 = Tolerance(), Tolerance(norm_ulps=8, element_ulps=8)
-# of products by parts (device/attend/split_mma.py). Emulated: of 2,000 rows whose logits are within 6 of each other the worst needs
-# 1.3 ulp, where few keys leave little but the errors of exp2 and of a reciprocal; logits 40 apart need 4.1
+# of products by parts (device/attend/split_mma.py). Emulated: of 2,000 rows whose logits are within 6 of each other the worst
+# needs 1.3 ulp, where few keys leave little but the errors of exp2 and of a reciprocal; logits 40 apart need 4.1
 OF_SPLIT_F32 = Tolerance(norm_ulps=4, element_ulps=6)
 
 

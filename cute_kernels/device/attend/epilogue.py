@@ -46,7 +46,7 @@ def unit_factor(state: WarpState) -> Float32:
 
 
 def value_column(spec: KernelSpec, column: int) -> int:
-    """The column of V that is column `column` of the O accumulator: neighbouring n8 steps have value_columns beside each other."""
+    """The column of V that is column `column` of the O accumulator: value_columns neighbours are in an n8 step each."""
     together = spec.value_columns
     if together == 1:
         return column

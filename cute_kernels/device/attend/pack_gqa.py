@@ -15,8 +15,8 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64
 
 from ...config.decode import LINE_BYTES, KernelSpec
-from ...config.problem import UNIT_BYTES
-from ...config.tiling import MMA_K, TILE_M, WARPGROUP, WARPGROUP_M
+from ...config.problem import MMA_K, UNIT_BYTES
+from ...config.tiling import TILE_M, WARPGROUP, WARPGROUP_M
 from ..elements import ELEMENT_TYPES
 from ..mainloop.tile import columns, swizzle, swizzled
 from ..ptx.barriers import CONSUMERS, ROWS

@@ -8,7 +8,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from ...config.tiling import MMA_K, TILE_M
+from ...config.problem import MMA_K
+from ...config.tiling import TILE_M
 from ...config.weights import WeightsSpec
 from ..elements import ELEMENT_TYPES
 from ..mainloop.tile import swizzled

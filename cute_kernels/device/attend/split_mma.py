@@ -2,8 +2,8 @@
 
 x = high + middle + low, each the bf16 of what the ones before leave, which is exact but where low is below bf16's normal numbers.
 Products of 2^-24 of the largest or less are left out: middle x low, low x middle, low x low. A tensor core truncates what it adds
-up. So a step of 16 starts from zero, with its small products first, and joins the sum in f32, rounded to nearest (Ootomo and Yokota
-2022, there with parts of TF32). Longer chains lose what f32 keeps: 3 times the error of f32 over steps of 128 (docs/numerics.md).
+up. So a step of 16 starts from zero, with its small products first, and joins the sum in f32, rounded to nearest (Ootomo and
+Yokota 2022, there with parts of TF32). Chains of 128 would have three times the error of f32 (docs/numerics.md).
 
 K comes by ldmatrix: a 16-bit lane holds word lane % 4 of 16 bytes, so the columns c and c + 4 of eight are a pair of the
 contraction, in the query as well (attend/pack_gqa.py). V does not: ldmatrix transposes 16 bits. A lane loads up to four
@@ -27,7 +27,7 @@ from .warp_mma import TileReader, make_mma, registers
 
 # parts of A and of B, by size: the smallest products first
 TERMS = ((2, 0), (0, 2), (1, 1), (1, 0), (0, 1), (0, 0))
-TOGETHER = 2  # n8 steps of P V that are made beside each other: their parts of four take more registers than 8 warps have
+TOGETHER = 2  # n8 steps of P V that are made beside each other: parts of four spill
 F32_BYTES = 4
 GROUP = 8  # tokens of V, of which a lane has two neighbouring ones
 

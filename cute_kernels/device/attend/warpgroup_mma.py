@@ -10,7 +10,8 @@ from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
 from ...config.decode import KernelSpec
-from ...config.tiling import MMA_K, TILE_M, WARPGROUP_M
+from ...config.problem import MMA_K
+from ...config.tiling import TILE_M, WARPGROUP_M
 from ..elements import ELEMENT_TYPES
 from ..mainloop.shared import Shared
 from ..mainloop.tile import transposed
