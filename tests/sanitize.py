@@ -21,7 +21,7 @@ import cute_kernels as ck
 from cute_kernels.attention.choice import tuned
 from cute_kernels.config.decode import DecodeConfig
 from tests.support.attention_cases import CASES as ATTENTION_CASES
-from tests.support.attention_cases import make_attention
+from tests.support.attention_cases import F32_CASES, make_attention
 from tests.support.attention_harness import assert_close as assert_attention_close
 from tests.support.attention_harness import run as run_attention
 from tests.support.attention_harness import select as select_attention
@@ -35,13 +35,15 @@ from tests.support.weights_cases import make_weights
 from tests.support.weights_cases import run as run_weights
 from tests.support.weights_cases import select as select_weights
 
-F16, BF16 = torch.float16, torch.bfloat16
+F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
+NAMES = {F16: "f16", BF16: "bf16", F32: "f32"}
 LENGTHS = (0, 1, 700, 17, 129, 300)  # the long rows are cut where a plan cuts rows
 BAD_ROW, BAD_PAGE = 4, 2**31 - 1  # its first page is none of the pool: memcheck sees whether it is read
 PREFERENCES: dict[str, dict[str, object]] = {
     "whole": {"max_workspace_bytes": 0},
     "balanced": {},
     "invariant": {"batch_invariant": True},
+    "f32": {},
     "dealt": {"sm_count": 1},  # the fewest SMs that items of a few rows are dealt to
 }
 
@@ -72,7 +74,7 @@ class Case:
 
     def __str__(self) -> str:
         cache = f"{self.table_format}-page{self.page_size}" if self.page_size else "contiguous"
-        element = "f16" if self.dtype == F16 else "bf16"
+        element = NAMES[self.dtype]
         own = f"{self.arch}-{cache}-{self.partition}-d{self.head_dim}-group{self.group}-{element}"
         own += f"-{self.config.unit_heads}heads" if self.config else ""
         stored = ((self.k_dtype, self.k_scale), (self.v_dtype, self.v_scale))
@@ -85,7 +87,7 @@ class Case:
     def shape(self) -> Shape:
         lengths = LENGTHS if self.page_size else (700, 700)
         heads = {"num_heads": 2 * self.group, "num_kv_heads": 2, "head_dim": self.head_dim}
-        own = ck.KVDtype.F16 if self.dtype == F16 else ck.KVDtype.BF16
+        own = ck.KVDtype(NAMES[self.dtype])
         storage = {"kv_dtype": self.k_dtype or own, "v_dtype": self.v_dtype or own}
         scales = {"k_scale": self.k_scale, "v_scale": self.v_scale}
         table = {"page_size": self.page_size, "lengths": lengths, "table_format": self.table_format}
@@ -134,6 +136,10 @@ CASES = (
     Case("sm80", "csr", "balanced", 128, 8, 64, F16, None, E4M3, NONE, TOKEN_F16),
     Case("sm80", "dense", "balanced", 33, 4, 1, BF16, E4M3, E4M3, HEAD, NONE),  # a byte a load
     Case("sm80", "dense", "balanced", 128, 4, 0, BF16, INT8, INT8, TOKEN_F16, TOKEN_F16),
+    Case("sm90", "dense", "balanced", 128, 4, 16, F32),
+    Case("sm90", "csr", "invariant", 64, 16, 8, F32),
+    Case("sm90", "dense", "whole", 256, 1, 0, F32),
+    Case("sm80", "dense", "balanced", 33, 4, 1, F32),
 )
 
 
@@ -152,6 +158,7 @@ ATTENTION = {
         "packed_everything",
     ),
     ("sm90", "invariant"): ("everything", "int8_token_scales_packed"),
+    ("sm90", "f32"): ("f32_everything", "f32_prefill_d128", "f32_rows_64"),
     ("sm90", "whole"): ("uniform_tree",),
     ("sm90", "dealt"): (
         "causal",
@@ -217,7 +224,7 @@ def decode(case: Case) -> None:
 
 def attention(name: str, arch: str, partition: str) -> None:
     """A case of several query rows, masks or functions of a score, compared with f64."""
-    inputs = make_attention(next(case for case in ATTENTION_CASES if case.name == name))
+    inputs = make_attention(next(case for case in (*ATTENTION_CASES, *F32_CASES) if case.name == name))
     plan = select_attention(inputs.case, arch, **PREFERENCES[partition])
     assert partition != "dealt" or plan.explain().chosen.spec.dealt, plan.explain()
     table = inputs.table._replace(operands=tuple(t if t is None else t.cuda() for t in inputs.table.operands))

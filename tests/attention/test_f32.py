@@ -14,7 +14,7 @@ import torch
 import cute_kernels as ck
 from tests.support import attention_harness as several
 from tests.support.attention_cases import CASES as ATTENTION_CASES
-from tests.support.attention_cases import Case, case, make_attention
+from tests.support.attention_cases import F32_CASES, Case, make_attention
 from tests.support.harness import BACKENDS, assert_bitwise, assert_close, attend, device_of, run, select
 from tests.support.inputs import CASES as DECODE_CASES
 from tests.support.inputs import MIXED, NAN, Shape, make_inputs
@@ -46,12 +46,7 @@ SHAPES = [
 NAMED_SHAPES = {shape.name: shape for shape in SHAPES}
 CASES = [
     *(replace(c, cache=of_f32(c.cache)) for c in ATTENTION_CASES if c.cache.kv_dtype is None and c.cache.v_dtype is None),
-    case("prefill_128", {"lengths": (300, 40, 129), "head_dim": 128, "dtype": F32}, q_lens=(300, 40, 129), max_q_len=300),
-    case("prefill_d192", {"lengths": (300, 40), "head_dim": 192, "dtype": F32}, q_lens=(300, 17), max_q_len=300, alibi=True),
-    case("prefill_d256", {"lengths": (300, 40), "head_dim": 256, "dtype": F32}, q_lens=(300, 40), max_q_len=300, sinks=True),
-    case("prefill_d80", {"lengths": (300, 40), "head_dim": 80, "dtype": F32}, q_lens=(70, 40), max_q_len=70, softcap=3.0),
-    case("rows_32", {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128, "dtype": F32}, q_lens=(8, 8, 3, 0, 8, 1, 8)),
-    case("rows_64_d128", {"head_dim": 128, "lengths": (3000, 64), "dtype": F32}, q_lens=(16, 9), max_q_len=16, window_left=99),
+    *F32_CASES,
 ]
 NAMED = {c.name: c for c in CASES}
 
@@ -116,7 +111,7 @@ def test_a_row_alone_has_the_bits_it_has_in_a_batch(backend: str) -> None:
 
 
 @EVERY_BACKEND
-@pytest.mark.parametrize("name", ["everything", "tree", "prefill_128", "lengths", "packed"])
+@pytest.mark.parametrize("name", ["everything", "tree", "f32_prefill_d128", "lengths", "packed"])
 def test_poison_of_any_kind_changes_no_bit(name: str, backend: str) -> None:
     plan = several.select(NAMED[name], backend)
     clean = several.run(plan, make_attention(NAMED[name], device_of(backend), dead=0.0), fill=0.0)

@@ -163,6 +163,18 @@ CASES = (
     case("no_keys_no_sinks", {"lengths": (0, 0)}, q_lens=(2, 3), softcap=1.0),
 )  # fmt: skip
 
+# q, caches and out in f32: units of 8 to 128 packed rows, at head_dims whose products, tiles and rings differ
+F32: dict[str, Any] = {"dtype": torch.float32}
+F32_CASES = (
+    case("f32_prefill_d128", {"lengths": (300, 40, 129), "head_dim": 128, **F32}, q_lens=(300, 40, 129), max_q_len=300),
+    case("f32_prefill_d192", {"lengths": (300, 40), "head_dim": 192, **F32}, q_lens=(300, 17), max_q_len=300, alibi=True),
+    case("f32_prefill_d256", {"lengths": (300, 40), "head_dim": 256, **F32}, q_lens=(300, 40), max_q_len=300, sinks=True),
+    case("f32_prefill_d80", {"lengths": (300, 40), "head_dim": 80, **F32}, q_lens=(70, 40), max_q_len=70, softcap=3.0),
+    case("f32_everything", {"head_dim": 128, **F32}, **EVERYTHING),
+    case("f32_rows_32", {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128, **F32}, q_lens=(8, 8, 3, 0, 8, 1, 8)),
+    case("f32_rows_64", {"head_dim": 128, "lengths": (3000, 64), **F32}, q_lens=(16, 9), max_q_len=16, window_left=99),
+)
+
 
 @dataclass
 class AttentionInputs:
