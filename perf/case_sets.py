@@ -10,6 +10,7 @@ from itertools import product
 
 from perf.attention_cases import modifier_cases, verify_cases
 from perf.cases import DTYPES, LAYOUTS, TABLE_FORMATS, Bar, Case, EightBit, Rows, Scale, Spread, append_case, fixed
+from perf.f32_cases import f32_cases
 from perf.mixed_cases import mixed_cases
 from perf.prefill_cases import chunk_cases, prefill_cases
 from perf.weights import weights_cases
@@ -180,7 +181,7 @@ def all_bars() -> dict[Case, Bar]:
         **chunk_cases(),
         **mixed_cases(),
         **weights_cases(),
-    }
+    } | f32_cases()
     attention = {case: bar for case, bar in some.items() if bar is not None}
     return throughput_cases() | latency_cases() | ragged_cases() | eight_bit_cases() | append_cases() | attention
 
@@ -205,6 +206,7 @@ def case_sets() -> dict[str, tuple[Case, ...]]:
         "verify": tuple(verify_cases()),
         "modifiers": tuple(modifier_cases()),
         "mqa": tuple(mqa_cases()),
+        "f32": tuple(f32_cases()),
         "prefill": tuple(prefill_cases()),
         "chunks": tuple(chunk_cases()),
         "mixed": tuple(mixed_cases()),

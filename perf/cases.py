@@ -16,7 +16,7 @@ from itertools import groupby
 from typing import Any, Literal
 
 Operation = Literal["decode", "attention", "append", "weights"]
-Dtype = Literal["bf16", "f16"]
+Dtype = Literal["bf16", "f16", "f32"]
 Layout = Literal["HND", "NHD"]
 TableFormat = Literal["dense", "csr", "none"]
 EightBit = Literal["e4m3", "e5m2", "int8"]
@@ -34,7 +34,7 @@ SLOT_BYTES = 8  # of a token's slot
 WEIGHT_BYTES = 4  # of a weight
 TABLE_FORMATS: tuple[TableFormat, ...] = ("dense", "csr")
 
-ELEMENT_BYTES = {"bf16": 2, "f16": 2, "e4m3": 1, "e5m2": 1, "int8": 1}
+ELEMENT_BYTES = {"f32": 4, "bf16": 2, "f16": 2, "e4m3": 1, "e5m2": 1, "int8": 1}
 SCALE_BYTES = {"tensor": 4, "head": 4, "token": 4, "token-f16": 2}
 
 

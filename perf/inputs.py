@@ -19,7 +19,7 @@ from perf.storage import fill, quantize_normal, raw, scale_of
 ROTATED_BYTES = 600 * 2**20  # of K and V over all sets: ten times the 60 MB L2 of an H200
 MIN_SETS = 2
 SPARE_PAGES = 1  # pages that no table names
-DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16}
+DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
 
 
 @dataclass(frozen=True)
