@@ -87,6 +87,7 @@ __all__ = [
     "apply_rotary",
     "attention_weights",
     "decode_attention",
+    "fp8_attention",
     "merge_states",
     "paged_attention",
     "quantize_kv",
@@ -94,6 +95,7 @@ __all__ = [
 
 _HOMES = {
     "api.attention": ("decode_attention", "paged_attention"),
+    "api.fp8": ("fp8_attention",),
     "api.functional": ("append_kv", "attention_weights", "merge_states"),
     "append.descriptor": ("KVAppendDescriptor",),
     "append.plan": ("KVAppendPlan",),

@@ -1,4 +1,4 @@
-"""Page geometry as plain functions: bytes, the TMA box of a page, pages of a row, threads of a CTA."""
+"""Page geometry as plain functions: bytes, the TMA box of a page, pages of a row, shared memory and threads of a CTA."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from ..config.tiling import PRODUCER_WARPS, Arch
 from ..errors import InvalidProblem, MisalignedOperand
 
 TMA_BYTES = 16  # a TMA box's inner extent, its strides and its base are multiples of this
+F32_BYTES = 4
 TMA_MAX_BOX = 256  # elements of one box dimension
 
 
@@ -69,6 +70,24 @@ def group_size(num_heads: int, num_kv_heads: int) -> int:
     if num_heads % num_kv_heads:
         raise InvalidProblem("num_heads", num_heads, f"must be a multiple of num_kv_heads = {num_kv_heads}")
     return num_heads // num_kv_heads
+
+
+def smem_bytes(page_size: int, head_dim: int, element_bytes: int, num_stages: int, rows: int = 16) -> int:
+    """What a CTA holds at least, in shared memory: `num_stages` pages of K and of V of one KV head, and `rows` query rows."""
+    _check_positive(num_stages=num_stages, rows=rows)
+    return num_stages * block_bytes(page_size, head_dim, element_bytes) + rows * head_dim * element_bytes
+
+
+def split_workspace_bytes(batch_size: int, num_heads: int, num_splits: int, head_dim: int) -> int:
+    """Bytes of the f32 states (maximum, sum, output) of num_splits parts of each row and head; 0 for an empty batch.
+
+    What an implementation with a fixed number of splits needs (Flash-Decoding, Dao et al. 2023). Plans cut rows where the shares
+    of their CTAs end, and say what they need: `plan.workspace_size()`, which does not grow with the batch.
+    """
+    _check_positive(num_heads=num_heads, num_splits=num_splits, head_dim=head_dim)
+    if batch_size < 0:
+        raise InvalidProblem("batch_size", batch_size, "must be at least 0")
+    return batch_size * num_heads * num_splits * (2 + head_dim) * F32_BYTES
 
 
 def threads(arch: Arch, num_warps: int) -> int:

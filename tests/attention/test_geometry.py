@@ -65,6 +65,22 @@ def test_group_size_and_threads() -> None:
     assert geometry.threads("sm80", 4) == 128
 
 
+def test_smem_of_pages_and_queries() -> None:
+    assert geometry.smem_bytes(16, 128, 2, 4) == 4 * 2 * 16 * 128 * 2 + 16 * 128 * 2
+    for types, nbytes in ((("bf16", "bf16"), 2), (("f32", "f32"), 4)):
+        q_type = "f32" if nbytes == 4 else "bf16"
+        spec = usual_spec(element_type=q_type, k_type=types[0], v_type=types[1], tile_n=16, num_stages=4)
+        least = geometry.smem_bytes(16, 128, nbytes, 4)
+        assert least < spec.smem_bytes < 1.5 * least, "besides: a second query, the merge, barriers"
+
+
+def test_workspace_of_a_fixed_number_of_splits() -> None:
+    assert geometry.split_workspace_bytes(2, 8, 4, 64) == 2 * 8 * 4 * 66 * 4
+    assert geometry.split_workspace_bytes(0, 8, 4, 64) == 0
+    with pytest.raises(ck.InvalidProblem, match="num_splits = 0"):
+        geometry.split_workspace_bytes(2, 8, 0, 64)
+
+
 def spec_of(k_type: str, v_type: str, k_scale: str, v_scale: str) -> KernelSpec:
     """128 columns, 3 query heads a KV head, tiles of 64 tokens, 4 stages, 4 warps."""
     tiles = {"group_size": 3, "tile_n": 64, "num_stages": 4}
@@ -98,6 +114,7 @@ def test_threads_of_a_combine_fit_into_the_merge_buffer(num_warps: int) -> None:
 
 def test_padded_head_dim() -> None:
     assert [padded_head_dim(dim, 2) for dim in (1, 16, 40, 128)] == [16, 16, 48, 128]
+    assert [padded_head_dim(dim, 4) for dim in (1, 16, 40, 128)] == [16, 16, 48, 128]
     assert [padded_head_dim(dim, 1) for dim in (1, 32, 40, 128)] == [32, 32, 64, 128]
 
 
