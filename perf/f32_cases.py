@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from perf.cases import Bar, Case, attention_case, fixed
 
 K = 1024
 DECODE_BAR = Bar("ratio", 1.15)
 PROMPT_TFLOPS = 20
-PLACES: tuple[dict[str, object], ...] = ({"page_size": 16}, {"page_size": 64}, {"page_size": 0, "table_format": "none"})
+PLACES: tuple[dict[str, Any], ...] = ({"page_size": 16}, {"page_size": 64}, {"page_size": 0, "table_format": "none"})
 
 
 def f32_cases() -> dict[Case, Bar | None]:
