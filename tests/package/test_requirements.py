@@ -249,13 +249,10 @@ def test_r3_forward(head_dim: int, q_len: int, causal: str | None, dtype: torch.
 
 
 def fp8_result(exact: Tensor, dtype: torch.dtype) -> Tensor:
-    """Half the distance of neighbours of an fp8 type around each value, what a bf16 between takes of it, and f16 weights of a row."""
+    """Half the distance of fp8 neighbours around each value, what a bf16 between takes of it, and a row's f16 weights."""
     bits, least = {torch.float8_e4m3fn: (3, 2.0**-6), torch.float8_e5m2: (2, 2.0**-14)}[dtype]
-    return (
-        2.0 ** (exact.abs().clamp(min=least).log2().floor() - bits) * 0.5
-        + 2.0**-8 * exact.abs()
-        + 2.0**-10 * exact.abs().amax(-1, keepdim=True)
-    )
+    half_a_step = 2.0 ** (exact.abs().clamp(min=least).log2().floor() - bits - 1)
+    return half_a_step + 2.0**-8 * exact.abs() + 2.0**-10 * exact.abs().amax(-1, keepdim=True)
 
 
 @EVERY_BACKEND
