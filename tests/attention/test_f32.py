@@ -18,9 +18,11 @@ from tests.support.attention_cases import F32_CASES, Case, make_attention
 from tests.support.harness import BACKENDS, assert_bitwise, assert_close, attend, device_of, run, select
 from tests.support.inputs import CASES as DECODE_CASES
 from tests.support.inputs import MIXED, NAN, Shape, make_inputs
+from tests.support.storage import magnitudes
 from tests.support.tolerance import OF_F32, OF_SPLIT_F32, Tolerance
 
 F32 = torch.float32
+NARROW = 16  # of fewer columns, V of both signs may cancel in all: no error is small beside what is left
 EVERY_BACKEND = pytest.mark.parametrize("backend", BACKENDS)
 KERNELS = [backend for backend in BACKENDS if backend.id != "cpu"]
 
@@ -74,6 +76,8 @@ def bound(backend: str) -> Tolerance:
 def test_decode(shape: Shape, backend: str) -> None:
     """Over NaN in every slot that no row owns."""
     inputs = make_inputs(shape, device_of(backend))
+    if shape.head_dim < NARROW:
+        inputs.v = magnitudes(inputs.v)
     plan = select(shape, backend)
     assert plan.sku.q_dtype == "f32" and plan.sku.kv_dtype == "f32"
     assert_close(inputs, *run(plan, inputs), tolerance=bound(backend))
