@@ -176,7 +176,7 @@ def ring(
     ctas_per_sm: int,
     arch: Arch,
     target: Target,
-    unit_heads: int,
+    unit_heads: int = 1,
     mma: MmaScope = "warp",
 ) -> DecodeConfig:
     """The deepest ring within RING_BYTES, with the most warps that shared memory then allows."""
