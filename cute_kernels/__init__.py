@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from .attention.attention_plan import PagedAttentionPlan
     from .attention.descriptors import FlashDecodingDescriptor, PagedDecodeDescriptor
     from .attention.plan import FlashDecodingPlan, PagedDecodePlan, PrecisionGuarantee, Sku
+    from .backward.descriptor import PagedAttentionBackwardDescriptor
+    from .backward.plan import AttentionGradients, PagedAttentionBackwardPlan
     from .config.decode import DecodeConfig, KernelSpec
     from .errors import (
         CompileFailed,
@@ -46,6 +48,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = [
+    "AttentionGradients",
     "AttentionWeights",
     "AttentionWeightsDescriptor",
     "AttentionWeightsPlan",
@@ -72,6 +75,8 @@ __all__ = [
     "MisalignedOperand",
     "MissingDependency",
     "PageTable",
+    "PagedAttentionBackwardDescriptor",
+    "PagedAttentionBackwardPlan",
     "PagedAttentionDescriptor",
     "PagedAttentionPlan",
     "PagedDecodeDescriptor",
@@ -103,6 +108,8 @@ _HOMES = {
     "attention.attention_plan": ("PagedAttentionPlan",),
     "attention.descriptors": ("FlashDecodingDescriptor", "PagedDecodeDescriptor"),
     "attention.plan": ("FlashDecodingPlan", "PagedDecodePlan"),
+    "backward.descriptor": ("PagedAttentionBackwardDescriptor",),
+    "backward.plan": ("AttentionGradients", "PagedAttentionBackwardPlan"),
     "kv.faults": ("Fault",),
     "kv.page_table": ("PageTable",),
     "kv.quantize": ("quantize_kv",),

@@ -25,6 +25,11 @@ from tests.support.attention_cases import F32_CASES, make_attention
 from tests.support.attention_harness import assert_close as assert_attention_close
 from tests.support.attention_harness import run as run_attention
 from tests.support.attention_harness import select as select_attention
+from tests.support.backward_cases import CASES as BACKWARD_CASES
+from tests.support.backward_cases import make_backward
+from tests.support.backward_harness import assert_close as assert_gradients_close
+from tests.support.backward_harness import run as run_backward
+from tests.support.backward_harness import select as select_backward
 from tests.support.harness import assert_close, run, select
 from tests.support.inputs import Inputs, Shape, make_inputs
 from tests.support.merge_cases import assert_close as assert_merge_close
@@ -192,6 +197,10 @@ APPENDS = (
 )
 
 # names of weights_cases, by backend
+BACKWARDS = {
+    "sm90": ("everything", "everything_f16_base2", "csr", "d256", "prefill_d128", "uniform_strided_everything"),
+    "sm80": ("everything", "page_5_d40", "group_5_d96", "lengths_nhd_everything"),
+}
 WEIGHTS = {
     "sm90": ("usual", "csr_p128_bf16", "odd_keys", "int8_token_f16", "everything_e4m3_lengths", "group_71", "d256", "page_256"),
     "sm80": ("usual_bf16", "int8_token_csr", "everything_int8", "page_5", "page_17_d40_e4m3", "d33", "whole"),
@@ -256,6 +265,19 @@ def weights(name: str, arch: str) -> None:
     given = {key: t.cuda() for key, t in inputs.given.items() if isinstance(t, torch.Tensor)}
     result = run_weights(select_weights(inputs.case, arch), inputs, **given, page_table=table, device="cuda")
     assert_weights_close(inputs, ck.AttentionWeights(*(t if t is None else t.cpu() for t in result)))
+
+
+def backward(name: str, arch: str) -> None:
+    """A case of attention's backward, compared with f64."""
+    inputs = make_backward(next(case for case in BACKWARD_CASES if case.name == name))
+    own = inputs.attention
+    table = own.table._replace(operands=tuple(t if t is None else t.cuda() for t in own.table.operands))
+    attention = replace(own, q=own.q.cuda(), k=own.k.cuda(), v=own.v.cuda(), table=table)
+    tensors = {key: getattr(inputs, key).cuda() for key in ("out", "lse", "dout")}
+    extras = {key: t.cuda() for key, t in inputs.extras.items()}
+    on_gpu = replace(inputs, attention=attention, extras=extras, **tensors)
+    result = run_backward(select_backward(inputs.case, arch), on_gpu)
+    assert_gradients_close(inputs, ck.AttentionGradients(*(t if t is None else t.cpu() for t in result)))
 
 
 def append(arch: str, descriptor: ck.KVAppendDescriptor) -> None:
@@ -325,6 +347,8 @@ def all_runs() -> dict[str, Callable[[], None]]:
         runs[f"{arch}-append-d{a.head_dim}-{a.cache_type}{how}"] = partial(append, arch, a)
     for arch, names in WEIGHTS.items():
         runs |= {f"{arch}-weights-{name}": partial(weights, name, arch) for name in names}
+    for arch, names in BACKWARDS.items():
+        runs |= {f"{arch}-backward-{name}": partial(backward, name, arch) for name in names}
     return runs
 
 

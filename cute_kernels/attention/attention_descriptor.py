@@ -115,6 +115,14 @@ class PagedAttentionDescriptor(AttentionFields):
     def problem(self) -> DecodeProblem:
         """What the choice of a kernel depends on. One row for certain, at its request's last key, is a problem of decode."""
         one = self.query_format == "uniform" and self.max_q_len == 1 and self.causal != "top_left" and not self.tree_mask
+        return self._problem_of(one)
+
+    @property
+    def general_problem(self) -> DecodeProblem:
+        """The same, where a request's only query row is one of several like any other."""
+        return self._problem_of(one=False)
+
+    def _problem_of(self, one: bool) -> DecodeProblem:
         return self._problem(
             self.q_dtype,
             self.layout.alignment_bytes,

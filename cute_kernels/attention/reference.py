@@ -79,13 +79,13 @@ def attention(
     for request, (begin, count, length, first, past) in enumerate(facts):
         if not count:
             continue
-        keys = _keys(operands, page_table, request, torch.arange(first, past, device=q.device), dtype)
+        keys = keys_of(operands, page_table, request, torch.arange(first, past, device=q.device), dtype)
         mine: Any = request if query == "uniform" else slice(begin, begin + count)
         words = [None] * count if extras.tree_mask is None else extras.tree_mask[mine]
         outs, lses = operands.out[mine], operands.lse[mine]
         for row, (query_row, bits) in enumerate(zip(q[mine], words, strict=True)):
             position = row + (0 if scoring.modifiers.causal == "top_left" else length - count)
-            seen = _seen(scoring, keys, position, length - count, bits) if scoring.modifiers.masks else keys
+            seen = seen_by(scoring, keys, position, length - count, bits) if scoring.modifiers.masks else keys
             outs[row], lses[row] = attend(query_row, seen, position, scoring)
     return rows, span
 
@@ -185,7 +185,7 @@ def _record_faults(
         record(status, fault)
 
 
-def _seen(scoring: Scoring, keys: Keys, position: int, old: int, tree: Tensor | None) -> Keys:
+def seen_by(scoring: Scoring, keys: Keys, position: int, old: int, tree: Tensor | None) -> Keys:
     """Those of a request's keys that the query row at `position` sees.
 
     old: how many keys are before the request's new tokens. tree: the row's words of the tree mask.
@@ -236,7 +236,7 @@ def real_values(cache: Tensor, scale: Tensor | None, page_table: PageTable, plac
     return stored * scale.to(dtype)[..., None]
 
 
-def _keys(operands: Operands, page_table: PageTable, request: int, tokens: Tensor, dtype: torch.dtype) -> Keys:
+def keys_of(operands: Operands, page_table: PageTable, request: int, tokens: Tensor, dtype: torch.dtype) -> Keys:
     """The keys of a request at these positions."""
     place = find_tokens(operands.k_cache, page_table, request, tokens)
     stored = (operands.k_cache, operands.k_scale), (operands.v_cache, operands.v_scale)

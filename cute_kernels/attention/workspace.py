@@ -31,9 +31,10 @@ def workspace_regions(
 
 def workspace_bytes(problem: DecodeProblem, num_ctas: int, partition: Partition, packed_rows: int) -> int:
     """Exact bytes of the workspace: the end of the last region, rounded up to 128."""
-    regions = workspace_regions(problem, num_ctas, partition, packed_rows)
-    return _aligned(regions[-1].offset + regions[-1].nbytes) if regions else 0
+    return end_of(workspace_regions(problem, num_ctas, partition, packed_rows))
 
 
-def _aligned(nbytes: int) -> int:
+def end_of(regions: tuple[WorkspaceRegion, ...]) -> int:
+    """Bytes up to the end of the last region, rounded up to REGION_ALIGNMENT."""
+    nbytes = regions[-1].offset + regions[-1].nbytes if regions else 0
     return -(-nbytes // REGION_ALIGNMENT) * REGION_ALIGNMENT

@@ -19,6 +19,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from ..config.append import AppendSpec
+from ..config.backward import BackwardSpec
 from ..config.decode import KernelSpec
 from ..config.merge import MergeSpec
 from ..config.weights import WeightsSpec
@@ -60,6 +61,13 @@ def compile_append(spec: AppendSpec) -> Callable[..., None]:
 
 def compile_weights(spec: WeightsSpec) -> Callable[..., None]:
     """Returns fn(*weights.operands.Operands, softmax_scale, max_seq_len, window_left, softcap, status)."""
+    return compile_spec(spec)
+
+
+def compile_backward(spec: BackwardSpec) -> Callable[..., None]:
+    """Returns fn(*backward.checks.Operands but its workspace, *workspace_tensors, softmax_scale, max_q_len, window_left,
+    window_right, softcap, status).
+    """
     return compile_spec(spec)
 
 

@@ -8,12 +8,13 @@ from importlib import import_module
 from typing import Any
 
 from ..config.append import AppendSpec, append_supports
+from ..config.backward import BackwardSpec, backward_supports
 from ..config.decode import KernelSpec
 from ..config.limits import supports
 from ..config.merge import MergeSpec, merge_supports
 from ..config.weights import WeightsSpec, weights_supports
 
-Spec = KernelSpec | MergeSpec | AppendSpec | WeightsSpec
+Spec = KernelSpec | MergeSpec | AppendSpec | WeightsSpec | BackwardSpec
 
 
 @dataclass(frozen=True)
@@ -34,4 +35,5 @@ OPERATIONS: dict[type, Operation] = {
     MergeSpec: Operation("merge", merge_supports, "build_merge"),
     AppendSpec: Operation("append", append_supports, "build_append"),
     WeightsSpec: Operation("weights", weights_supports, "build_weights"),
+    BackwardSpec: Operation("backward", backward_supports, "build_backward"),
 }

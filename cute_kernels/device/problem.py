@@ -5,7 +5,8 @@ from dataclasses import dataclass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
-from ..config.decode import KernelSpec
+from ..config.backward import BackwardSpec
+from ..config.decode import LOG2_E, KernelSpec
 from .kv.source import Rows
 
 
@@ -44,3 +45,34 @@ class ScoreOperands:
     slopes: cute.Tensor | None
     sinks: cute.Tensor | None
     softcap: Float32
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """The tensors of a launch. q, dout, out, dq, lse, delta: as DecodeKernel's q, out and lse; k, v, dk, dv: as its caches.
+
+    ranges: of a request and KV head the largest gradient of a score (gradient_range.py), or None. rows: of each request; scores:
+    what changes them. status: address of the plan's status words.
+    """
+
+    q: cute.Tensor
+    dout: cute.Tensor
+    out: cute.Tensor
+    lse: cute.Tensor
+    delta: cute.Tensor
+    ranges: cute.Tensor | None
+    k: cute.Tensor
+    v: cute.Tensor
+    rows: Rows
+    scores: ScoreOperands
+    scale: Float32
+    status: Int64
+
+    @property
+    def scale_log2(self) -> Float32:
+        """What makes a product a logit to base 2."""
+        return self.scale * LOG2_E
+
+    def batch(self, spec: BackwardSpec) -> Int32:
+        """Requests."""
+        return Int32(self.rows.queries.indptr.shape[0]) - 1 if spec.query == "ragged" else Int32(self.q.shape[0])

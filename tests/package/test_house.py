@@ -20,6 +20,7 @@ ROOMS = (
     "compile",
     "planning",
     "attention",
+    "backward",
     "weights",
     "append",
     "merge",
@@ -63,10 +64,13 @@ def test_imports_run_one_way() -> None:
 
 
 def test_operations_do_not_know_each_other() -> None:
-    """But for weights, which are those of attention: its problem, its checks and its scores."""
-    operations = {"attention", "weights", "append", "merge"}
+    """But for weights and the backward, which are those of attention: its problem, its checks and its scores."""
+    operations = {"attention", "backward", "weights", "append", "merge"}
     known = {(room_of(m), room_of(t)) for m, t, _ in imports() if {room_of(m), room_of(t)} <= operations}
-    assert {(importer, room) for importer, room in known if importer != room} == {("weights", "attention")}
+    assert {(importer, room) for importer, room in known if importer != room} == {
+        ("backward", "attention"),
+        ("weights", "attention"),
+    }
 
 
 def test_every_room_is_known() -> None:

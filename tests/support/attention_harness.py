@@ -79,24 +79,16 @@ def attend(inputs: AttentionInputs, request: int) -> tuple[Tensor, Tensor, Tenso
     begin, n = case.begins[request], case.q_lens[request]
     q, seen = inputs.rows[begin : begin + n], visible(inputs, request)
     k, v = inputs.kv.real("k", request), inputs.kv.real("v", request)
-    exact, lse = _dense(inputs, request, q.double(), k, v, seen)
-    same, _ = _dense(inputs, request, q.float(), k.to(dtype).float(), v.to(dtype).float(), seen)
+    exact, lse = dense(inputs, request, q.double(), k, v, seen)
+    same, _ = dense(inputs, request, q.float(), k.to(dtype).float(), v.to(dtype).float(), seen)
     return exact, lse / math.log(2) if case.cache.lse_base == "2" else lse, same.to(dtype)
 
 
-def _dense(inputs: AttentionInputs, request: int, q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Result:
+def dense(inputs: AttentionInputs, request: int, q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Result:
     """Softmax over every key at once, in the dtype of q: hidden ones weigh 0. q [n, num_heads, head_dim], k and v [kv, t, d]."""
     case = inputs.case
-    group = case.cache.num_heads // case.cache.num_kv_heads
-    n, keys = seen.shape
-    scores = torch.einsum("nhd,htd->hnt", q, k.repeat_interleave(group, 0)) * case.cache.scale
-    if case.softcap is not None:
-        scores = case.softcap * torch.tanh(scores / case.softcap)
-    if case.alibi:
-        at = torch.tensor([position(case, request, i) for i in range(n)], device=q.device).view(n, 1)
-        distance = (at - torch.arange(keys, device=q.device)).abs()
-        scores = scores - inputs.extras["alibi_slopes"].to(q.dtype).view(-1, 1, 1) * distance
-    scores = scores.masked_fill(~seen, -math.inf)
+    group, keys = case.cache.num_heads // case.cache.num_kv_heads, seen.shape[1]
+    scores = scores_of(inputs, request, q, k, seen)
     top = scores.amax(-1) if keys else scores.new_full(scores.shape[:2], -math.inf)
     sinks = inputs.extras["sinks"].to(q.dtype).view(-1, 1) if case.sinks else None
     if sinks is not None:
@@ -106,6 +98,20 @@ def _dense(inputs: AttentionInputs, request: int, q: Tensor, k: Tensor, v: Tenso
     total = weights.sum(-1) + (torch.exp(sinks - finite) if sinks is not None else 0.0)
     out = torch.einsum("hnt,htd->hnd", weights, v.repeat_interleave(group, 0)) / total.where(total > 0, 1.0)[..., None]
     return out.transpose(0, 1), (finite + torch.log(total)).T
+
+
+def scores_of(inputs: AttentionInputs, request: int, q: Tensor, k: Tensor, seen: Tensor) -> Tensor:
+    """Scores [num_heads, n, t] in the dtype of q [n, num_heads, head_dim], -inf where they are hidden. k: [kv, t, d]."""
+    case, (n, keys) = inputs.case, seen.shape
+    group = case.cache.num_heads // case.cache.num_kv_heads
+    scores = torch.einsum("nhd,htd->hnt", q, k.repeat_interleave(group, 0)) * case.cache.scale
+    if case.softcap is not None:
+        scores = case.softcap * torch.tanh(scores / case.softcap)
+    if case.alibi:
+        at = torch.tensor([position(case, request, i) for i in range(n)], device=q.device).view(n, 1)
+        distance = (at - torch.arange(keys, device=q.device)).abs()
+        scores = scores - inputs.extras["alibi_slopes"].to(q.dtype).view(-1, 1, 1) * distance
+    return scores.masked_fill(~seen, -math.inf)
 
 
 def assert_close(

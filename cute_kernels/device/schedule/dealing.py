@@ -61,6 +61,11 @@ def items_of(spec: KernelSpec, rows: Rows, queries: Int32) -> Int32:
     return quotient(queries * spec.group_size + spec.block_rows - 1, spec.block_rows) * Int32(rows.k.shape[1])
 
 
+def items_at(spec: KernelSpec, rows: Rows, index: Int32) -> Int32:
+    """Items of request `index`."""
+    return items_of(spec, rows, open_queries(spec, rows.queries, index)[1])
+
+
 @cute.jit
 def find_item(spec: cutlass.Constexpr, rows: Rows, batch: Int32, turn: Int32, found: Found) -> tuple[Item, Found]:
     """A warp finds this CTA's item of a round. found: of the round before."""
@@ -69,7 +74,7 @@ def find_item(spec: cutlass.Constexpr, rows: Rows, batch: Int32, turn: Int32, fo
         each = cutlass.max(items_of(spec, rows, open_queries(spec, rows.queries, Int32(0))[1]), 1)
         index, rest = quotient(ordinal, each), remainder(ordinal, each)
     else:
-        index, rest, begin, before = search(spec, rows, batch, ordinal, begin, before)
+        index, rest, begin, before = search(spec, rows, batch, ordinal, begin, before, items_at)
     index = cutlass.min(index, batch)
     row = open_row_or_nothing(spec, rows, index, batch)
     heads = Int32(rows.k.shape[1])
@@ -79,10 +84,13 @@ def find_item(spec: cutlass.Constexpr, rows: Rows, batch: Int32, turn: Int32, fo
 
 
 @cute.jit
-def search(spec: cutlass.Constexpr, rows: Rows, batch: Int32, ordinal: Int32, begin: Int32, before: Int32) -> tuple:
+def search(
+    spec: cutlass.Constexpr, rows: Rows, batch: Int32, ordinal: Int32, begin: Int32, before: Int32, items: cutlass.Constexpr
+) -> tuple:
     """(request of an item, its number among the request's, request and items at which the next search may begin).
 
-    The request is at least `batch` past the last item. A warp looks at 32 requests at a time.
+    items(spec, rows, request): how many a request has. The request is at least `batch` past the last item. A warp looks at 32
+    requests at a time.
     """
     count = inclusive = Int32(0)
     searching = Boolean(True)
@@ -90,7 +98,7 @@ def search(spec: cutlass.Constexpr, rows: Rows, batch: Int32, ordinal: Int32, be
         index = begin + cute.arch.lane_idx()
         count = Int32(0)
         if index < batch:
-            count = items_of(spec, rows, open_queries(spec, rows.queries, index)[1])
+            count = items(spec, rows, index)
         inclusive = warp_prefix(count)
         total = cute.arch.shuffle_sync(inclusive, LANES - 1)
         searching = (before + total <= ordinal) & (begin + LANES < batch)

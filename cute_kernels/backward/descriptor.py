@@ -1,0 +1,95 @@
+"""What the backward of attention is asked for, as a frozen and self-validating value."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from ..attention.attention_descriptor import PagedAttentionDescriptor
+from ..attention.descriptors import DecodeProblem
+from ..checks.fields import check_extent
+from ..errors import InvalidProblem, Unsupported
+from ..kv.page_table import PAGED
+from ..kv.types import QUERY_DTYPES
+
+CHAIN_WORDS = 3, 2  # int32 of a page, and of an entry of its table (device/kv/chains.py)
+
+
+@dataclass(frozen=True)
+class PagedAttentionBackwardDescriptor:
+    """The backward of what a PagedAttentionDescriptor describes. Frozen and hashable: a cache key.
+
+    attention: q, K and V of one dtype, without scales and without a tree mask; caches that are scaled or of 8 bits have no
+    gradient: Unsupported. An alibi_slopes has none either. Sinks have.
+
+    shared_pages: whether a page may be an entry of two requests, or twice one of a request, so that its gradients sum; None
+    stands for True over pages. Without it a page that is shared after all has the gradient of one of its entries. With it a
+    paged problem has num_pages and max_pages, from which the workspace is sized, where a GPU is to serve it.
+
+    unread: what dk_cache and dv_cache hold, after a run, of tokens that no query row may see (those past a length, before
+    every window, on a page of no request): "zeros", or "untouched", what they held. A token whose request has some query row
+    that may see it, by causality and windows, is always written.
+
+    max_total_q: the most rows of a ragged q, batch_size * max_q_len by default; the workspace has f32 [max_total_q, num_heads].
+
+    Raises InvalidProblem for the field that breaks its rule, then Unsupported.
+    """
+
+    attention: PagedAttentionDescriptor
+    shared_pages: bool | None = None
+    unread: Literal["zeros", "untouched"] = "zeros"
+    max_total_q: int | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.attention, PagedAttentionDescriptor):
+            raise InvalidProblem("attention", type(self.attention).__name__, "must be a PagedAttentionDescriptor")
+        paged = self.attention.table_format in PAGED
+        if self.shared_pages is None:
+            object.__setattr__(self, "shared_pages", paged)
+        if not isinstance(self.shared_pages, bool):
+            raise InvalidProblem("shared_pages", self.shared_pages, "must be a bool or None")
+        if self.shared_pages and not paged:
+            table = self.attention.table_format
+            raise InvalidProblem("shared_pages", True, f'must be False beside table_format = "{table}": there are no pages')
+        if self.unread not in ("zeros", "untouched"):
+            raise InvalidProblem("unread", self.unread, 'must be "zeros" or "untouched"')
+        if self.max_total_q is not None:
+            check_extent("max_total_q", self.max_total_q)
+        reasons = without_gradient(self.attention)
+        if reasons:
+            raise Unsupported(reasons)
+
+    @property
+    def problem(self) -> DecodeProblem:
+        """What the choice of a kernel depends on."""
+        return self.attention.general_problem
+
+    @property
+    def most_rows(self) -> int:
+        """Query rows of all requests at most."""
+        return self.max_total_q or self.attention.batch_size * self.attention.max_q_len
+
+    @property
+    def nodes(self) -> int:
+        """Entries of all requests at most, where pages are shared."""
+        return self.attention.batch_size * (self.attention.max_pages or 0)
+
+    def __str__(self) -> str:
+        shared = ", shared pages" if self.shared_pages else ""
+        return f"backward of {self.problem}{shared}; unread keys: {self.unread}"
+
+
+def without_gradient(attention: PagedAttentionDescriptor) -> list[str]:
+    """Every reason why attention has no backward."""
+    problem, reasons = attention.general_problem, []
+    for name, stored in (("kv_dtype", problem.kv_dtype), ("v_dtype", problem.v_dtype)):
+        if stored != QUERY_DTYPES[problem.q_dtype]:
+            rule = "must be q's dtype: a cache of 8 bits holds rounded values, whose gradient is zero almost everywhere"
+            rule = rule if stored.element_bytes == 1 else f"must be q's dtype, {problem.element_type}"
+            reasons.append(f"{name} = {stored.value}: {rule}")
+    for name, scale in (("k_scale", problem.k_scale), ("v_scale", problem.v_scale)):
+        if scale:
+            reasons.append(f"{name} = {scale}: a scaled cache has no backward, must be KVScale.NONE")
+    if attention.tree_mask:
+        reasons.append("tree_mask = True: has no backward, must be False")
+    return list(dict.fromkeys(reasons))

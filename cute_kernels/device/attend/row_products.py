@@ -1,0 +1,184 @@
+"""The products of the backward: a warp's 16 resident rows with streamed tiles, by m16n8k16, or 64 of a warpgroup by wgmma.
+
+With resident q and dout against tiles of K and V these are S = Q K^T, dP = dO V^T and dQ += dS K; with resident K and V against
+tiles of q and dout the transposed S and dP, and dV += P^T dO, dK += dS^T Q. Accumulators of the first two reread as A fragments
+are operands of the others, so that P and dS never leave registers.
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32
+from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
+
+from ...config.backward import BackwardSpec
+from ...config.problem import UNIT_BYTES
+from ...config.tiling import MMA_K, TILE_M, WARPGROUP, WARPGROUP_M
+from ..elements import ELEMENT_TYPES
+from ..mainloop.tile import columns, swizzled, transposed
+from ..ptx.registers import LANES, quotient, remainder
+from .pack_gqa import FRAGMENT, fragments
+from .query_heads import HALF_BYTES
+from .query_range import pack
+from .warp_mma import TileReader, make_mma
+from .warpgroup_mma import accumulator, descriptors, in_one, make_mma_of, wait_for_products
+
+
+class RowProducts:
+    """Those of one warp. resident: tiles, streamed: rings of as many tensors: the first of one meets the first of the other."""
+
+    def __init__(self, spec: BackwardSpec, resident: tuple, streamed: tuple, warp: Int32):
+        self.spec, lane = spec, cute.arch.lane_idx()
+        self.mma = make_mma(spec.element_type)
+        self.thr_mma = self.mma.get_slice(lane)
+        kind = spec.element_type
+        self.readers = [TileReader(spec, self.mma, lane, ring, kind, is_v=False) for ring in streamed]
+        self.turned = [TileReader(spec, self.mma, lane, ring, kind, is_v=True) for ring in streamed]
+        row = warp * TILE_M + remainder(lane, TILE_M)
+        place = swizzled(spec.resident, 0, row, quotient(lane, TILE_M) * HALF_BYTES)
+        self.addresses = [Int32(tile.iterator.toint()) + place for tile in resident]
+
+    def make_sums(self) -> cute.Tensor:
+        """Zeroed registers for 16 rows of a gradient."""
+        return zeros(self.spec.padded_head_dim)
+
+    def start_scores(self, which: int, stage: Int32) -> cute.Tensor:
+        """Resident rows times a tile's rows, f32 ((2, 2), 1, n8): there after `wait`."""
+        acc = zeros(self.spec.tile_rows)
+        for step in range(self.readers[which].steps):
+            tile = self.readers[which].load(step, stage)[0][None, None, 0]
+            cute.gemm(self.mma, acc, self.row_fragment(which, step), tile, acc)
+        return acc
+
+    def start_add(self, sums: cute.Tensor, weights: cute.Tensor, which: int, stage: Int32):
+        """Adds weights times a tile's rows: there after `wait`. weights: as weights_of gives them."""
+        for step in range(self.turned[which].steps):
+            tile = self.turned[which].load(step, stage)[0][None, None, 0]
+            cute.gemm(self.mma, sums, weights[None, None, step], tile, sums)
+
+    def wait(self, pending: int):
+        """All that was started is there but the last `pending` products: mma.sync leaves none under way."""
+
+    def row_fragment(self, which: int, step: int) -> cute.Tensor:
+        """The A fragment of one k16 step: lane l reads row l % 16 of the matrices of columns l // 16."""
+        shape, row_bytes = self.spec.resident, self.spec.resident.column_block * UNIT_BYTES
+        block, within = divmod(step * MMA_K * UNIT_BYTES, row_bytes)
+        address = (self.addresses[which] ^ within) + block * shape.tile_n * row_bytes
+        found = cute.arch.inline_ptx(
+            "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
+            write_only_types=[Int32] * 4,
+            read_only_args=[Int32(address)],
+        )
+        words = cute.make_rmem_tensor(FRAGMENT // 2, Int32)
+        for i in range(FRAGMENT // 2):
+            words[i] = found[i]
+        return fragments(cute.recast_tensor(words, ELEMENT_TYPES[self.spec.element_type]))[None, None, 0]
+
+
+class WarpgroupRowProducts:
+    """The same of a warpgroup, by wgmma: its 64 resident rows and the tiles are read from shared memory."""
+
+    def __init__(self, spec: BackwardSpec, resident: tuple, streamed: tuple, warp: Int32):
+        self.spec, shape = spec, spec.resident
+        block = shape.column_block
+        layout = cute.make_layout((WARPGROUP_M, columns(shape)), stride=(block, (1, shape.tile_n * block)))
+        begin = quotient(warp, WARPGROUP) * (WARPGROUP_M * block)
+        self.rows = [cute.make_tensor(tile.iterator + begin, layout) for tile in resident]
+        self.tiles = [in_one(ring) for ring in streamed]
+
+    def make_sums(self) -> cute.Tensor:
+        """As RowProducts.make_sums."""
+        return zeros(self.spec.padded_head_dim)
+
+    def start_scores(self, which: int, stage: Int32) -> cute.Tensor:
+        """As RowProducts.start_scores."""
+        spec, found = self.spec, accumulators(self.spec.tile_rows)
+        mma = make_mma_of(spec.element_type, spec.tile_rows, warpgroup.OperandSource.SMEM, OperandMajorMode.K)
+        rows = mma.make_fragment_A(mma.get_slice(0).partition_A(self.rows[which]))
+        tile, acc = descriptors(mma, self.tiles[which][None, None, stage]), accumulator(found, spec.tile_rows)
+        warpgroup.fence()
+        for step in range(spec.padded_head_dim // MMA_K):
+            mma.set(warpgroup.Field.ACCUMULATE, step > 0)
+            cute.gemm(mma, acc, rows[None, None, step], tile[None, None, step], acc)
+        warpgroup.commit_group()
+        return found
+
+    def start_add(self, sums: cute.Tensor, weights: cute.Tensor, which: int, stage: Int32):
+        """As RowProducts.start_add."""
+        spec = self.spec
+        mma = make_mma_of(spec.element_type, spec.padded_head_dim, warpgroup.OperandSource.RMEM, OperandMajorMode.MN)
+        mma.set(warpgroup.Field.ACCUMULATE, True)
+        tile, acc = descriptors(mma, transposed(self.tiles[which])[None, None, stage]), accumulator(sums, spec.padded_head_dim)
+        warpgroup.fence()
+        for step in range(spec.tile_rows // MMA_K):
+            cute.gemm(mma, acc, weights[None, None, step], tile[None, None, step], acc)
+        warpgroup.commit_group()
+
+    def wait(self, pending: int):
+        """As RowProducts.wait."""
+        wait_for_products(pending)
+
+
+def make_products(spec: BackwardSpec, resident: tuple, streamed: tuple, warp: Int32) -> RowProducts | WarpgroupRowProducts:
+    """What this warp multiplies with."""
+    return (WarpgroupRowProducts if spec.by_warpgroup else RowProducts)(spec, resident, streamed, warp)
+
+
+def accumulators(columns: int) -> cute.Tensor:
+    """Registers for 16 rows of so many columns, as an m16n8k16 step leaves them: f32 ((2, 2), 1, n8)."""
+    return cute.make_rmem_tensor(cute.make_layout(((2, 2), 1, columns // 8)), Float32)
+
+
+def zeros(columns: int) -> cute.Tensor:
+    """The same, zeroed."""
+    acc = accumulators(columns)
+    acc.fill(0.0)
+    return acc
+
+
+def weights_of(spec: BackwardSpec, acc: cute.Tensor) -> cute.Tensor:
+    """Scores in 16 bits, reread as A fragments."""
+    rounded = cute.make_rmem_tensor(acc.shape, ELEMENT_TYPES[spec.element_type])
+    rounded.store(acc.load().to(rounded.element_type))
+    return fragments(rounded)
+
+
+@cute.jit
+def stage_rows(spec: cutlass.Constexpr, sums: cute.Tensor, tile: cute.Tensor, warp: Int32, factor: Float32):
+    """A warp writes its 16 rows of a gradient, times `factor` and rounded, over its rows of a resident tile."""
+    lane, base = cute.arch.lane_idx(), tile.iterator.toint()
+    for n in cutlass.range_constexpr(cute.size(sums) // 4):
+        for r in cutlass.range_constexpr(2):
+            row, column = warp * TILE_M + quotient(lane, 4) + 8 * r, 8 * n + 2 * remainder(lane, 4)
+            word = pack(spec.element_type, sums[4 * n + 2 * r] * factor, sums[4 * n + 2 * r + 1] * factor)
+            write_word(base + swizzled(spec.resident, 0, row, column * UNIT_BYTES), word)
+    cute.arch.sync_warp()
+
+
+def write_word(address: Int32, word: Int32):
+    """Writes four bytes of shared memory."""
+    cute.make_tensor(cute.make_ptr(Int32, address, cute.AddressSpace.smem, assumed_align=4), 1)[0] = word
+
+
+def stored_at(places, row: Int32) -> tuple[tuple, Boolean]:
+    """places.store_at: what is called in a loop of traced code is a function, not a method."""
+    return places.store_at(row)
+
+
+@cute.jit
+def store_rows(
+    spec: cutlass.Constexpr, vector_bytes: cutlass.Constexpr, tile: cute.Tensor, target: cute.Tensor, places, warp: Int32
+):
+    """A warp stores its 16 rows of a resident tile to where they are in a tensor. places: mainloop/streamed.py."""
+    per_row = cutlass.const_expr(spec.head_dim * UNIT_BYTES // vector_bytes)
+    words = cutlass.const_expr(vector_bytes // 4)
+    for i in cutlass.range(cute.arch.lane_idx(), TILE_M * per_row, LANES, unroll=1):
+        row, column = warp * TILE_M + quotient(i, per_row), remainder(i, per_row) * (vector_bytes // UNIT_BYTES)
+        coord, inside = stored_at(places, row)
+        if inside:
+            address = tile.iterator.toint() + swizzled(spec.resident, 0, row, column * UNIT_BYTES)
+            at = (target.iterator + cute.crd2idx((*coord, column), target.layout)).toint()
+            source = cute.make_ptr(Int32, address, cute.AddressSpace.smem, assumed_align=vector_bytes)
+            sink = cute.make_ptr(Int32, at, cute.AddressSpace.gmem, assumed_align=vector_bytes)
+            found = cute.make_rmem_tensor(words, Int32)
+            cute.autovec_copy(cute.make_tensor(source, cute.make_layout(words)), found)
+            cute.autovec_copy(found, cute.make_tensor(sink, cute.make_layout(words)))

@@ -1,0 +1,18 @@
+"""What the threads of a CTA agree on, by a word of shared memory a warp."""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32
+
+
+@cute.jit
+def least_of_all(warps: cutlass.Constexpr, votes: cute.Tensor, value: Int32) -> Int32:
+    """The smallest value of all threads of a CTA of so many warps, for each of them. votes: Int32 [warps]. A barrier."""
+    least, warp = cute.arch.warp_redux_sync(value, "min"), cute.arch.warp_idx()  # a shuffle: all lanes take part
+    if cute.arch.lane_idx() == 0:
+        votes[warp] = least
+    cute.arch.sync_threads()
+    for other in cutlass.range_constexpr(warps):
+        least = cutlass.min(least, votes[other])
+    cute.arch.sync_threads()
+    return least
