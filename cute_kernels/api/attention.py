@@ -13,7 +13,7 @@ from ..config.problem import LseBase
 from ..errors import InvalidArgument, InvalidProblem, Unsupported
 from ..kv.page_table import PAGED, PageTable
 from ..kv.types import KVDtype
-from . import plan_cache, torch_ops
+from . import gradients, plan_cache, torch_ops
 
 ONE_ROW = "the one query row stands at its row's last token"
 # what attention over several query rows is asked for, and what of it changes nothing for one query row
@@ -139,6 +139,9 @@ def paged_attention(
 
     The masks and modifiers are as in PagedAttentionDescriptor, and the rest as in decode_attention. Scales a token of a
     contiguous cache have the cache's axes but head_dim. A torch op where tensors are traced, as decode_attention is.
+
+    Where q, k_cache, v_cache or sinks require gradients, out has them (PagedAttentionBackwardPlan), lse has none; out and lse
+    must not be given. Caches of 8 bits or with scales, tree_mask and slopes have no backward: Unsupported.
     """
     if causal not in ("bottom_right", "top_left", None):
         raise InvalidProblem("causal", causal, 'must be "bottom_right", "top_left" or None')
@@ -152,6 +155,13 @@ def paged_attention(
     if tree_mask is not None and tree_mask.dim() != 2:
         raise InvalidProblem("tree_mask.shape", tuple(tree_mask.shape), "must be [total_q, ceil(max_q_len / 32)]")
     total_q = plan_cache.query_rows(q, qo_indptr)
+    masks = (causal, window_left, window_right, softcap)
+    if gradients.wants_gradients(q, k_cache, v_cache, sinks, alibi_slopes, k_scale, v_scale):
+        table = table_of(page_table, seq_lens)
+        forms = (table.format, max_q_len, masks, softmax_scale, layout, lse_base, max_seq_len)
+        call = gradients.Call(table.operands, (qo_indptr, alibi_slopes), *forms)
+        others = {"tree_mask": tree_mask, "k_scale": k_scale, "v_scale": v_scale, "out": out, "lse": lse}
+        return gradients.differentiable_attention(q, k_cache, v_cache, sinks, call, encoding, **others)
     if lse is None:
         lse = q.new_empty((total_q, q.shape[-2]), dtype=torch.float32)
     if out is None:
@@ -162,8 +172,7 @@ def paged_attention(
     extras = (qo_indptr, tree_mask, alibi_slopes, sinks)
     operands = (q, k_cache, v_cache, *table.operands, *extras, k_scale, v_scale, out, lse)
     run: Any = torch_ops.paged_attention if torch_ops.traced(*operands) else plan_cache.run_attention
-    masks = (max_q_len, causal, window_left, window_right, softcap)
-    run(*operands, table.format, *masks, softmax_scale, layout, lse_base, max_seq_len, encoding)
+    run(*operands, table.format, max_q_len, *masks, softmax_scale, layout, lse_base, max_seq_len, encoding)
     return out, lse
 
 

@@ -1,4 +1,4 @@
-"""The plans behind append_kv, merge_states and attention_weights: derived from the tensors, selected once, kept."""
+"""The plans behind append_kv, merge_states, attention_weights and gradients: derived from the tensors, selected once, kept."""
 
 from __future__ import annotations
 
@@ -9,9 +9,13 @@ from torch import Tensor
 
 from ..append.descriptor import MAX_ROWS, KVAppendDescriptor
 from ..append.plan import KVAppendPlan
+from ..attention.attention_descriptor import PagedAttentionDescriptor
+from ..attention.operands import Extras
+from ..backward.descriptor import PagedAttentionBackwardDescriptor
+from ..backward.plan import PagedAttentionBackwardPlan
 from ..config.problem import LseBase, TableFormat
 from ..errors import InvalidArgument, InvalidProblem
-from ..kv.page_table import PageTable
+from ..kv.page_table import PAGED, PageTable
 from ..kv.rotary import Pairing, Rotary
 from ..kv.scale import KVScale
 from ..kv.types import KVDtype
@@ -20,7 +24,19 @@ from ..merge.descriptor import MergeStatesDescriptor
 from ..merge.plan import MergeStatesPlan
 from ..weights.descriptor import AttentionWeightsDescriptor
 from ..weights.plan import AttentionWeightsPlan
-from .plan_cache import KV_DTYPES, alignment, cache_extents, layout_of, plan_of, query_extents, scale_kind_of, stored_as
+from .plan_cache import (
+    KV_DTYPES,
+    alignment,
+    attention_fields,
+    cache_extents,
+    layout_of,
+    length_hint,
+    plan_of,
+    query_extents,
+    scale_kind_of,
+    stored_as,
+)
+from .workspace_cache import stream_workspace
 
 CACHE_AXES = {"HND": (2, 1), "NHD": (1, 2)}  # of page_size and num_kv_heads, by layout
 ANGLE_SHARE = 2  # bytes of a cosine, f32, to those of the 16-bit value beside it
@@ -110,6 +126,55 @@ def run_weights(
     outputs = {"weights": weights, "mean": mean, "page_mass": page_mass}
     table = PageTable(table_format, (table0, table1, table2))
     plan.run(q, k_cache, lse, table, k_scale=k_scale, alibi_slopes=alibi_slopes, **outputs)
+
+
+def run_backward(
+    dout: Tensor,
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    table0: Tensor | None,
+    table1: Tensor | None,
+    table2: Tensor | None,
+    qo_indptr: Tensor | None,
+    alibi_slopes: Tensor | None,
+    sinks: Tensor | None,
+    dq: Tensor,
+    dk_cache: Tensor,
+    dv_cache: Tensor,
+    dsinks: Tensor | None,
+    table_format: TableFormat,
+    max_q_len: int | None,
+    causal: str | None,
+    window_left: int | None,
+    window_right: int | None,
+    softcap: float | None,
+    softmax_scale: float | None,
+    layout: str,
+    lse_base: str,
+    traced: bool = False,
+) -> None:
+    """Runs the plan of these tensors' problem, writing dq, dk_cache, dv_cache and dsinks. The others as run_attention."""
+    table, extras = PageTable(table_format, (table0, table1, table2)), Extras(qo_indptr, None, alibi_slopes, sinks)
+    masks = (causal, window_left, window_right, softcap)
+    pages: tuple[int | None, int | None] = (None, None)
+    if table_format in PAGED and isinstance(table0, Tensor):
+        entries = table0.shape[-1] if table0.dim() == 2 else -(-len(table0) // max(1, len(table1) - 1))  # type: ignore[arg-type]
+        pages = (len(k_cache), length_hint(entries))
+    rest = ((None, None), max_q_len, masks, softmax_scale, layout, lse_base, None, None, *pages)
+    fields = attention_fields(q, k_cache, v_cache, table, extras, *rest)
+    plan = plan_of(PagedAttentionBackwardPlan, _backward_of, (fields, length_hint(len(lse))), q.device)
+    workspace = stream_workspace(plan.workspace_size(), plan.device, reuse_in_capture=not traced)
+    gradients = {"dq": dq, "dk_cache": dk_cache, "dv_cache": dv_cache, "dsinks": dsinks}
+    given = {"qo_indptr": qo_indptr, "alibi_slopes": alibi_slopes, "sinks": sinks, "workspace": workspace}
+    plan.run(dout, q, k_cache, v_cache, out, lse, table, **given, **gradients)
+
+
+def _backward_of(fields: tuple[Any, ...], max_total_q: int) -> PagedAttentionBackwardDescriptor:
+    """The descriptor of the backward of attention with these fields."""
+    return PagedAttentionBackwardDescriptor(PagedAttentionDescriptor(*fields), max_total_q=max_total_q)
 
 
 def scale_kind(name: str, scale: Any, cache: Tensor, layout: str) -> KVScale:

@@ -180,6 +180,30 @@ def attention_plan(
     preference: PlanPreference | None = None,
 ) -> PagedAttentionPlan:
     """The plan of these tensors' problem, kept. scales: of K and V. masks: causal, window_left, window_right and softcap."""
+    rest = (softmax_scale, layout, lse_base, max_seq_len, kv_dtype)
+    fields = attention_fields(q, k_cache, v_cache, table, extras, scales, max_q_len, masks, *rest)
+    plan: PagedAttentionPlan = plan_of(PagedAttentionPlan, PagedAttentionDescriptor, fields, q.device, preference)
+    return plan
+
+
+def attention_fields(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    table: PageTable,
+    extras: Extras,
+    scales: tuple[Tensor | None, Tensor | None],
+    max_q_len: int | None,
+    masks: tuple[str | None, int | None, int | None, float | None],
+    softmax_scale: float | None,
+    layout: str,
+    lse_base: str,
+    max_seq_len: int | None = None,
+    kv_dtype: str | None = None,
+    num_pages: int | None = None,
+    max_pages: int | None = None,
+) -> tuple[Any, ...]:
+    """The fields of the PagedAttentionDescriptor of these tensors' problem, as attention_plan takes them."""
     query_rows(q, extras.qo_indptr)
     ragged = extras.qo_indptr is not None
     batch, form = (len(extras.qo_indptr) - 1, "ragged") if ragged else (len(q), "uniform")
@@ -190,13 +214,11 @@ def attention_plan(
         max_seq_len = length_hint(longest)
     stored, *rest = _storage(k_cache, v_cache, *scales, kv_dtype, kv_heads)
     order = "HND" if table.format == "packed" else layout
-    cache = (stored, layout_of(order, alignment(k_cache, v_cache)), table.format, None, None, max_seq_len)
+    cache = (stored, layout_of(order, alignment(k_cache, v_cache)), table.format, num_pages, max_pages, max_seq_len)
     shape = (batch, q.shape[-2], kv_heads, q.shape[-1], page_size, q.dtype, max_q_len, form)
     scores = (*masks, extras.alibi_slopes is not None, extras.sinks is not None, extras.tree_mask is not None)
     kinds = rest or (None, KVScale.NONE, KVScale.NONE)
-    fields = (*shape, *cache, softmax_scale, lse_base, *kinds, *scores)
-    plan: PagedAttentionPlan = plan_of(PagedAttentionPlan, PagedAttentionDescriptor, fields, q.device, preference)
-    return plan
+    return (*shape, *cache, softmax_scale, lse_base, *kinds, *scores)
 
 
 def query_rows(q: Tensor, qo_indptr: Tensor | None) -> int:

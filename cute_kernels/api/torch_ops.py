@@ -1,4 +1,4 @@
-"""Attention, its weights, append and merge as torch ops: what a graph traced by torch.compile calls.
+"""Attention, its backward, its weights, append and merge as torch ops: what a graph traced by torch.compile calls.
 
 They write and return nothing.
 """
@@ -12,7 +12,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from .derived_plans import run_append, run_merge, run_weights
+from .derived_plans import run_append, run_backward, run_merge, run_weights
 from .plan_cache import run_attention, run_contiguous, run_paged
 
 SCHEMAS = {
@@ -27,6 +27,10 @@ SCHEMAS = {
     "Tensor? qo_indptr, Tensor? tree_mask, Tensor? alibi_slopes, Tensor? sinks, Tensor? k_scale, Tensor? v_scale, "
     "Tensor(a!) out, Tensor(b!) lse, str table_format, int? max_q_len, str? causal, int? window_left, int? window_right, "
     "float? softcap, float? softmax_scale, str layout, str lse_base, int? max_seq_len, str? kv_dtype) -> ()",
+    "paged_attention_backward": "(Tensor dout, Tensor q, Tensor k_cache, Tensor v_cache, Tensor out, Tensor lse, "
+    "Tensor? table0, Tensor? table1, Tensor? table2, Tensor? qo_indptr, Tensor? alibi_slopes, Tensor? sinks, Tensor(a!) dq, "
+    "Tensor(b!) dk_cache, Tensor(c!) dv_cache, Tensor(d!)? dsinks, str table_format, int? max_q_len, str? causal, "
+    "int? window_left, int? window_right, float? softcap, float? softmax_scale, str layout, str lse_base) -> ()",
     "append_kv": "(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor table0, Tensor? table1, Tensor? table2, "
     "Tensor? k_scale, Tensor? v_scale, Tensor(c!)? k_scale_out, Tensor(d!)? v_scale_out, Tensor? q, Tensor(e!)? q_out, "
     "Tensor? cos_sin_cache, Tensor? positions, str layout, str pairing) -> ()",
@@ -39,6 +43,7 @@ RUNS = {
     "paged_decode": partial(run_paged, traced=True),
     "flash_decoding": partial(run_contiguous, traced=True),
     "paged_attention": partial(run_attention, traced=True),
+    "paged_attention_backward": partial(run_backward, traced=True),
     "append_kv": run_append,
     "attention_weights": run_weights,
     "merge_states": run_merge,
@@ -67,6 +72,7 @@ for _name, _schema in SCHEMAS.items():
 paged_decode = torch.ops.cute_kernels.paged_decode.default
 flash_decoding = torch.ops.cute_kernels.flash_decoding.default
 paged_attention = torch.ops.cute_kernels.paged_attention.default
+paged_attention_backward = torch.ops.cute_kernels.paged_attention_backward.default
 append_kv = torch.ops.cute_kernels.append_kv.default
 attention_weights = torch.ops.cute_kernels.attention_weights.default
 merge_states = torch.ops.cute_kernels.merge_states.default

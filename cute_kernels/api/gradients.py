@@ -1,0 +1,111 @@
+"""paged_attention() for torch.autograd: forward and backward of one call by their plans."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..config.backward import ROW_BYTES
+from ..config.problem import LseBase, TableFormat
+from ..errors import InvalidArgument, Unsupported
+from ..kv.types import KVDtype
+from . import derived_plans, plan_cache, torch_ops
+
+WITHOUT = {
+    "alibi_slopes": "a slope has no gradient",
+    "k_scale": "a scaled cache has no backward",
+    "v_scale": "a scaled cache has no backward",
+}
+
+
+class Call(NamedTuple):
+    """What a call of paged_attention was given beside tensors that have gradients.
+
+    tables: a PageTable's operands; extras: qo_indptr and alibi_slopes; masks: causal, window_left, window_right and softcap.
+    """
+
+    tables: tuple[Tensor | None, Tensor | None, Tensor | None]
+    extras: tuple[Tensor | None, Tensor | None]
+    table_format: TableFormat
+    max_q_len: int | None
+    masks: tuple[str | None, int | None, int | None, float | None]
+    softmax_scale: float | None
+    layout: str
+    lse_base: LseBase
+    max_seq_len: int | None
+
+
+def wants_gradients(*tensors: object) -> bool:
+    """Whether autograd records, and one of these is to have a gradient."""
+    return torch.is_grad_enabled() and any(isinstance(tensor, Tensor) and tensor.requires_grad for tensor in tensors)
+
+
+def differentiable_attention(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, sinks: Tensor | None, call: Call, kv_dtype: str | None, **others: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """(out, lse) of paged_attention. out has gradients, lse has none.
+
+    others: operands that must be absent, or must not ask for a gradient. Raises Unsupported for what has no backward,
+    InvalidArgument for outputs that are given.
+    """
+    for name in ("out", "lse"):
+        if others.pop(name) is not None:
+            raise InvalidArgument(name, "given beside operands that require gradients, must be None: autograd makes its own")
+    stored = [plan_cache.stored_as(name, cache, kv_dtype) for name, cache in (("k_cache", k_cache), ("v_cache", v_cache))]
+    reasons = [f"{name} is given: {WITHOUT[name]}" for name in ("k_scale", "v_scale") if others[name] is not None]
+    reasons += [
+        _of_8_bits(name, kind) for name, kind in zip(("k_cache", "v_cache"), stored, strict=True) if kind.element_bytes == 1
+    ]
+    if others["tree_mask"] is not None:
+        reasons.append("tree_mask is given: it has no backward")
+    slopes = call.extras[1]
+    if slopes is not None and slopes.requires_grad:
+        reasons.append(f"alibi_slopes.requires_grad = True: {WITHOUT['alibi_slopes']}")
+    if reasons:
+        raise Unsupported([f"requires_grad: {reason}" for reason in reasons])
+    out, lse = PagedAttention.apply(q, k_cache, v_cache, sinks, *call.tables, *call.extras, call)
+    return out, lse
+
+
+def _of_8_bits(name: str, stored: KVDtype) -> str:
+    rule = "a cache of 8 bits holds rounded values, whose gradient is zero almost everywhere"
+    return f"{name} is stored as {stored.value}: {rule}; detach q where no gradient is wanted"
+
+
+class PagedAttention(torch.autograd.Function):
+    """Attention and its backward, each by the plan of its tensors' problem."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Any, k: Any, v: Any, sinks: Any, *rest: Any) -> Any:
+        """(out, lse). rest: Call.tables, Call.extras and the call."""
+        table0, table1, table2, indptr, slopes, call = rest
+        lse = q.new_empty((plan_cache.query_rows(q, indptr), q.shape[-2]), dtype=torch.float32)
+        out = q.new_empty(q.shape)
+        operands = (q, k, v, table0, table1, table2, indptr, None, slopes, sinks, None, None, out, lse)
+        run: Any = torch_ops.paged_attention if torch_ops.traced(*operands) else plan_cache.run_attention
+        kinds = (call.table_format, call.max_q_len, *call.masks, call.softmax_scale, call.layout, call.lse_base)
+        run(*operands, *kinds, call.max_seq_len, None)
+        ctx.save_for_backward(q, k, v, out, lse, table0, table1, table2, indptr, slopes, sinks)
+        ctx.kinds = kinds
+        ctx.mark_non_differentiable(lse)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, dout: Any, _: Any) -> Any:
+        """The gradients of q, K, V and the sinks; those of keys that no query row sees are zeros."""
+        q, k, v, out, lse, *tables, indptr, slopes, sinks = ctx.saved_tensors
+        dq, dk, dv = q.new_zeros(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+        dsinks = None if sinks is None else torch.empty_like(sinks)
+        operands = (aligned(dout), q, k, v, out, lse, *tables, indptr, slopes, sinks, dq, dk, dv, dsinks)
+        run: Any = torch_ops.paged_attention_backward if torch_ops.traced(*operands) else derived_plans.run_backward
+        run(*operands, *ctx.kinds)
+        return dq, dk, dv, dsinks, None, None, None, None, None, None
+
+
+def aligned(dout: Tensor) -> Tensor:
+    """A gradient as a plan takes it: autograd makes some by expanding, or as views."""
+    if dout.is_contiguous() and (torch_ops.traced(dout) or dout.data_ptr() % ROW_BYTES == 0):
+        return dout
+    return dout.clone(memory_format=torch.contiguous_format)
