@@ -9,6 +9,7 @@ from fnmatch import fnmatchcase
 from itertools import product
 
 from perf.attention_cases import modifier_cases, verify_cases
+from perf.backward import backward_cases
 from perf.cases import DTYPES, LAYOUTS, TABLE_FORMATS, Bar, Case, EightBit, Rows, Scale, Spread, append_case, fixed
 from perf.f32_cases import f32_cases
 from perf.mixed_cases import mixed_cases
@@ -181,7 +182,9 @@ def all_bars() -> dict[Case, Bar]:
         **chunk_cases(),
         **mixed_cases(),
         **weights_cases(),
-    } | f32_cases()
+        **f32_cases(),
+        **backward_cases(),
+    }
     attention = {case: bar for case, bar in some.items() if bar is not None}
     return throughput_cases() | latency_cases() | ragged_cases() | eight_bit_cases() | append_cases() | attention
 
@@ -211,6 +214,7 @@ def case_sets() -> dict[str, tuple[Case, ...]]:
         "chunks": tuple(chunk_cases()),
         "mixed": tuple(mixed_cases()),
         "weights": tuple(weights_cases()),
+        "backward": tuple(backward_cases()),
         "peers": peers_cases(),
         "core": tuple(
             replace(gqa, page_size=page, lengths=rows, kv_dtype=kv_dtype, kv_scale=kv_scale)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any, Literal
 
-Operation = Literal["decode", "attention", "append", "weights"]
+Operation = Literal["decode", "attention", "append", "weights", "backward"]
 Dtype = Literal["bf16", "f16", "f32"]
 Layout = Literal["HND", "NHD"]
 TableFormat = Literal["dense", "csr", "none"]
@@ -23,13 +23,14 @@ EightBit = Literal["e4m3", "e5m2", "int8"]
 Scale = Literal["tensor", "head", "token", "token-f16"]
 DTYPES: tuple[Dtype, ...] = ("bf16", "f16")
 LAYOUTS: tuple[Layout, ...] = ("HND", "NHD")
-OPERATIONS: tuple[Operation, ...] = ("decode", "attention", "append", "weights")
+OPERATIONS: tuple[Operation, ...] = ("decode", "attention", "append", "weights", "backward")
 READ, COPY, WGMMA = "read", "copy", "wgmma"
 FLOORS = (READ, COPY, WGMMA)  # the providers without a result, one of which gives the time that a case's others are divided by
 PLAIN = "ours-plain"  # the provider that is our plain decode over the caches of a case of attention
 PARTS = "ours-parts"  # the provider that serves the parts of a mixed batch one behind the other, each by a plan of its own
 LONG_QUERY = 256  # query rows from which on the tensor core limits a case, not the memory
 BALANCE = 190  # the same of a mixed batch, in FLOP a byte: of an H200 at 1.6 GHz (132 SMs x 4096 a clock) that reads 4.5 TB/s
+BACKWARD_FLOP = 2.5  # times those of the forward: five products for its two
 SLOT_BYTES = 8  # of a token's slot
 WEIGHT_BYTES = 4  # of a weight
 TABLE_FORMATS: tuple[TableFormat, ...] = ("dense", "csr")
@@ -124,7 +125,9 @@ class Mixed:
 
 @dataclass(frozen=True)
 class Case:
-    """One decode step: a query token for each row, over a paged or contiguous cache. Or its weights, several tokens, an append.
+    """One decode step: a query token for each row, over a paged or contiguous cache.
+
+    Or its weights, several tokens, their backward, an append.
 
     operation: an append stores one token a row, so that batch_size is the number of tokens; its num_heads is num_kv_heads.
     page_size is 0 and table_format "none" for a contiguous cache, whose rows all have one length. kv_dtype: what K and V are
@@ -228,9 +231,12 @@ class Case:
 
     @property
     def tflop(self) -> float:
-        """Of both products, of the pairs of a query row and a key that it sees: its request's keys up to its own."""
+        """Of both products, of the pairs of a query row and a key that it sees: its request's keys up to its own.
+
+        Of the backward BACKWARD_FLOP times as many, however many it makes.
+        """
         pairs = sum(n * (length - n) + n * (n + 1) // 2 for length, n in self.requests())
-        return 4e-12 * self.num_heads * self.head_dim * pairs
+        return 4e-12 * self.num_heads * self.head_dim * pairs * (BACKWARD_FLOP if self.operation == "backward" else 1)
 
     def tflops(self, us: float) -> float:
         """The rate of a call that takes so long."""
@@ -283,7 +289,7 @@ class Case:
         """Bytes of K, V and their scales that a step has to read: of the live tokens only.
 
         Of attention: of those that some query row sees, and q and the result. Of an append: what it has to read and to write. Of
-        weights: K alone and its scales, and the result.
+        weights: K alone and its scales, and the result. Of the backward: q, out and the gradients of both besides; dK and dV.
         """
         tokens = self.tokens()
         if self.window_left is not None:
@@ -293,6 +299,8 @@ class Case:
             return stored
         if self.operation == "attention":
             return stored + 2 * self.query_bytes
+        if self.operation == "backward":
+            return 2 * stored + 4 * self.query_bytes
         if self.operation == "weights":
             return stored // 2 + self.weight_bytes
         moved = 2 * sum(tokens) * self.num_kv_heads * self.head_dim * ELEMENT_BYTES[self.dtype]
@@ -384,6 +392,13 @@ def weights_case(rows: Rows | Spread, **changes: Any) -> Case:
     """The weights of decode with 32/8 heads of 128, bf16, over pages of 16."""
     shape: dict[str, Any] = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128, "page_size": 16}
     return Case(**shape | changes, lengths=rows, operation="weights")
+
+
+def backward_case(rows: Rows, **changes: Any) -> Case:
+    """The backward of as many query rows as a request has keys, 32/8 heads of 128, bf16, contiguous; rows of one length."""
+    shape: dict[str, Any] = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128, "page_size": 0, "q_len": rows.groups[0][1]}
+    table = {} if changes.get("page_size") else {"table_format": "none"}
+    return Case(**shape | table | changes, lengths=rows, operation="backward")
 
 
 def attention_case(rows: Rows | Mixed, **changes: Any) -> Case:

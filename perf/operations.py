@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from perf.append_inputs import judge_append, make_append_inputs
+from perf.backward import judge_backward
 from perf.cases import Operation
 from perf.correctness import GateResult, Tolerance, judge_attention
 from perf.inputs import make_inputs
@@ -32,4 +33,5 @@ PROCEDURES: dict[Operation, Procedure] = {
     "attention": Procedure(make_inputs, judge_attention, has_query=True),
     "append": Procedure(make_append_inputs, judge_append, has_query=False),
     "weights": Procedure(make_inputs, judge_weights, has_query=True),
+    "backward": Procedure(make_inputs, judge_backward, has_query=False),
 }

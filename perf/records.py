@@ -98,7 +98,7 @@ class Record:
         lengths = self.case.lengths
         if self.case.operation == "append":
             return f"append {short(self.case.batch_size)}"
-        what = "weights " if self.case.operation == "weights" else ""
+        what = f"{self.case.operation} " if self.case.operation in ("weights", "backward") else ""
         if isinstance(lengths, Mixed):
             return " + ".join(f"{count} x {short(tokens)} q{q_rows}" for count, tokens, q_rows in lengths.groups)
         if isinstance(lengths, Rows):

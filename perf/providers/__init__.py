@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from perf.cases import PLAIN
 from perf.providers.append import Copy, OursAppend, OursSm80Append
+from perf.providers.backward import FlashAttention4Backward, OursBackward, OursSm80Backward
 from perf.providers.base import Candidate, CompilesAhead, NotSupported, Provider
 from perf.providers.flash_attention import FlashAttention3, FlashAttention3Attention
 from perf.providers.flash_attention_4 import FlashAttention4
@@ -30,7 +31,8 @@ PEER_ATTENDERS: tuple[type[Provider], ...] = (
 ATTENDERS: tuple[type[Provider], ...] = (*OURS_ATTENDING, *FLOORS_OF_ATTENTION, *PEER_ATTENDERS)
 APPENDERS: tuple[type[Provider], ...] = (OursAppend, OursSm80Append, Copy)
 WEIGHERS: tuple[type[Provider], ...] = (OursWeights, OursSm80Weights, ReadWeights)
-ALL = (*DECODERS, *ATTENDERS, *APPENDERS, *WEIGHERS)
+GRADERS: tuple[type[Provider], ...] = (OursBackward, OursSm80Backward, FlashAttention4Backward)
+ALL = (*DECODERS, *ATTENDERS, *APPENDERS, *WEIGHERS, *GRADERS)
 PROVIDERS: dict[str, type[Provider]] = {cls.name: cls for cls in DECODERS}
 PROVIDER_NAMES = tuple(dict.fromkeys(cls.name for cls in ALL))
 

@@ -1,0 +1,101 @@
+"""Attention's backward: the cases with their bars, what a run is given, and the gate, row by row against f64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+import cute_kernels as ck
+from perf.cases import Bar, Case, backward_case, fixed
+from perf.correctness import GateResult, Tolerance
+from perf.inputs import Inputs, InputSet
+
+K = 1024
+HALF_OF_FA4 = Bar("ratio", 2.0, beside="fa4")  # deterministic, both
+CHUNK_ROWS = 512  # query rows that the gate compares with at once
+
+
+class Gradients(NamedTuple):
+    """dq as q, dk and dv as the caches."""
+
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+
+
+def backward_cases() -> dict[Case, Bar | None]:
+    """Prompts of one request, causal: contiguous, then over pages, which have no bar of their own."""
+    found: dict[Case, Bar | None] = {backward_case(fixed(1, tokens)): HALF_OF_FA4 for tokens in (8 * K, 16 * K)}
+    for heads, head_dim in ((64, 64), (16, 256)):
+        found[backward_case(fixed(1, 8 * K), num_heads=heads, head_dim=head_dim)] = HALF_OF_FA4
+    for page in (64, 16):
+        found[backward_case(fixed(1, 8 * K), page_size=page)] = None
+    return found
+
+
+def backward_descriptor(inputs: Inputs, attention: ck.PagedAttentionDescriptor) -> ck.PagedAttentionBackwardDescriptor:
+    """The descriptor of a case whose attention is described."""
+    if inputs.pages is not None:
+        attention = replace(attention, num_pages=len(inputs.sets[0].k), max_pages=inputs.pages.table.shape[1])
+    return ck.PagedAttentionBackwardDescriptor(attention)
+
+
+def dout_of(inputs: Inputs, index: int) -> Tensor:
+    """The gradient of out on set `index`, normal."""
+    q = inputs.sets[index].q
+    generator = torch.Generator(q.device).manual_seed(index)
+    return torch.randn(q.shape, device=q.device, generator=generator).to(q.dtype)
+
+
+def judge_backward(inputs: Inputs, index: int, call: Callable[[], Gradients], tolerance: Tolerance) -> GateResult:
+    """The verdict on a result on set `index`: every row of the first and the last request and KV head by itself, beside f64.
+
+    A row is allowed ulps of its own 2-norm and of the rows' mean: dQ of a row with few keys is a difference of far larger terms,
+    one of which, delta, comes from an out that has been rounded. used: the largest part of its allowance that a row has used,
+    above 1 where it fails.
+    """
+    case, result, worst, where = inputs.case, call(), 0.0, ""
+    gradients = Inputs(case, (InputSet(result.dq, result.dk, result.dv),), inputs.pages)
+    units = (tolerance.norm_factor + tolerance.norm_ulps) * torch.finfo(result.dq.dtype).eps
+    group = case.num_heads // case.num_kv_heads
+    for row in {0, case.batch_size - 1}:
+        dk, dv = gradients.row(0, row)
+        for head in {0, case.num_kv_heads - 1}:
+            dq = result.dq[row, :, head * group : (head + 1) * group]
+            exacts = exact_gradients(inputs, index, row, head)
+            for name, got, exact in zip(Gradients._fields, (dq, dk[head], dv[head]), exacts, strict=True):
+                norms = exact.norm(dim=-1)
+                allowed = units * (norms + norms.mean())
+                used = float(((got.double() - exact).norm(dim=-1) / allowed).nan_to_num(nan=torch.inf).amax())
+                if used > worst:
+                    worst, where = used, f"{name} of row {row}, KV head {head} of set {index}"
+    reason = f"{where}: an error of {worst:.3g} times what is allowed" if worst > 1 else ""
+    return GateResult(None, None, None, worst <= 1, reason, tolerance=tolerance, used=worst)
+
+
+def exact_gradients(inputs: Inputs, index: int, row: int, head: int) -> tuple[Tensor, Tensor, Tensor]:
+    """dq [q_len, group, head_dim], dk and dv [tokens, head_dim] of a request and KV head, f64, by torch.autograd."""
+    group = inputs.case.num_heads // inputs.case.num_kv_heads
+    mine = slice(head * group, (head + 1) * group)
+    q, dout = (t[row, :, mine].double() for t in (inputs.sets[index].q, dout_of(inputs, index)))
+    k, v = (t[head].double().requires_grad_() for t in inputs.row(index, row))
+    parts, dk, dv = [], torch.zeros_like(k), torch.zeros_like(v)
+    for rows in chunks(len(q)):
+        own = q[rows].requires_grad_()
+        scores = torch.einsum("ngd,td->gnt", own, k) * inputs.softmax_scale
+        last = torch.arange(rows.start, rows.stop, device=k.device)[:, None] + (len(k) - len(q))
+        weights = scores.masked_fill(torch.arange(len(k), device=k.device) > last, -torch.inf).softmax(-1)
+        out = torch.einsum("gnt,td->ngd", weights, v)
+        of_q, of_k, of_v = torch.autograd.grad(out, (own, k, v), dout[rows])
+        parts.append(of_q)
+        dk, dv = dk + of_k, dv + of_v
+    return torch.cat(parts), dk, dv
+
+
+def chunks(rows: int) -> Iterator[slice]:
+    """The rows in slices of at most CHUNK_ROWS."""
+    return (slice(begin, min(begin + CHUNK_ROWS, rows)) for begin in range(0, rows, CHUNK_ROWS))
