@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from ..config.backward import ROW_BYTES
 from ..config.problem import LseBase, TableFormat
@@ -93,8 +94,9 @@ class PagedAttention(torch.autograd.Function):
         return out, lse
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dout: Any, _: Any) -> Any:
-        """The gradients of q, K, V and the sinks; those of keys that no query row sees are zeros."""
+        """The gradients of q, K, V and the sinks; those of keys that no query row sees are zeros. They have none themselves."""
         q, k, v, out, lse, *tables, indptr, slopes, sinks = ctx.saved_tensors
         dq, dk, dv = q.new_zeros(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
         dsinks = None if sinks is None else torch.empty_like(sinks)

@@ -174,6 +174,13 @@ def test_a_cache_that_changes_before_the_backward_is_noticed() -> None:
         out.sum().backward()
 
 
+def test_gradients_have_no_gradients() -> None:
+    given = operands()
+    (dq,) = torch.autograd.grad(ck.paged_attention(**given)[0].square().sum(), given["q"], create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        dq.sum().backward()
+
+
 def test_a_compiled_call_is_differentiable() -> None:
     """Traced, both are torch ops."""
     generator = torch.Generator().manual_seed(3)
