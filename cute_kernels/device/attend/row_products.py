@@ -11,8 +11,8 @@ from cutlass import Boolean, Float32, Int32
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
 from ...config.backward import BackwardSpec
-from ...config.problem import UNIT_BYTES
-from ...config.tiling import MMA_K, TILE_M, WARPGROUP, WARPGROUP_M
+from ...config.problem import MMA_K, UNIT_BYTES
+from ...config.tiling import TILE_M, WARPGROUP, WARPGROUP_M
 from ..elements import ELEMENT_TYPES
 from ..mainloop.tile import columns, swizzled, transposed
 from ..ptx.registers import LANES, quotient, remainder

@@ -14,6 +14,7 @@ from cutlass import Boolean, Int32, Int64
 
 from ...config.decode import KernelSpec
 from ..attend.query_rows import KvRange, Queries, Row, inspect_queries, open_queries
+from ..ptx.registers import LANES
 from .status import INDPTR_FAULT, LENGTH_FAULT, PAGE_FAULT, report
 from .unsettled import Unsettled
 
@@ -194,6 +195,14 @@ def inspect_row(spec: cutlass.Constexpr, tables: tuple, k: cute.Tensor | None, r
         start, stop = tables[0][row], tables[0][row + 1]
         if start < 0 or stop < start or stop > Int32(k.shape[2]):
             report(status, row, INDPTR_FAULT, start)
+
+
+@cute.jit
+def inspect_requests(spec: cutlass.Constexpr, rows: Rows, batch: Int32, status: Int64):
+    """Reports what open_row has to correct of any request: a warp of each CTA takes its part of the batch."""
+    first = cute.arch.block_idx()[0] * LANES + cute.arch.lane_idx()
+    for row in cutlass.range(first, batch, cute.arch.grid_dim()[0] * LANES, unroll=1):
+        inspect_request(spec, rows, row, status)
 
 
 @cute.jit
