@@ -65,10 +65,12 @@ class TmaMainloop:
         self.boxes = spec.tile_n // spec.box_rows
         # at a full barrier: K and V, a lane's scales, their flags; scales come with K where V has barriers of its own
         self.arrivals = 1 + (32 + 1 if spec.token_scales else 0), 1
-        readers = spec.readers  # at an empty one: each lane has read scales, one alone the holes
+        readers = spec.readers
         widening = WIDENING_WARPS if spec.widens_tiles else 0
-        self.releases = readers * (32 if spec.token_scales else 1) + widening, readers + widening
         self.zeroes_alone = readers > 1 and spec.wide[1] is None
+        # at an empty one: each lane for scales, or V's elements, that it read itself, one alone where ldmatrix reads for all
+        self.all_release = spec.token_scales > 0 or (spec.splits and self.zeroes_alone)
+        self.releases = readers * (LANES if self.all_release else 1) + widening, readers + widening
 
     def operands(self, k: cute.Tensor, v: cute.Tensor) -> tuple:
         """(K atom, K coordinates, V atom, V coordinates) of caches [pages, heads, slots, head_dim] in any strides."""
@@ -363,7 +365,7 @@ class TmaMainloop:
             if has_outside(spec, place):
                 cute.arch.fence_proxy("async.shared", space="cta")  # zeroed V rows, before TMA writes the stage again
             cute.arch.sync_warp()
-            if cutlass.const_expr(spec.token_scales > 0):
+            if cutlass.const_expr(self.all_release):
                 cute.arch.mbarrier_arrive(empty_barrier(spec, shared, stage))
             else:
                 with cute.arch.elect_one():
