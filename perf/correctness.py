@@ -38,6 +38,9 @@ class Tolerance:
 
 
 OURS = Tolerance()
+OURS_F32 = Tolerance(
+    norm_ulps=4, element_ulps=6
+)  # products by parts: exp2 and a reciprocal cost 4 ulp of 2**-24 (docs/design.md)
 EXACT = Tolerance(0, 0, 0, 0)  # of an append: every byte
 PEERS = Tolerance(4, 8, 4, 8)  # their own choices of precision: this catches wrong answers only
 FP8_QUERY = replace(PEERS, relative=0.1)  # peers that round q, or q and P, to e4m3: 0.02 to 0.035 was measured

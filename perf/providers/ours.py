@@ -17,7 +17,7 @@ from cute_kernels.compile.kernels import compile_ahead
 from cute_kernels.config.decode import DecodeConfig, KernelSpec
 from cute_kernels.planning.variants import DeviceFacts, VariantArch
 from perf.cases import PARTS, PLAIN, Case, Operation
-from perf.correctness import OURS, Tolerance
+from perf.correctness import OURS, OURS_F32, Tolerance
 from perf.inputs import DTYPES, Inputs, InputSet, Pages
 from perf.providers.base import Candidate, NotSupported, Result, require
 from perf.storage import storage
@@ -47,7 +47,8 @@ class Ours:
         again: Callable[..., object] = type(plan).select
         select = partial(again, plan.descriptor, plan.device, ck.PlanPreference(arch=self.arch))  # of a known descriptor
         host: dict[str, Callable[[], object]] = {"run": calls[0], "select": select}
-        return [Candidate(calls, {"sku": plan.sku, "workspace_bytes": plan.workspace_size()}, host)]
+        facts = {"sku": plan.sku, "workspace_bytes": plan.workspace_size()}
+        return [Candidate(calls, facts, host, tolerance=OURS_F32 if inputs.case.dtype == "f32" else None)]
 
     def compile_ahead(self, cases: Sequence[Case]) -> None:
         """As CompilesAhead."""
