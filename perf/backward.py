@@ -55,23 +55,22 @@ def dout_of(inputs: Inputs, index: int) -> Tensor:
 def judge_backward(inputs: Inputs, index: int, call: Callable[[], Gradients], tolerance: Tolerance) -> GateResult:
     """The verdict on a result on set `index`: every row of the first and the last request and KV head by itself, beside f64.
 
-    A row's error in 2-norm is bounded by that of PyTorch's autograd in the same dtype, by ulps of the exact row, and by what f32
-    leaves where large terms cancel: dQ of a row with one key is zero. used: the largest part of its allowance that a row has
-    used, above 1 where it fails.
+    A row's error in 2-norm is bounded by ulps of the exact row, by what an out does that is off by an ulp, as out is where a
+    backward is given it, and by what f32 leaves where large terms cancel: dQ of a row with one key is zero. used: the largest
+    part of its allowance that a row has used, above 1 where it fails.
     """
     case, result, worst, where = inputs.case, call(), 0.0, ""
     gradients = Inputs(case, (InputSet(result.dq, result.dk, result.dv),), inputs.pages)
-    dtype, group = result.dq.dtype, case.num_heads // case.num_kv_heads
+    units = (tolerance.norm_factor + tolerance.norm_ulps) * torch.finfo(result.dq.dtype).eps
+    group = case.num_heads // case.num_kv_heads
     for row in {0, case.batch_size - 1}:
         dk, dv = gradients.row(0, row)
         for head in {0, case.num_kv_heads - 1}:
             dq = result.dq[row, :, head * group : (head + 1) * group]
-            exacts, others = (gradients_in(d, inputs, index, row, head) for d in (torch.float64, dtype))
-            for name, got, exact, same in zip(Gradients._fields, (dq, dk[head], dv[head]), exacts, others, strict=True):
-                norms, theirs = exact.norm(dim=-1), (same.double() - exact).norm(dim=-1)
-                allowed = (
-                    tolerance.norm_factor * theirs + tolerance.norm_ulps * torch.finfo(dtype).eps * norms + CANCELS * norms.mean()
-                )
+            exacts, moved = exact_gradients(inputs, index, row, head)
+            for name, got, exact, floor in zip(Gradients._fields, (dq, dk[head], dv[head]), exacts, moved, strict=True):
+                norms = exact.norm(dim=-1)
+                allowed = units * norms + floor + CANCELS * norms.mean()
                 used = float(((got.double() - exact).norm(dim=-1) / allowed).nan_to_num(nan=torch.inf).amax())
                 if used > worst:
                     worst, where = used, f"{name} of row {row}, KV head {head} of set {index}"
@@ -79,27 +78,31 @@ def judge_backward(inputs: Inputs, index: int, call: Callable[[], Gradients], to
     return GateResult(None, None, None, worst <= 1, reason, tolerance=tolerance, used=worst)
 
 
-def gradients_in(dtype: torch.dtype, inputs: Inputs, index: int, row: int, head: int) -> tuple[Tensor, Tensor, Tensor]:
-    """dq [q_len, group, head_dim], dk and dv [tokens, head_dim] of a request and KV head by torch.autograd, computed in `dtype`.
+def exact_gradients(inputs: Inputs, index: int, row: int, head: int) -> tuple[Gradients, Gradients]:
+    """(dq [q_len, group, head_dim], dk and dv [tokens, head_dim] of a request and KV head, f64; how far an out moves them).
 
-    dk and dv are summed over slices of the query rows in f32 or more.
+    dS = P (dP - delta), delta = rowsum(dout * out) (FlashAttention-2, Dao 2023, section 3.1). Moved: 2-norms of rows, of an out
+    whose every element is off by an ulp, one independent of the other.
     """
-    group = inputs.case.num_heads // inputs.case.num_kv_heads
-    mine = slice(head * group, (head + 1) * group)
-    q, dout = (t[row, :, mine].to(dtype) for t in (inputs.sets[index].q, dout_of(inputs, index)))
-    k, v = (t[head].to(dtype).requires_grad_() for t in inputs.row(index, row))
-    dk, dv = (torch.zeros_like(t, dtype=torch.promote_types(dtype, torch.float32)) for t in (k, v))
-    parts = []
+    group, scale = inputs.case.num_heads // inputs.case.num_kv_heads, inputs.softmax_scale
+    mine, given = slice(head * group, (head + 1) * group), inputs.sets[index].q
+    q, dout = (t[row, :, mine].double() for t in (given, dout_of(inputs, index)))
+    k, v = (t[head].double() for t in inputs.row(index, row))
+    exact = Gradients(torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v))
+    moved = Gradients(*(torch.zeros_like(t[..., 0]) for t in exact))
     for rows in chunks(len(q)):
-        own = q[rows].requires_grad_()
-        scores = torch.einsum("ngd,td->gnt", own, k) * inputs.softmax_scale
         last = torch.arange(rows.start, rows.stop, device=k.device)[:, None] + (len(k) - len(q))
+        scores = torch.einsum("ngd,td->gnt", q[rows], k) * scale
         weights = scores.masked_fill(torch.arange(len(k), device=k.device) > last, -torch.inf).softmax(-1)
-        out = torch.einsum("gnt,td->ngd", weights, v)
-        of_q, of_k, of_v = torch.autograd.grad(out, (own, k, v), dout[rows])
-        parts.append(of_q)
-        dk, dv = dk + of_k, dv + of_v
-    return torch.cat(parts), dk, dv
+        terms = dout[rows] * torch.einsum("gnt,td->ngd", weights, v)
+        dscores = weights * (torch.einsum("ngd,td->gnt", dout[rows], v) - terms.sum(-1).T[..., None]) * scale
+        exact.dq[rows] = torch.einsum("gnt,td->ngd", dscores, k)
+        exact.dk.add_(torch.einsum("gnt,ngd->td", dscores, q[rows]))
+        exact.dv.add_(torch.einsum("gnt,ngd->td", weights, dout[rows]))
+        off = torch.finfo(given.dtype).eps * scale * terms.norm(dim=-1)  # what delta is off by, [n, group]
+        moved.dq[rows] = off * torch.einsum("gnt,td->ngd", weights, k).norm(dim=-1)
+        moved.dk.add_(torch.einsum("gnt,ng->t", weights.square(), (off * q[rows].norm(dim=-1)).square()))
+    return exact, moved._replace(dk=moved.dk.sqrt())
 
 
 def chunks(rows: int) -> Iterator[slice]:
