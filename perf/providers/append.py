@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import ClassVar
 
@@ -13,36 +13,19 @@ from cute_kernels.planning.variants import VariantArch
 from perf.append_inputs import AppendInputs, append, append_descriptor
 from perf.cases import COPY, Operation
 from perf.correctness import EXACT, Tolerance
-from perf.providers.base import Candidate, NotSupported
+from perf.providers.base import Candidate
+from perf.providers.ours import OurPlan
 
 
-class OursAppend:
+class OursAppend(OurPlan):
     """The variant that a plan selects by itself."""
 
-    name: ClassVar[str] = "ours"
     operation: ClassVar[Operation] = "append"
-    arch: ClassVar[VariantArch | None] = None
     tolerance: ClassVar[Tolerance | None] = EXACT
-    reads_unused: ClassVar[bool] = False
-
-    def available(self) -> str | None:
-        return None
-
-    def version(self) -> str:
-        return ck.__version__
 
     def prepare(self, inputs: AppendInputs) -> Sequence[Candidate]:
-        device, preference = inputs.slots.device, ck.PlanPreference(arch=self.arch)
-        described = append_descriptor(inputs.case)
-        try:
-            plan = ck.KVAppendPlan.select(described, device, preference)
-        except ck.Unsupported as unsupported:
-            raise NotSupported(str(unsupported)) from unsupported
-        calls = [partial(append, plan, inputs, index) for index in range(len(inputs.sets))]
-        again: Callable[..., object] = ck.KVAppendPlan.select
-        select = partial(again, described, device, preference)  # of a known descriptor
-        host: dict[str, Callable[[], object]] = {"run": calls[0], "select": select}
-        return [Candidate(calls, {"sku": plan.sku}, host)]
+        plan = self.make(ck.KVAppendPlan, append_descriptor(inputs.case), inputs.slots.device)
+        return [self.candidate(plan, [partial(append, plan, inputs, index) for index in range(len(inputs.sets))])]
 
 
 class OursSm80Append(OursAppend):

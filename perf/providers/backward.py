@@ -12,44 +12,28 @@ import cute_kernels as ck
 from cute_kernels.planning.variants import VariantArch
 from perf.backward import Gradients, backward_descriptor, dout_of
 from perf.cases import Operation
-from perf.correctness import OURS, PEERS, Tolerance
+from perf.correctness import PEERS, Tolerance
 from perf.inputs import Inputs, InputSet
 from perf.providers.base import Candidate, NotSupported, require, require_storage
 from perf.providers.flash_attention_4 import FlashAttention4
-from perf.providers.ours import descriptor, table_of
+from perf.providers.ours import OurPlan, descriptor, table_of
 
 
-class OursBackward:
+class OursBackward(OurPlan):
     """The variant that a plan selects by itself. out and lse are what attention gives, made beforehand."""
 
-    name: ClassVar[str] = "ours"
     operation: ClassVar[Operation] = "backward"
-    arch: ClassVar[VariantArch | None] = None
-    tolerance: ClassVar[Tolerance | None] = OURS
-    reads_unused: ClassVar[bool] = False
-
-    def available(self) -> str | None:
-        return None
-
-    def version(self) -> str:
-        return ck.__version__
 
     def prepare(self, inputs: Inputs) -> Sequence[Candidate]:
         attention = descriptor(inputs.case)
         require(isinstance(attention, ck.PagedAttentionDescriptor), "one query row is decode")
-        device, preference = inputs.sets[0].q.device, ck.PlanPreference(arch=self.arch)
-        select: Callable[..., Any] = ck.PagedAttentionBackwardPlan.select
-        try:
-            described = backward_descriptor(inputs, attention)  # type: ignore[arg-type]
-            plan = select(described, device, preference)
-        except ck.Unsupported as unsupported:
-            raise NotSupported(str(unsupported)) from unsupported
+        described = backward_descriptor(inputs, attention)  # type: ignore[arg-type]
+        plan = self.make(ck.PagedAttentionBackwardPlan, described, inputs.sets[0].q.device)
         first, (table,) = inputs.sets[0], table_of(inputs)
         made = {"dq": first.q, "dk_cache": first.k, "dv_cache": first.v}
         kept = {name: torch.empty_like(like) for name, like in made.items()} | {"workspace": plan.new_workspace()}
         calls: list[Callable[[], Any]] = [gradients_of(plan, inputs, index, table, kept) for index in range(len(inputs.sets))]
-        host: dict[str, Callable[[], object]] = {"run": calls[0], "select": partial(select, described, device, preference)}
-        return [Candidate(calls, {"sku": plan.sku}, host)]
+        return [self.candidate(plan, calls)]
 
 
 class OursSm80Backward(OursBackward):

@@ -26,11 +26,10 @@ Plan: TypeAlias = "ck.PagedDecodePlan | ck.FlashDecodingPlan | ck.PagedAttention
 Descriptor: TypeAlias = "ck.PagedDecodeDescriptor | ck.FlashDecodingDescriptor | ck.PagedAttentionDescriptor"
 
 
-class Ours:
-    """The variant that a plan selects by itself."""
+class OurPlan:
+    """What the providers of this package share: a plan that chooses its variant by itself, or has it forced."""
 
     name: ClassVar[str] = "ours"
-    operation: ClassVar[Operation] = "decode"
     arch: ClassVar[VariantArch | None] = None
     tolerance: ClassVar[Tolerance | None] = OURS
     reads_unused: ClassVar[bool] = False
@@ -41,14 +40,32 @@ class Ours:
     def version(self) -> str:
         return ck.__version__
 
+    def make(self, plan: Any, described: Any, device: torch.device) -> Any:
+        """The plan of `described`, of the class `plan`. Raises NotSupported with the plan's own reasons."""
+        try:
+            return self.choose(plan, described, device, ck.PlanPreference(arch=self.arch))
+        except ck.Unsupported as unsupported:
+            raise NotSupported(str(unsupported)) from unsupported
+
+    def choose(self, plan: Any, described: Any, device: torch.device, preference: ck.PlanPreference) -> Any:
+        """The same, which raises Unsupported."""
+        return plan.select(described, device=device, preference=preference)
+
+    def candidate(self, plan: Any, calls: Sequence[Callable[[], Any]], tolerance: Tolerance | None = None) -> Candidate:
+        """The runs of a plan, with the host's time of one and of `select` where the descriptor is known."""
+        select = partial(type(plan).select, plan.descriptor, plan.device, ck.PlanPreference(arch=self.arch))
+        detail = {"sku": plan.sku, "workspace_bytes": plan.workspace_size()}
+        return Candidate(calls, detail, {"run": calls[0], "select": select}, tolerance=tolerance)
+
+
+class Ours(OurPlan):
+    """Decode."""
+
+    operation: ClassVar[Operation] = "decode"
+
     def prepare(self, inputs: Inputs) -> Sequence[Candidate]:
         plan = self.select(inputs)
-        calls = bind(plan, inputs, *results_of(inputs))
-        again: Callable[..., object] = type(plan).select
-        select = partial(again, plan.descriptor, plan.device, ck.PlanPreference(arch=self.arch))  # of a known descriptor
-        host: dict[str, Callable[[], object]] = {"run": calls[0], "select": select}
-        facts = {"sku": plan.sku, "workspace_bytes": plan.workspace_size()}
-        return [Candidate(calls, facts, host, tolerance=OURS_F32 if inputs.case.dtype == "f32" else None)]
+        return [self.candidate(plan, bind(plan, inputs, *results_of(inputs)), OURS_F32 if inputs.case.dtype == "f32" else None)]
 
     def compile_ahead(self, cases: Sequence[Case]) -> None:
         """As CompilesAhead."""
@@ -57,17 +74,10 @@ class Ours:
         compile_ahead(spec for spec in chosen if spec is not None)
 
     def select(self, inputs: Inputs) -> Plan:
-        """The plan for the case of `inputs`. Raises NotSupported with the plan's own reasons."""
+        """The plan for the case of `inputs`. Raises NotSupported."""
         described = descriptor(inputs.case)
-        try:
-            return self.make(plan_class(described), described, inputs.sets[0].q.device, ck.PlanPreference(arch=self.arch))
-        except ck.Unsupported as unsupported:
-            raise NotSupported(str(unsupported)) from unsupported
-
-    def make(self, plan: Any, described: Any, device: torch.device, preference: ck.PlanPreference) -> Plan:
-        """The plan of `described`, of the class `plan`."""
-        chosen: Plan = plan.select(described, device=device, preference=preference)
-        return chosen
+        plan: Plan = self.make(plan_class(described), described, inputs.sets[0].q.device)
+        return plan
 
 
 class OursSm80(Ours):
@@ -142,10 +152,9 @@ class Configured(Ours):
     def __init__(self, config: DecodeConfig | None) -> None:
         self.config = config
 
-    def make(self, plan: Any, described: Any, device: torch.device, preference: ck.PlanPreference) -> Plan:
+    def choose(self, plan: Any, described: Any, device: torch.device, preference: ck.PlanPreference) -> Any:
         with tuned.forced(self.config):  # made anew: `select` would remember it
-            chosen: Plan = plan(described, device, preference)
-        return chosen
+            return plan(described, device, preference)
 
 
 def results_of(inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:

@@ -175,9 +175,9 @@ def test_a_configured_plan_runs_what_it_is_told(pretend_h200) -> None:
     case = replace(CASE, head_dim=128)
     heuristic = task_of(case, H200).heuristic
     plan = ck.PagedDecodePlan
-    told = Configured(FASTER).make(plan, paged_descriptor(case), CPU, ck.PlanPreference())
+    told = Configured(FASTER).make(plan, paged_descriptor(case), CPU)
     assert told.sku.config == FASTER != heuristic
-    assert Configured(None).make(plan, paged_descriptor(case), CPU, ck.PlanPreference()).sku.config == heuristic
+    assert Configured(None).make(plan, paged_descriptor(case), CPU).sku.config == heuristic
     assert plan.select(paged_descriptor(case), device=CPU).sku.config == heuristic  # nothing of it is remembered
     assert heuristics.choose(descriptor(case).problem, "sm90", "sm_90a", 132) == heuristic
 

@@ -15,7 +15,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64
 
 from ...config.decode import LINE_BYTES, KernelSpec
-from ...config.problem import MMA_K, UNIT_BYTES
+from ...config.problem import MMA_K, UNIT_BYTES, ElementType
 from ...config.tiling import TILE_M, WARPGROUP, WARPGROUP_M
 from ..elements import ELEMENT_TYPES
 from ..mainloop.tile import columns, swizzle, swizzled
@@ -51,6 +51,19 @@ def fragments(tensor: cute.Tensor) -> cute.Tensor:
     """Registers [element, step] as A fragments ((2, 2, 2), 1, step)."""
     steps = cute.size(tensor) // FRAGMENT
     return cute.make_tensor(tensor.iterator, cute.make_layout(((2, 2, 2), 1, steps), stride=((1, 2, 4), 0, FRAGMENT)))
+
+
+def load_fragment(address: Int32, element_type: ElementType) -> cute.Tensor:
+    """The A fragment of a k16 step. address: in lane l of row l % 16, column 8 (l // 16), in shared memory."""
+    found = cute.arch.inline_ptx(
+        "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
+        write_only_types=[Int32] * 4,
+        read_only_args=[Int32(address)],
+    )
+    words = cute.make_rmem_tensor(FRAGMENT // 2, Int32)
+    for i in range(FRAGMENT // 2):
+        words[i] = found[i]
+    return fragments(cute.recast_tensor(words, ELEMENT_TYPES[element_type]))[None, None, 0]
 
 
 def place_of(spec: KernelSpec, row: Int32, column: Int32) -> tuple | Int32:

@@ -11,11 +11,10 @@ from cutlass import Float32, Int32
 from ...config.problem import MMA_K
 from ...config.tiling import TILE_M
 from ...config.weights import WeightsSpec
-from ..elements import ELEMENT_TYPES
 from ..mainloop.tile import swizzled
 from ..ptx.cp_async import copy_async
 from ..ptx.registers import quotient, remainder
-from .pack_gqa import FRAGMENT, PAIR_BYTES, fragments, lane_columns
+from .pack_gqa import PAIR_BYTES, lane_columns, load_fragment
 from .query_range import rescale
 from .warp_mma import KeyProducts
 
@@ -99,15 +98,7 @@ class HeadProducts(KeyProducts):
         return packed_head(self.spec, kv_head, row_tile * TILE_M + remainder(self.lane, TILE_M))
 
     def query_step(self, query: Int32, step: int) -> cute.Tensor:
-        """The A fragment of one k16 step: lane l reads the row l % 16 of the matrices of columns l // 16."""
+        """The A fragment of one k16 step."""
         column = step * MMA_K * self.spec.q_bytes + quotient(self.lane, TILE_M) * HALF_BYTES
         address = self.base + swizzled(self.spec.heads_shape, 0, query, column)
-        found = cute.arch.inline_ptx(
-            "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
-            write_only_types=[Int32] * 4,
-            read_only_args=[Int32(address)],
-        )
-        words = cute.make_rmem_tensor(FRAGMENT // 2, Int32)
-        for i in range(FRAGMENT // 2):
-            words[i] = found[i]
-        return fragments(cute.recast_tensor(words, ELEMENT_TYPES[self.spec.k_math]))[None, None, 0]
+        return load_fragment(address, self.spec.k_math)

@@ -16,7 +16,7 @@ from ...config.tiling import TILE_M, WARPGROUP, WARPGROUP_M
 from ..elements import ELEMENT_TYPES
 from ..mainloop.tile import columns, swizzled, transposed
 from ..ptx.registers import LANES, quotient, remainder
-from .pack_gqa import FRAGMENT, fragments
+from .pack_gqa import fragments, load_fragment
 from .query_heads import HALF_BYTES
 from .query_range import pack
 from .warp_mma import TileReader, make_mma
@@ -59,19 +59,11 @@ class RowProducts:
         """All that was started is there but the last `pending` products: mma.sync leaves none under way."""
 
     def row_fragment(self, which: int, step: int) -> cute.Tensor:
-        """The A fragment of one k16 step: lane l reads row l % 16 of the matrices of columns l // 16."""
+        """The A fragment of one k16 step."""
         shape, row_bytes = self.spec.resident, self.spec.resident.column_block * UNIT_BYTES
         block, within = divmod(step * MMA_K * UNIT_BYTES, row_bytes)
         address = (self.addresses[which] ^ within) + block * shape.tile_n * row_bytes
-        found = cute.arch.inline_ptx(
-            "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
-            write_only_types=[Int32] * 4,
-            read_only_args=[Int32(address)],
-        )
-        words = cute.make_rmem_tensor(FRAGMENT // 2, Int32)
-        for i in range(FRAGMENT // 2):
-            words[i] = found[i]
-        return fragments(cute.recast_tensor(words, ELEMENT_TYPES[self.spec.element_type]))[None, None, 0]
+        return load_fragment(address, self.spec.element_type)
 
 
 class WarpgroupRowProducts:
