@@ -15,7 +15,7 @@ import cute_kernels as ck
 from tests.support import attention_harness as several
 from tests.support.attention_cases import CASES as ATTENTION_CASES
 from tests.support.attention_cases import F32_CASES, Case, make_attention
-from tests.support.harness import BACKENDS, assert_bitwise, assert_close, attend, device_of, run, select
+from tests.support.harness import BACKENDS, ONE_CALL, assert_bitwise, assert_close, attend, device_of, run, select
 from tests.support.inputs import CASES as DECODE_CASES
 from tests.support.inputs import MIXED, NAN, Shape, make_inputs
 from tests.support.storage import magnitudes
@@ -193,11 +193,9 @@ def test_long_rows_are_as_exact_as_pytorch(shift: float, head_dim: int, backend:
         assert (lse[row] - exact_lse).abs().max() <= 1e-5 * exact_lse.abs().max().clamp(min=1)
 
 
-@EVERY_BACKEND
+@pytest.mark.parametrize("backend", ONE_CALL)
 def test_one_call_and_its_views(backend: str) -> None:
     """decode_attention and paged_attention, over NHD pages, give what the plan does."""
-    if backend == "sm80":
-        pytest.skip("one call takes the first variant that serves: tests of the plans force this one")
     shape = Shape(lengths=(129, 40, 0), head_dim=64, order="NHD", dtype=F32)
     inputs = make_inputs(shape, device_of(backend))
     expected = run(select(shape, backend), inputs)

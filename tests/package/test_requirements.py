@@ -21,7 +21,7 @@ from cute_kernels.kv import geometry
 from cute_kernels.planning.variants import PRETEND
 from tests.support import attention_harness as several
 from tests.support.attention_cases import case, make_attention
-from tests.support.harness import BACKENDS, assert_bitwise, assert_close, attend, device_of, run, select
+from tests.support.harness import BACKENDS, ONE_CALL, assert_bitwise, assert_close, attend, device_of, run, select
 from tests.support.inputs import Inputs, Shape, make_inputs
 
 F16, BF16, F32, I32 = torch.float16, torch.bfloat16, torch.float32, torch.int32
@@ -256,13 +256,11 @@ def fp8_result(exact: Tensor, dtype: torch.dtype) -> Tensor:
     return half_a_step + 2.0**-8 * exact.abs() + 2.0**-10 * exact.abs().amax(-1, keepdim=True)
 
 
-@EVERY_BACKEND
+@pytest.mark.parametrize("backend", ONE_CALL)
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=["e4m3", "e5m2"])
 @pytest.mark.parametrize("scaled", [False, True], ids=["plain", "scaled"])
 def test_r3_fp8_forward(scaled: bool, dtype: torch.dtype, backend: str) -> None:
     """q, K, V and O of one fp8 type, with a scale each: against f64 on the real values, within half a step of O's type."""
-    if backend == "sm80":
-        pytest.skip("one call takes the first variant that serves")
     kv_dtype = E4M3 if dtype == torch.float8_e4m3fn else E5M2
     row = case("fp8", {"lengths": (5, 64, 200), "head_dim": 64, "kv_dtype": kv_dtype}, q_lens=(3, 1, 5), max_q_len=5)
     inputs = make_attention(row, device_of(backend))

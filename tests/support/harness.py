@@ -21,6 +21,7 @@ BACKENDS = [
     pytest.param("sm90", id="sm90", marks=pytest.mark.gpu),
     pytest.param("sm80", id="sm80", marks=pytest.mark.gpu),
 ]
+ONE_CALL = [backend for backend in BACKENDS if backend.id != "sm80"]  # one call takes the first variant that serves
 
 
 def select(shape: Shape, backend: str, **preference: object) -> ck.PagedDecodePlan | ck.FlashDecodingPlan:
