@@ -196,7 +196,7 @@ APPENDS = (
     ("sm90", replace(APPEND, num_tokens=2**16, num_kv_heads=8)),  # several rows a thread
 )
 
-# names of weights_cases, by backend
+# names of backward_cases, and of weights_cases, by backend
 BACKWARDS = {
     "sm90": ("everything", "everything_f16_base2", "csr", "d256", "prefill_d128", "uniform_strided_everything"),
     "sm80": ("everything", "page_5_d40", "group_5_d96", "lengths_nhd_everything"),

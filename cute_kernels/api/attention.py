@@ -155,9 +155,8 @@ def paged_attention(
     if tree_mask is not None and tree_mask.dim() != 2:
         raise InvalidProblem("tree_mask.shape", tuple(tree_mask.shape), "must be [total_q, ceil(max_q_len / 32)]")
     total_q = plan_cache.query_rows(q, qo_indptr)
-    masks = (causal, window_left, window_right, softcap)
+    masks, table = (causal, window_left, window_right, softcap), table_of(page_table, seq_lens)
     if gradients.wants_gradients(q, k_cache, v_cache, sinks, alibi_slopes, k_scale, v_scale):
-        table = table_of(page_table, seq_lens)
         forms = (table.format, max_q_len, masks, softmax_scale, layout, lse_base, max_seq_len)
         call = gradients.Call(table.operands, (qo_indptr, alibi_slopes), *forms)
         others = {"tree_mask": tree_mask, "k_scale": k_scale, "v_scale": v_scale, "out": out, "lse": lse}
@@ -166,7 +165,6 @@ def paged_attention(
         lse = q.new_empty((total_q, q.shape[-2]), dtype=torch.float32)
     if out is None:
         out = q.new_empty(q.shape)
-    table = table_of(page_table, seq_lens)
     if table.format in ("lengths", "none") and layout == "NHD":
         k_scale, v_scale = head_major(k_scale), head_major(v_scale)
     extras = (qo_indptr, tree_mask, alibi_slopes, sinks)

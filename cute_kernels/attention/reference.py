@@ -22,7 +22,7 @@ from ..checks.fields import MAX_EXTENT
 from ..config.decode import LOG2_E
 from ..config.modifiers import UNMODIFIED, Modifiers, QueryForm
 from ..config.problem import LseBase
-from ..kv.faults import Span, first_fault, first_query_fault, record
+from ..kv.faults import Fault, Span, first_fault, first_query_fault, record
 from ..kv.page_table import PAGED, PageTable, held
 from ..planning.variants import Launch
 from .descriptors import TREE_WORD_BITS, DecodeProblem
@@ -170,19 +170,21 @@ def cpu_variant(problem: DecodeProblem) -> Launch:
         k, v = operands.k_cache.view(k_dtype), operands.v_cache.view(v_dtype)  # fp8 comes as bytes
         operands = operands._replace(k_cache=k, v_cache=v)
         _, span = attention(operands, table, scoring, problem.query, problem.max_q_len, extras)
-        _record_faults(status, operands, table, span, extras.qo_indptr, problem.max_q_len)
+        fault = first_bad_row(operands.q, operands.k_cache, table, span, extras.qo_indptr, problem.max_q_len)
+        if fault is not None:
+            record(status, fault)
 
     return launch
 
 
-def _record_faults(
-    status: Tensor, operands: Operands, table: PageTable, span: Span, qo_indptr: Tensor | None, max_q_len: int
-) -> None:
-    fault = None if qo_indptr is None else first_query_fault(qo_indptr, len(operands.q), max_q_len)
+def first_bad_row(
+    q: Tensor, k_cache: Tensor, table: PageTable, span: Span, qo_indptr: Tensor | None, max_q_len: int
+) -> Fault | None:
+    """The first request whose metadata breaks a rule; synchronises. q, k_cache: as a kernel takes them."""
+    fault = None if qo_indptr is None else first_query_fault(qo_indptr, len(q), max_q_len)
     if fault is None and table.format != "none":
-        fault = first_fault(table, operands.k_cache.shape[2], operands.k_cache.shape[0], span=span)
-    if fault is not None:
-        record(status, fault)
+        fault = first_fault(table, k_cache.shape[2], k_cache.shape[0], span=span)
+    return fault
 
 
 def seen_by(scoring: Scoring, keys: Keys, position: int, old: int, tree: Tensor | None) -> Keys:

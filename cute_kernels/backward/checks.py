@@ -94,7 +94,8 @@ def check(rules: BackwardRules, operands: Operands) -> Passage:
     attention, problem, q = rules.attention, rules.attention.problem, operands.q
     check_query(attention, q)
     check_strides("q", q, rules.row_alignment)
-    _check_caches(attention, operands.k_cache, "k_cache", "v_cache", operands.v_cache)
+    check_cache(attention, "k_cache", operands.k_cache, problem.kv_dtype)
+    _check_like_k(attention, operands.k_cache, "v_cache", operands.v_cache)
     check_room(attention, operands.k_cache)
     check_rows(attention, (operands.table0, operands.table1, operands.table2))
     check_extras(attention, q, Extras(operands.qo_indptr, None, operands.alibi_slopes, operands.sinks))
@@ -110,7 +111,7 @@ def check(rules: BackwardRules, operands: Operands) -> Passage:
     check_tensor(attention.device, "lse", operands.lse, torch.float32)
     check_shape("lse", operands.lse, (total_q, problem.num_heads), "[total_q, num_heads]")
     for name in ("dk_cache", "dv_cache"):
-        _check_caches(attention, operands.k_cache, "k_cache", name, getattr(operands, name))
+        _check_like_k(attention, operands.k_cache, name, getattr(operands, name))
     _check_sinks(rules, operands.dsinks)
     _check_overlap(rules, operands)
     return _passage(rules, operands)
@@ -123,12 +124,11 @@ def check_run(rules: BackwardRules, operands: Operands) -> Passage:
     return passage
 
 
-def _check_caches(rules: Rules, k_cache: Any, k_name: str, name: str, cache: Any) -> None:
-    """K, then another cache of its extents."""
-    check_cache(rules, k_name, k_cache, rules.problem.kv_dtype)
+def _check_like_k(rules: Rules, k_cache: Any, name: str, cache: Any) -> None:
+    """Another cache of K's extents."""
     check_cache(rules, name, cache, rules.problem.kv_dtype)
     if cache.shape[rules.free_axis] != k_cache.shape[rules.free_axis]:
-        raise InvalidProblem(f"{name}.shape", tuple(cache.shape), f"must be {k_name}'s, {tuple(k_cache.shape)}")
+        raise InvalidProblem(f"{name}.shape", tuple(cache.shape), f"must be k_cache's, {tuple(k_cache.shape)}")
 
 
 def _check_sinks(rules: BackwardRules, dsinks: Any) -> None:

@@ -12,8 +12,6 @@ from ..errors import InvalidProblem, Unsupported
 from ..kv.page_table import PAGED
 from ..kv.types import QUERY_DTYPES
 
-CHAIN_WORDS = 3, 2  # int32 of a page, and of an entry of its table (device/kv/chains.py)
-
 
 @dataclass(frozen=True)
 class PagedAttentionBackwardDescriptor:

@@ -172,12 +172,14 @@ class PagedAttentionBackwardPlan(FlaggingPlan):
 
     def _check_metadata(self, operands: Operands) -> None:
         """Raises InvalidArgument for the first request whose metadata breaks a rule; synchronises."""
-        from .reference import first_bad_row, spans_of
+        from ..attention.reference import first_bad_row
+        from .reference import spans_of
 
         self._refuse_capture("validate")
         d = self.descriptor
         table = PageTable(d.attention.table_format, (operands.table0, operands.table1, operands.table2))
-        fault = first_bad_row(d, operands, table, spans_of(d, operands, table))
+        span, rows = spans_of(d, operands, table), (operands.qo_indptr, d.problem.max_q_len)
+        fault = first_bad_row(operands.q, operands.k_cache, table, span, *rows)
         if fault is not None:
             raise fault.error(table)
 

@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..attention.reference import Keys, Place, Scoring, find_tokens, real_values, scores_of, seen_by
+from ..attention.reference import Keys, Place, Scoring, find_tokens, first_bad_row, real_values, scores_of, seen_by
 from ..attention.requests import key_lengths, query_rows, seen_keys
 from ..config.decode import LOG2_E
 from ..config.modifiers import QueryForm
-from ..kv.faults import Fault, Span, first_fault, first_query_fault, record
+from ..kv.faults import Span, record
 from ..kv.page_table import PageTable
 from ..planning.variants import Launch
 from .checks import Operands
@@ -147,21 +147,11 @@ def cpu_variant(descriptor: PagedAttentionBackwardDescriptor) -> Launch:
         scoring = Scoring(d.scale, d.lse_base, *masks, operands.alibi_slopes, operands.sinks)
         keep = descriptor.unread == "untouched"
         span = backward(operands, table, scoring, problem.query, problem.max_q_len, keep)
-        fault = first_bad_row(descriptor, operands, table, span)
+        fault = first_bad_row(operands.q, operands.k_cache, table, span, operands.qo_indptr, problem.max_q_len)
         if fault is not None:
             record(status, fault)
 
     return launch
-
-
-def first_bad_row(descriptor: PagedAttentionBackwardDescriptor, operands: Operands, table: PageTable, span: Span) -> Fault | None:
-    """The first request whose metadata breaks a rule; synchronises. operands: as a kernel takes them."""
-    fault = None
-    if descriptor.problem.query == "ragged":
-        fault = first_query_fault(operands.qo_indptr, len(operands.q), descriptor.problem.max_q_len)
-    if fault is None and table.format != "none":
-        fault = first_fault(table, operands.k_cache.shape[2], operands.k_cache.shape[0], span=span)
-    return fault
 
 
 def spans_of(descriptor: PagedAttentionBackwardDescriptor, operands: Operands, table: PageTable) -> Span:

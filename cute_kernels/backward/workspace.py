@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from ..attention.workspace import end_of
+from ..config.backward import CHAIN_WORDS
 from ..planning.workspace import WorkspaceRegion
-from .descriptor import CHAIN_WORDS, PagedAttentionBackwardDescriptor
+from .descriptor import PagedAttentionBackwardDescriptor
 
 WORD_BYTES = 4
 

@@ -14,6 +14,7 @@ WHOLE_HEAD_DIM = 128  # above, dK and dV of 16 keys take more registers than a t
 MOST_EXPONENT = 1.0  # of a softmax weight, to base 2: the lse of the same run leaves none above 0 but by its rounding
 SHAPES = ((8, 64), (8, 32), (4, 64), (4, 32), (4, 16))  # warps and streamed rows of a CTA, the first that fits is taken
 CHAIN_THREADS = 1024  # of the CTA that chains the uses of shared pages
+CHAIN_WORDS = 3, 2  # int32 of a page, and of an entry of its table (device/kv/chains.py)
 SINK_WARPS = 8  # of a CTA that sums a head's gradient of its sink
 WORDS_BYTES = 1024  # shared memory of a CTA beside its tiles and their rows' numbers, alignment included
 WIDE_COLUMNS = 32  # that heads of wgmma are multiples of

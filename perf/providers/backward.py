@@ -14,7 +14,7 @@ from perf.backward import Gradients, backward_descriptor, dout_of
 from perf.cases import Operation
 from perf.correctness import PEERS, Tolerance
 from perf.inputs import Inputs, InputSet
-from perf.providers.base import Candidate, NotSupported, require, require_storage
+from perf.providers.base import Candidate, require, require_storage, try_once
 from perf.providers.flash_attention_4 import FlashAttention4
 from perf.providers.ours import OurPlan, descriptor, table_of
 
@@ -52,11 +52,13 @@ class FlashAttention4Backward(FlashAttention4):
     def prepare(self, inputs: Inputs) -> Sequence[Candidate]:
         require_storage(inputs.case)
         require(not inputs.case.page_size, "its backward takes no pages")
-        try:
-            calls: list[Callable[[], Any]] = [self.gradients(inputs, index, s) for index, s in enumerate(inputs.sets)]
+        calls: list[Callable[[], Any]] = []
+
+        def make() -> None:
+            calls.extend(self.gradients(inputs, index, s) for index, s in enumerate(inputs.sets))
             calls[0]()
-        except REFUSALS as error:
-            raise NotSupported(str(error)) from error
+
+        try_once(make, AssertionError, NotImplementedError, TypeError)
         return [Candidate(calls)]
 
     def gradients(self, inputs: Inputs, index: int, s: InputSet) -> Callable[[], Gradients]:
@@ -73,9 +75,6 @@ class FlashAttention4Backward(FlashAttention4):
             return Gradients(dq, dk.transpose(1, 2), dv.transpose(1, 2))
 
         return call
-
-
-REFUSALS = (AssertionError, NotImplementedError, TypeError)
 
 
 def gradients_of(plan: Any, inputs: Inputs, index: int, table: ck.PageTable, kept: dict[str, Any]) -> Callable[[], Gradients]:

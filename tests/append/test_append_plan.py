@@ -16,6 +16,7 @@ from cute_kernels.append import plan as append
 from cute_kernels.append.variants import explain, kernel_spec
 from cute_kernels.config.append import append_supports
 from cute_kernels.planning.variants import PRETEND
+from tests.support.choices import assert_first_that_serves
 from tests.support.launches import recorded
 
 F16, BF16, F32, I64 = torch.float16, torch.bfloat16, torch.float32, torch.int64
@@ -134,12 +135,7 @@ def test_supports_gives_its_reason(change: dict[str, Any]) -> None:
     ("gpu", "chosen"), [("h200", "sm90_append"), ("a100", "sm80_append"), ("l40s", "sm80_append"), ("cpu", "cpu_reference")]
 )
 def test_the_first_variant_that_serves_is_chosen(gpu: str, chosen: str) -> None:
-    explanation = explain(D, PRETEND[gpu])
-    assert explanation.chosen.variant == chosen
-    assert [c.variant for c in explanation.candidates] == ["sm90_append", "sm80_append", "cpu_reference"]
-    assert all(bool(c.reasons) != (c is explanation.chosen) for c in explanation.candidates)
-    assert explanation.chosen.knobs in str(explanation)
-    assert chosen in str(explanation) and "append of 6 tokens" in str(explanation)
+    assert_first_that_serves(explain(D, PRETEND[gpu]), "append", chosen, "append of 6 tokens")
 
 
 def test_a_preference_is_followed_or_refused() -> None:

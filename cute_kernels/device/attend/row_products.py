@@ -110,7 +110,10 @@ class WarpgroupRowProducts:
         wait_for_products(pending)
 
 
-def make_products(spec: BackwardSpec, resident: tuple, streamed: tuple, warp: Int32) -> RowProducts | WarpgroupRowProducts:
+Products = RowProducts | WarpgroupRowProducts
+
+
+def make_products(spec: BackwardSpec, resident: tuple, streamed: tuple, warp: Int32) -> Products:
     """What this warp multiplies with."""
     return (WarpgroupRowProducts if spec.by_warpgroup else RowProducts)(spec, resident, streamed, warp)
 

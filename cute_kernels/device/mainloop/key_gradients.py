@@ -14,7 +14,7 @@ from ...config.backward import BackwardSpec
 from ...config.tiling import TILE_M
 from ..attend.gradient_range import LARGEST_FIELD, ONE, move_sums, power_of_two
 from ..attend.query_rows import QueryBlock
-from ..attend.row_products import RowProducts, WarpgroupRowProducts, make_products, stage_rows, store_rows, weights_of
+from ..attend.row_products import Products, make_products, stage_rows, store_rows, weights_of
 from ..attend.score_gradients import Asked, KeyRows, QueryColumns, grade_tile, hide_tile, position_at, weigh_tile
 from ..attend.seen import all_see, keys_seen, rows_seeing
 from ..kv.chains import Chains, first_use, next_use, owner_of
@@ -38,7 +38,6 @@ from .streamed import (
 )
 
 NONE = 2**31 - 1  # past every request, and every key
-Products = RowProducts | WarpgroupRowProducts
 
 
 @dataclass(frozen=True)
@@ -156,7 +155,7 @@ class KeyGradients:
 
     @cute.jit
     def add_request(
-        self, problem: Gradients, shared: TwinTiles, products: RowProducts, sums: list, asked: Asked, index: Int32, seen: Seen,
+        self, problem: Gradients, shared: TwinTiles, products: Products, sums: list, asked: Asked, index: Int32, seen: Seen,
         lift: Int32,
     ) -> Int32:  # fmt: skip
         """Adds what the query rows of a request give to dK and dV of the CTA's keys.

@@ -12,7 +12,7 @@ from ...config.backward import BackwardSpec
 from ...config.tiling import TILE_M
 from ..attend.gradient_range import LEAST, lift_rows, lower_rows
 from ..attend.query_rows import QueryBlock
-from ..attend.row_products import RowProducts, WarpgroupRowProducts, make_products, stage_rows, store_rows, weights_of
+from ..attend.row_products import Products, make_products, stage_rows, store_rows, weights_of
 from ..attend.score_gradients import Asked, KeyColumns, QueryRows, grade_tile, hide_tile, position_at, usable_lse, weigh_tile
 from ..attend.seen import all_see, keys_seen
 from ..attend.softmax import quad_sum
@@ -22,7 +22,6 @@ from ..ptx.registers import quotient, remainder
 from .streamed import KeyPlaces, KeyTile, QueryPlaces, TwinTiles, fetch_twins, look_up, settle_copies, turns_of
 
 VECTOR = 8  # elements of 16 bytes
-Products = RowProducts | WarpgroupRowProducts
 
 
 class QueryGradients:

@@ -4,7 +4,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
-from ...config.backward import BackwardSpec
+from ...config.backward import CHAIN_WORDS, BackwardSpec
 from ..elements import ELEMENT_TYPES
 from ..kernels.backward import BackwardKernel
 from .decode import fake_cache, fake_tables
@@ -29,7 +29,7 @@ def arguments(spec: BackwardSpec) -> tuple:
     ranges = scalars(Int32, (batch, kv_heads)) if spec.lifts else None
     chains: tuple = (None, None, None)
     if spec.shared_pages:
-        chains = (*(scalars(Int32, (count, cute.sym_int64())) for count in (3, 2)), scalars(Int32, (batch,)))
+        chains = (*(scalars(Int32, (count, cute.sym_int64())) for count in CHAIN_WORDS), scalars(Int32, (batch,)))
     tables = fake_tables(spec.table_format, batch)
     tensors = (dout, q, k, v, out, lse, *tables, indptr, slopes, sinks, dq, dk, dv, dsinks, delta, ranges, *chains)
     numbers = Float32(1.0), Int32(1), Int32(0), Int32(0), Float32(0.0), Int64(0)
