@@ -120,6 +120,9 @@ class PagedAttentionBackwardPlan(FlaggingPlan):
 
     def _with_outputs(self, operands: Operands) -> Operands:
         """The same with new tensors for gradients that are not given."""
+        wanted = ("dq", "dk_cache", "dv_cache", *(("dsinks",) if self.descriptor.attention.sinks else ()))
+        if all(getattr(operands, name) is not None for name in wanted):
+            return operands
         rules = self._rules.attention
         changes: dict[str, Tensor] = {}
         check_query(rules, operands.q)

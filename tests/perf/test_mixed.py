@@ -15,8 +15,8 @@ from perf.case_sets import bar_of, case_sets, select_cases
 from perf.cases import PARTS, PLAIN, Case, Mixed, Rows, attention_case, fixed, mixed_case
 from perf.correctness import OURS, PEERS, check, reference_of
 from perf.dashboard.view import label_of, page_of
-from perf.inputs import Inputs, make_inputs
-from perf.measure import DEVICE, IN_STREAM, Limits, Outcome, beside_the_floor, measure
+from perf.inputs import make_inputs
+from perf.measure import DEVICE, IN_STREAM, measure
 from perf.mixed_cases import ALONE_BAR, PARTS_BAR
 from perf.providers import providers_of
 from perf.providers.base import NotSupported
@@ -24,8 +24,10 @@ from perf.providers.ours import OursAttention, OursParts, OursPlain, descriptor,
 from perf.record import ROOT, case_fields, plain
 from perf.records import parse_case, read_records
 from perf.report import cell
-from perf.timing import GraphClock, Timing
+from perf.timing import GraphClock
+from tests.perf.test_attention import inputs_of, limits_of
 from tests.perf.test_long_query_peers import causal
+from tests.perf.test_long_query_report import outcomes
 from tests.support.perf_fakes import FakeClock
 from tests.support.perf_lines import record, write
 
@@ -45,14 +47,6 @@ CASES = tuple(replace(SMALL, **change) for change in CHANGES)
 IDS = ["bf16", "e4m3", "int8", "window"]
 BATCH = mixed_case((60, 4096, 1), (1, 8192, 2048))
 ALONE = mixed_case((64, 8192, 1), max_q_len=2048)
-
-
-def inputs_of(case: Case) -> Inputs:
-    return make_inputs(case, CPU, memory_bytes=2**24, rotated_bytes=3 * case.kv_bytes)
-
-
-def limits_of(case: Case) -> Limits:
-    return Limits(replays=15, trials=2, memory_bytes=2**24, rotated_bytes=3 * case.kv_bytes, host_calls=0)
 
 
 def test_names_say_the_rows_of_each_group() -> None:
@@ -272,12 +266,6 @@ def test_what_limits_a_batch() -> None:
         )  # seconds: TFLOP over TFLOPS, bytes over B/s
         assert (multiplying > reading) == case.long
     assert not many.long and BATCH.long
-
-
-def outcomes(case: Case, **us: float) -> dict[str, Outcome]:
-    """Those of one run by provider, each with its median."""
-    blanks = [Outcome(case, who.replace("_", "-"), "1", strict=False, us=Timing(t, t, t, 15, (t,))) for who, t in us.items()]
-    return {outcome.provider: outcome for outcome in beside_the_floor(blanks)}
 
 
 @pytest.mark.parametrize(("us", "met"), [(600.0, True), (600.1, False)])

@@ -14,27 +14,18 @@ import torch
 from perf.cases import Case, mixed_case
 from perf.correctness import FP8_QUERY, PEERS
 from perf.inputs import make_inputs
-from perf.measure import Limits, Outcome, measure
 from perf.providers.base import NotSupported, Provider
 from perf.providers.flash_attention import FlashAttention3Attention
 from perf.providers.flash_attention_4 import FlashAttention4
 from perf.providers.flashinfer_attention import Fa2Attention, Fa3Attention, XqaAttention
 from tests.perf.test_flash_attention import interface
-from tests.perf.test_long_query_peers import causal
+from tests.perf.test_long_query_peers import causal, measured
 from tests.support.flash_attention_3 import extension
-from tests.support.perf_fakes import FakeClock
 
 CPU = torch.device("cpu")
 BATCH = mixed_case((2, 40, 1), (1, 23, 4), (1, 41, 20), max_q_len=24, num_heads=4, num_kv_heads=2, head_dim=64, page_size=16)
 ALONE = mixed_case((3, 40, 1), max_q_len=24, num_heads=4, num_kv_heads=2, head_dim=64, page_size=16)
 STARTS, TOKENS = [0, 1, 2, 6, 26], [40, 40, 23, 41]
-
-
-def measured(provider: Provider, case: Case, monkeypatch: pytest.MonkeyPatch) -> Outcome:
-    """What the harness makes of a provider on the CPU, its gate included."""
-    monkeypatch.setattr(provider, "available", lambda: None)
-    limits = Limits(replays=15, trials=2, memory_bytes=2**24, rotated_bytes=3 * case.kv_bytes, host_calls=0, in_stream=0)
-    return measure(case, [provider], limits, FakeClock(), CPU)[0]
 
 
 def serve(

@@ -9,13 +9,10 @@ import torch
 from torch import Tensor
 
 import cute_kernels as ck
-from tests.support.attention_cases import CONTIGUOUS, AttentionInputs, case, make_attention, stored
+from tests.support.attention_cases import CONTIGUOUS, EVERYTHING, LENGTHS, UNIFORM, AttentionInputs, case, make_attention, stored
 from tests.support.attention_cases import Case as AttentionCase
 from tests.support.inputs import NAN
 
-LENGTHS = (0, 1, 5, 16, 33, 100, 257)
-EVERYTHING = {"window_left": 40, "softcap": 3.0, "alibi": True, "sinks": True}
-UNIFORM = {"uniform": True, "q_lens": (4,) * len(LENGTHS), "max_q_len": 4}
 PREFILL = {"lengths": (200, 130, 77)}
 ROWS = {"q_lens": (200, 130, 77), "max_q_len": 200}
 
