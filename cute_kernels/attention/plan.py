@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..config.decode import LOG2_E, KernelSpec
+from ..config.mixed import MixedSpec
 from ..kv.faults import first_fault, first_query_fault
 from ..kv.page_table import PageTable
 from ..kv.tensors import check_page_table
@@ -25,8 +26,8 @@ from .descriptors import DecodeProblem, FlashDecodingDescriptor, PagedDecodeDesc
 from .operands import NO_EXTRAS, Extended, Extras, Given, Operands, Passage, Views, by_request, normalised, viewed
 from .requests import belongs, key_lengths, query_rows, seen_keys
 from .shortcut import Setting, Shortcut, never, shortcut
-from .variants import explain, grid_of
-from .workspace import workspace_bytes, workspace_regions
+from .variants import explain, regions_of
+from .workspace import end_of
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -57,9 +58,9 @@ class AttentionPlan(FlaggingPlan):
         facts = preference.part_of(DeviceFacts.of(device))
         explanation = explain(problem, facts, preference)
         chosen = explanation.chosen
-        grid = grid_of(problem, chosen)
+        regions = regions_of(problem, chosen)
         sku = sku_of(problem, chosen, preference, self._operation)
-        super().__init__(device, facts.sm_count, sku, explanation, workspace_bytes(*grid), workspace_regions(*grid))
+        super().__init__(device, facts.sm_count, sku, explanation, end_of(regions), regions)
         self.descriptor = descriptor
         self.num_ctas = chosen.num_ctas
         self._launch = _launch_of(chosen.spec, descriptor)
@@ -298,7 +299,7 @@ class FlashDecodingPlan(AttentionPlan):
         return self._run(operands, stream, Extras(None, None, alibi_slopes, sinks))
 
 
-def _launch_of(spec: KernelSpec | None, descriptor: Descriptor) -> Launch:
+def _launch_of(spec: KernelSpec | MixedSpec | None, descriptor: Descriptor) -> Launch:
     """The callable behind a chosen variant, compiled now; the CPU variant where there is no spec."""
     if spec is None:
         from .reference import cpu_variant

@@ -19,11 +19,13 @@ from ..planning.variants import (
     choice,
     device_reasons,
 )
+from ..planning.workspace import WorkspaceRegion
 from .choice import heuristics, tuned
 from .choice.cost_model import cost_of
 from .descriptors import DecodeProblem
 from .kernel_spec import grid_ctas_of, kernel_spec, units_of
-from .workspace import workspace_bytes
+from .mixed import with_few
+from .workspace import joined, workspace_bytes, workspace_regions
 
 INVARIANT_BATCH = 8  # rows that an invariant plan's config is chosen for, whatever the batch
 
@@ -31,22 +33,40 @@ INVARIANT_BATCH = 8  # rows that an invariant plan's config is chosen for, whate
 def explain(problem: DecodeProblem, facts: DeviceFacts, preference: PlanPreference | None = None) -> Explanation:
     """Every variant's answer for `problem` on such a device, here or not: nothing is compiled and no GPU is needed."""
     preference = preference or PlanPreference()
-    answers = (_evaluate(variant, problem, facts, preference) for variant in VARIANTS)
+    answers = (_serve(variant, problem, facts, preference) for variant in VARIANTS)
     return choice(answers, str(problem), facts, preference)
 
 
-def _evaluate(variant: Variant, problem: DecodeProblem, facts: DeviceFacts, preference: PlanPreference) -> Candidate:
+def _serve(variant: Variant, problem: DecodeProblem, facts: DeviceFacts, preference: PlanPreference) -> Candidate:
+    """A variant's answer: one kernel, of phases where requests of few query rows have one of their own."""
+    alone = _evaluate(variant, problem, facts, preference)
+    if alone.spec is None or preference.max_workspace_bytes is not None:
+        return alone
+    target = alone.spec.target
+
+    def few(problem: DecodeProblem) -> Candidate:
+        config = heuristics.few_config(problem, alone.spec.arch, target, facts.sm_count)
+        return _evaluate(variant, problem, facts, preference, config)
+
+    return with_few(problem, alone, few)
+
+
+def _evaluate(
+    variant: Variant, problem: DecodeProblem, facts: DeviceFacts, preference: PlanPreference, given: DecodeConfig | None = None
+) -> Candidate:
+    """What one kernel would do. given: its configuration, where that is not to be chosen."""
     unread = _dtype_reasons(variant, problem)
     reasons = [*device_reasons(variant, facts), *unread]
     if variant.arch == "cpu" or unread:
         return Candidate(variant.name, variant.arch, "rejected" if reasons else "fits", tuple(reasons))
     target = variant.target(facts) or variant.targets[-1][1]  # elsewhere: what it would lack besides the device
-    config, source = _config(variant.arch, target, problem, facts, preference)
+    config, source = (given, "heuristics") if given else _config(variant.arch, target, problem, facts, preference)
     spec = kernel_spec(problem, variant.arch, target, config, partition="invariant" if preference.batch_invariant else "balanced")
     num_ctas = grid_ctas_of(problem, spec, facts.sm_count, config.ctas_per_sm)
     partition, why = _whole_because(problem, spec, num_ctas, preference)
     if why:
-        config, source = _config(variant.arch, target, problem, facts, preference, partition)
+        if given is None:
+            config, source = _config(variant.arch, target, problem, facts, preference, partition)
         spec = kernel_spec(problem, variant.arch, target, config, partition=partition)
         num_ctas = grid_ctas_of(problem, spec, facts.sm_count, config.ctas_per_sm)
     why += _passes(problem, spec)
@@ -110,11 +130,16 @@ def _config(
     return config, source
 
 
-def grid_of(problem: DecodeProblem, chosen: Candidate) -> tuple[DecodeProblem, int, Partition, int]:
+def grid_of(problem: DecodeProblem, kernel: Candidate) -> tuple[DecodeProblem, int, Partition, int]:
     """What a launch's workspace depends on: (problem, CTAs, partition, packed rows of a unit). The CPU variant cuts no row."""
-    if chosen.spec is None:
-        return problem, chosen.num_ctas, "whole", 0
-    return problem, chosen.num_ctas, chosen.spec.partition, chosen.spec.packed_rows
+    if kernel.spec is None:
+        return problem, kernel.num_ctas, "whole", 0
+    return problem, kernel.num_ctas, kernel.spec.partition, kernel.spec.packed_rows
+
+
+def regions_of(problem: DecodeProblem, chosen: Candidate) -> tuple[WorkspaceRegion, ...]:
+    """The regions of a plan's workspace: those of each phase of a mixed kernel, one behind the other."""
+    return joined(workspace_regions(*grid_of(problem, phase)) for phase in chosen.phases or (chosen,))
 
 
 def misfits(problem: DecodeProblem, spec: KernelSpec) -> list[str]:

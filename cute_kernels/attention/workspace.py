@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import replace
+
 from ..config.decode import SLOTS, Partition
 from ..planning.workspace import REGION_ALIGNMENT, WorkspaceRegion
 from .descriptors import DecodeProblem
@@ -27,6 +30,16 @@ def workspace_regions(
     if partition == "invariant":
         return (states,)
     return states, WorkspaceRegion("announcements", states.nbytes, num_ctas * ANNOUNCEMENT_BYTES)
+
+
+def joined(regions: Iterable[tuple[WorkspaceRegion, ...]]) -> tuple[WorkspaceRegion, ...]:
+    """The regions of several phases, one behind the other; those of further phases carry their number."""
+    begin, found = 0, []
+    for number, own in enumerate(regions):
+        suffix = f"_{number}" if number else ""
+        found += [replace(region, name=region.name + suffix, offset=begin + region.offset) for region in own]
+        begin += end_of(own)
+    return tuple(found)
 
 
 def workspace_bytes(problem: DecodeProblem, num_ctas: int, partition: Partition, packed_rows: int) -> int:

@@ -22,6 +22,7 @@ from ..config.append import AppendSpec
 from ..config.backward import BackwardSpec
 from ..config.decode import KernelSpec
 from ..config.merge import MergeSpec
+from ..config.mixed import MixedSpec
 from ..config.weights import WeightsSpec
 from ..errors import CompileFailed, InvalidArgument, Unsupported
 from . import cache
@@ -44,7 +45,7 @@ def compiled_specs() -> list[Spec]:
     return list(_kernels)
 
 
-def compile_decode(spec: KernelSpec) -> Callable[..., None]:
+def compile_decode(spec: KernelSpec | MixedSpec) -> Callable[..., None]:
     """Returns fn(q, k, v, table0, table1, table2, k_scale, v_scale, out, lse, workspace, softmax_scale, num_ctas, status)."""
     return compile_spec(spec)
 

@@ -12,9 +12,10 @@ from ..config.backward import BackwardSpec, backward_supports
 from ..config.decode import KernelSpec
 from ..config.limits import supports
 from ..config.merge import MergeSpec, merge_supports
+from ..config.mixed import MixedSpec, mixed_supports
 from ..config.weights import WeightsSpec, weights_supports
 
-Spec = KernelSpec | MergeSpec | AppendSpec | WeightsSpec | BackwardSpec
+Spec = KernelSpec | MixedSpec | MergeSpec | AppendSpec | WeightsSpec | BackwardSpec
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,7 @@ class Operation:
 
 OPERATIONS: dict[type, Operation] = {
     KernelSpec: Operation("decode", supports, "build"),
+    MixedSpec: Operation("mixed", mixed_supports, "build_mixed"),
     MergeSpec: Operation("merge", merge_supports, "build_merge"),
     AppendSpec: Operation("append", append_supports, "build_append"),
     WeightsSpec: Operation("weights", weights_supports, "build_weights"),

@@ -18,7 +18,16 @@ ELEMENT_BYTES: dict[StoredType, int] = {"f16": 2, "bf16": 2, "f32": 4, "e4m3": 1
 MMA_K = 16  # depth of one m16n8k16 step
 LDMATRIX_BYTES = 32  # of a token that one ldmatrix.x4 brings
 UNIT_BYTES = 2  # tiles are kept, moved and read in units of 16 bits, whatever they hold
+ANY_Q_LEN = 2**31 - 1  # query rows: no limit
 WEIGHT_BITS = 14  # softmax weights reach 2 ** 14 where P is f16, so that those 2 ** 38 times smaller still count
+
+
+@dataclass(frozen=True)
+class QueryLengths:
+    """Requests of `least` to `most` query rows."""
+
+    least: int
+    most: int = ANY_Q_LEN
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +37,7 @@ class ProblemSpec:
     element_type: of q and out; k_type, v_type: what the caches store. k_scale, v_scale: "head" for a scale a KV head or one for
     all, "token_..." for one a token and KV head. vector_bytes: bytes one cp.async moves (16 for TMA). page_size: 0 where rows are
     contiguous. head_dim: of q and K; v_head_dim: of V and out. query: how many query rows a request has. modifiers: of scores.
+    q_lens: which requests a phase of a mixed kernel serves: to it the others have no query rows. None: all.
     """
 
     source: Source
@@ -45,6 +55,12 @@ class ProblemSpec:
     lse_base: LseBase
     query: QueryForm = "one"
     modifiers: Modifiers = UNMODIFIED
+    q_lens: QueryLengths | None = None
+
+    @property
+    def inspects_all(self) -> bool:
+        """Whether this phase of a mixed kernel looks for bad metadata of every request: the last one does."""
+        return self.q_lens is not None and self.q_lens.most == ANY_Q_LEN
 
     @property
     def plain(self) -> bool:

@@ -131,6 +131,7 @@ class Candidate:
 
     knobs: what it would run, in a line. spec: the compile key of its kernel. num_ctas: the grid. config, config_source, cost: of
     decode, its configuration, what chose it (and why rows stay whole where they could be cut), and what the model expects.
+    phases: of a mixed kernel, what each phase of it would be alone; the last one's configuration and cost are the candidate's.
     """
 
     variant: str
@@ -143,6 +144,7 @@ class Candidate:
     config: Any = None
     config_source: str = ""
     cost: Any = None
+    phases: tuple[Candidate, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -168,7 +170,7 @@ class Explanation:
     def __str__(self) -> str:
         rows = [("variant", "arch", "verdict", "why")]
         for candidate in self.candidates:
-            why = candidate.reasons or (candidate.knobs,)
+            why = candidate.reasons or tuple(phase.knobs for phase in candidate.phases or (candidate,))
             rows.append((candidate.variant, candidate.arch, candidate.verdict, why[0]))
             rows += [("", "", "", reason) for reason in why[1:]]
         widths = [max(len(row[column]) for row in rows) for column in range(3)]

@@ -2,6 +2,7 @@
 
 import re
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,9 @@ from cute_kernels.attention.choice.heuristics import choose
 from cute_kernels.attention.kernel_spec import kernel_spec
 from cute_kernels.attention.variants import explain
 from cute_kernels.config.limits import supports
+from cute_kernels.config.mixed import mixed_supports
 from cute_kernels.device.tracing.decode import build
+from cute_kernels.device.tracing.mixed import build_mixed
 from cute_kernels.planning.variants import PRETEND
 from tests.support import machine_code
 
@@ -79,8 +82,8 @@ def test_long_queries(name: str, tmp_path: Path) -> None:
     fields = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128, "page_size": 16, "max_q_len": 8192, **LONG[name]}
     problem = ck.PagedAttentionDescriptor(1, q_dtype=torch.bfloat16, max_seq_len=8192, **fields).problem
     chosen = explain(problem, PRETEND["h200"]).chosen
-    spec = chosen.spec
-    assert spec is not None and spec.dealt and supports(spec) == []
+    spec = replace(chosen.phases[-1].spec, q_lens=None)
+    assert spec.dealt and supports(spec) == []
     assert chosen.num_ctas == PRETEND["h200"].sm_count
     ptx, sass = machine_code.dump(build, spec, tmp_path)
     assert len(re.findall(r"\b(?:LDL|STL)\b", sass)) <= SPILLED.get(name, 0), "registers spilled to local memory"
@@ -88,3 +91,20 @@ def test_long_queries(name: str, tmp_path: Path) -> None:
     assert sass.count("WARPGROUP.DEPBAR") == 4, "the assembler waits for more than both products"
     shares = [int(count) for count in re.findall(r"setmaxnreg\.\w+\.sync\.aligned\.u32\s+(\d+)", ptx)]
     assert sorted(shares) == sorted(spec.register_shares or ())
+
+
+@pytest.mark.parametrize("name", ["head_dim 128", "head_dim 64", "head_dim 256", "e4m3"])
+def test_mixed(name: str, tmp_path: Path) -> None:
+    """One kernel of three phases: mma.sync for few query rows, wgmma for more; no product waits for the one before it."""
+    fields = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128, "page_size": 16, "max_q_len": 8192, **LONG[name]}
+    problem = ck.PagedAttentionDescriptor(8, q_dtype=torch.bfloat16, max_seq_len=8192, **fields).problem
+    spec = explain(problem, PRETEND["h200"]).chosen.spec
+    assert mixed_supports(spec) == [] and [phase.mma for phase in spec.phases] == ["warp", "warpgroup", "warpgroup"]
+    _, sass = machine_code.dump(build_mixed, spec, tmp_path)
+    depth = spec.many.padded_head_dim // 16
+    steps = 2 * depth + 2 * spec.many.tile_n // 16 + (1 + spec.some.overlaps) * spec.some.tile_n // 16
+    few = spec.few.tile_n // 8 * depth + spec.few.tile_n // 16 * spec.few.padded_head_dim // 8
+    assert sass.count("HGMMA") == steps
+    assert len(re.findall(r"\bHMMA", sass)) >= few
+    assert sass.count("WARPGROUP.DEPBAR") == 4 + 2 * (1 + spec.some.overlaps)
+    assert not re.search(r"\b(LDL|STL)\b", sass), "registers spilled to local memory"

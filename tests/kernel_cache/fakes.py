@@ -94,6 +94,8 @@ def other_values(value: Any) -> list[Any]:
         return [not value]
     if isinstance(value, int):
         return [value + 1]
+    if value is None:
+        return ["x"]
     if isinstance(value, str):
         return [value + "x"]
     return [None, *others(value)]

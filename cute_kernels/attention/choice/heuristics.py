@@ -39,6 +39,7 @@ M_TILES_ROWS = 32  # packed rows: with more, warpgroups end first (docs/notes/ke
 LONG_SHAPES = ((128, 12), (96, 12), (128, 8), (112, 8), (80, 8), (64, 8), (32, 8), (64, 4), (32, 4), (16, 4))
 LONG_SHAPES_OF_8_BITS = ((64, 8), (32, 8), (64, 4), (32, 4), (16, 4))
 LONG_STAGES, LONG_STAGES_OF_8_BITS = 2, 3
+FEW_TILE_N = 32
 # (tokens of a tile, consumer warps) of warpgroups; tiles of 128 end up to 15% sooner where two attend to the same ones of 16 bits
 WARPGROUP_SHAPES = ((64, 8), (32, 8), (64, 4), (32, 4), (16, 8), (16, 4))
 OVERLAP_SHAPES = ((128, 8), (112, 8), *WARPGROUP_SHAPES)
@@ -122,6 +123,14 @@ def long_config(problem: DecodeProblem) -> DecodeConfig:
     shapes, stages = (LONG_SHAPES_OF_8_BITS, LONG_STAGES_OF_8_BITS) if problem.has_8_bits else (LONG_SHAPES, LONG_STAGES)
     configs = [DecodeConfig(tile_n, stages, warps, 1, 1, "warpgroup") for tile_n, warps in shapes]
     return first_fitting(problem, configs, "dealt")
+
+
+def few_config(problem: DecodeProblem, arch: Arch, target: Target, sm_count: int) -> DecodeConfig:
+    """That of the phase of a mixed kernel for few query rows: with tiles whose registers the phase of many leaves to it."""
+    if problem.packed_rows > TILE_M:
+        return choose(problem, arch, target, sm_count, most_ctas_per_sm=1)
+    tile_n = min(FEW_TILE_N, most_tile_n(problem.padded_head_dim, problem.v_dtype.element_bytes))
+    return ring(problem, tile_n, 4 if spills_with_8_warps(problem) else 8, 1, arch, target)
 
 
 def warpgroup_config(problem: DecodeProblem) -> DecodeConfig:

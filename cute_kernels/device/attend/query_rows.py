@@ -71,15 +71,26 @@ class QueryBlock:
 
 
 def open_queries(spec: KernelSpec, queries: Queries | None, row: Int32) -> tuple[Int32 | None, Int32 | None]:
-    """(first query row in q, how many) of a request: none where the indptr is bad there, max_q_len where it names more."""
+    """(first query row in q, how many) of a request: none where the indptr is bad there, max_q_len where it names more.
+
+    None also where another phase of the kernel serves the request (spec.q_lens).
+    """
     if spec.query == "one":
         return None, None
     if spec.query == "uniform":
         return None, cutlass.min(queries.extent, queries.max_q_len)
     first, stop = queries.indptr[row], queries.indptr[row + 1]
     good = (first >= 0) & (stop >= first) & (stop <= queries.extent)
-    count = cutlass.select_(good, cutlass.min(stop - first, queries.max_q_len), 0)
+    count = cutlass.min(stop - first, queries.max_q_len)
+    if spec.q_lens is not None:
+        good = good & (count >= spec.q_lens.least) & (count <= spec.q_lens.most)
+    count = cutlass.select_(good, count, 0)
     return cutlass.select_(good, first, 0), count
+
+
+def served(spec: KernelSpec, queries: Queries, row: Int32) -> Boolean:
+    """Whether this phase of the kernel serves a request of ragged rows, and there is a query row to serve."""
+    return open_queries(spec, queries, row)[1] > 0
 
 
 @cute.jit

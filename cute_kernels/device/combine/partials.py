@@ -9,7 +9,7 @@ workspace as it found it. The mark's sign is a message (schedule/crew.py): DECLI
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
-from ...config.decode import SLOTS, KernelSpec
+from ...config.decode import LINE_BYTES, SLOTS, KernelSpec
 
 WORD = 4  # 32-bit parts: first value, second value, lse, mark
 WRITTEN, DECLINED = 1, -1  # marks: a state; a state whose CTA leaves its columns to the row's last one
@@ -29,6 +29,13 @@ def open_workspace(spec: KernelSpec, workspace: cute.Tensor) -> cute.Tensor:
 def state_words(spec: KernelSpec, heads: Int32 | int) -> Int32 | int:
     """Words of a state of `heads` packed rows."""
     return heads * spec.row_pairs
+
+
+def state_bytes(spec: KernelSpec) -> Int64:
+    """Bytes of all of it in a workspace, with the announcements behind the states; whole cache lines."""
+    ctas = Int64(cute.arch.grid_dim()[0])
+    each = state_words(spec, spec.packed_rows) * WORD * 4 * SLOTS[spec.partition] + (4 if spec.divides_combine else 0)
+    return (ctas * each + LINE_BYTES - 1) // LINE_BYTES * LINE_BYTES
 
 
 def word_at(words: cute.Tensor, index: Int32, slot: Int32) -> cute.Pointer:

@@ -1,10 +1,12 @@
 """The attention kernel: the decode kernel with several query rows a request, masks, and functions of a score."""
 
+import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64
+from cutlass import Boolean, Float32, Int32, Int64
 
 from ..attend.query_rows import Queries
-from ..problem import ScoreOperands
+from ..mainloop.shared import Shared
+from ..problem import Problem, ScoreOperands
 from .decode import DecodeKernel
 
 
@@ -33,6 +35,20 @@ class AttentionKernel(DecodeKernel):
         caches, scales = self.mainloop.operands(k, v), (k_scale, v_scale)
         further = (qo_indptr, tree_mask, alibi_slopes, sinks, max_q_len, window_left, window_right, softcap)
         self.launch(q, k, caches, scales, tables, out, lse, workspace, softmax_scale, num_ctas, status, further, stream)
+
+    @cute.jit
+    def attend_phase(
+        self,
+        problem: Problem,
+        shared: Shared,
+        scale_log2: Float32,
+        wanted: Boolean,
+        registers: cutlass.Constexpr,
+        warps: cutlass.Constexpr,
+    ):
+        """`divide`, for a phase of a mixed kernel, if it is `wanted`: warps past its own have nothing to do."""
+        if wanted & (cute.arch.make_warp_uniform(cute.arch.warp_idx()) < self.spec.warps):
+            self.divide(problem, shared, scale_log2, registers, (warps[0], min(warps[1], self.spec.warps)))
 
     def name_further(self, q, further: tuple) -> tuple:
         """(Queries, ScoreOperands) of a launch."""

@@ -58,7 +58,7 @@ from ..schedule.crew import (
     settle,
     take_crew,
 )
-from ..schedule.work_scheduler import Piece, Share, after, block_of, first_slice, keys_of, make_piece, unfinished
+from ..schedule.work_scheduler import Piece, Share, block_of, first_slice, following, keys_of, make_piece, unfinished
 
 
 def mainloop_of(spec: KernelSpec) -> TmaMainloop | CpAsyncMainloop:
@@ -116,27 +116,41 @@ class DecodeKernel:
         self, q, k, caches, scales: tuple, tables: tuple, out, lse, workspace, scale_log2: Float32, status: Int64, further: tuple
     ):
         """One CTA's share: a producer warp runs ahead, consumer warps attend, merge and store piece by piece."""
-        spec, shared = self.spec, allocate(self.spec)
+        shared = allocate(self.spec, cutlass.memory.SmemAllocator())
         queries, scores = self.name_further(q, further)
         problem = Problem(q, caches, scales, Rows(tables, k, queries), out, lse, workspace, status, scores)
         if cutlass.const_expr(self.overlap):
             cute.arch.griddepcontrol_launch_dependents()
         if cutlass.const_expr(self.mainloop.producer_warps > 0):
-            warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-            if warp == 0:
-                self.mainloop.prepare(caches, shared)
-            if warp == self.mainloop.ahead_warp:
-                self.mainloop.look_ahead(problem, shared)
-            if warp < spec.num_warps:
-                if cutlass.const_expr(spec.register_shares is not None):
-                    cute.arch.setmaxregister_increase(spec.register_shares[0])
-                self.consume(problem, shared, scale_log2)
-            else:
-                if cutlass.const_expr(spec.register_shares is not None):
-                    cute.arch.setmaxregister_decrease(spec.register_shares[1])
-                self.supply(problem, shared, warp - spec.num_warps)
+            self.divide(problem, shared, scale_log2, self.spec.register_shares, (0, self.spec.warps))
         else:
             self.consume(problem, shared, scale_log2)
+
+    @cute.jit
+    def divide(
+        self, problem: Problem, shared: Shared, scale_log2: Float32, registers: cutlass.Constexpr, warps: cutlass.Constexpr
+    ):
+        """What each warp of a range does: attend, or bring tiles.
+
+        registers: of a thread that attends and of another, or None where all keep theirs. warps: (first, one past the last).
+        """
+        spec, warp = self.spec, cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        if warp == 0:
+            self.mainloop.prepare(problem.caches, shared)
+        if warp == self.mainloop.ahead_warp:
+            self.mainloop.look_ahead(problem, shared)
+        if cutlass.const_expr(warps[1] <= spec.num_warps):
+            self.consume(problem, shared, scale_log2)
+        elif cutlass.const_expr(warps[0] >= spec.num_warps):
+            self.supply(problem, shared, warp - spec.num_warps)
+        elif warp < spec.num_warps:
+            if cutlass.const_expr(registers is not None):
+                cute.arch.setmaxregister_increase(registers[0])
+            self.consume(problem, shared, scale_log2)
+        else:
+            if cutlass.const_expr(registers is not None):
+                cute.arch.setmaxregister_decrease(registers[1])
+            self.supply(problem, shared, warp - spec.num_warps)
 
     @cute.jit
     def supply(self, problem: Problem, shared: Shared, role: Int32):
@@ -181,7 +195,7 @@ class DecodeKernel:
             self.mainloop.open_turns()
         while unfinished(share, index, first):
             piece = make_piece(spec, problem.rows, share, index, row, first, issued)
-            next_index, next_first = after(spec, piece)
+            next_index, next_first = following(spec, problem.rows, problem.batch(spec), piece)
             buffer, factors = query_buffer(spec, shared.query, index), shared.inverses[None, index % 2]
             settle_query(spec, buffer, factors, piece.block.rows, scaling.sign, index != settled)
             settled = index

@@ -4,7 +4,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32
 
-from ..kv.source import empty_row, inspect_request
+from ..kv.source import empty_row, inspect_requests
 from ..problem import Problem
 from ..ptx.registers import LANES
 from ..schedule.dealing import Found, Item, find_item, helpers, meet_all, pages_of, piece_of, publish_item, take_item
@@ -38,13 +38,12 @@ class DealtMainloop(OverlapMainloop):
         item, found, pages = self.next_item(problem, shared, turn, Found(Int32(0), Int32(0)), scales)
         while item.index < batch:
             piece = piece_of(spec, rows, item, issued)
-            if piece.block.base == 0 and item.kv_head == 0 and not scales:
-                with cute.arch.elect_one():
-                    inspect_request(spec, rows, item.index, problem.status)
             issued += piece.tiles
             turn += 1
             where = shared, turn, found
             item, found, pages = self.issue(problem, shared, where, piece, pages, Boolean(True), scales)
+        if cutlass.const_expr(not scales):
+            inspect_requests(spec, rows, batch, problem.status)
 
     def no_next(self, problem: Problem, pages: Int32) -> tuple:
         """What issue begins with: it always finds an item."""

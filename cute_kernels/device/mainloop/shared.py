@@ -86,9 +86,8 @@ def allocate_tiles(smem, spec: KernelSpec, shapes: tuple) -> tuple:
     return tuple(tiles)
 
 
-def allocate(spec: KernelSpec) -> Shared:
-    """Lays out the CTA's shared memory."""
-    smem = cutlass.memory.SmemAllocator()
+def allocate(spec: KernelSpec, smem) -> Shared:
+    """Lays out the CTA's shared memory. smem: an allocator."""
     rings = allocate_tiles(smem, spec, spec.rings)
     wide = allocate_tiles(smem, spec, spec.wide)
     query = smem.allocate_tensor(

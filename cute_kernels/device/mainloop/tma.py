@@ -27,6 +27,7 @@ from ..kv.source import (
     empty_row,
     find_holes,
     inspect_request,
+    inspect_requests,
     is_seen,
     open_row_or_nothing,
     slot_start,
@@ -36,7 +37,7 @@ from ..problem import Problem
 from ..ptx.registers import LANES, quotient, remainder
 from ..schedule.crew import prepare_end
 from ..schedule.opening import Opening, find_opening, first_pages, meet, meet_consumers, publish, read_opening
-from ..schedule.work_scheduler import Piece, after, keys_of, make_piece, take_share, unfinished
+from ..schedule.work_scheduler import Piece, following, keys_of, make_piece, take_share, unfinished
 from . import tile
 from .boxes import EVICT_FIRST, arrive_after_copies, partition_boxes, tensor_map
 from .shared import (
@@ -167,27 +168,29 @@ class TmaMainloop:
         index, tile = share.row, share.tile
         while unfinished(share, index, tile):
             piece = make_piece(spec, problem.rows, share, index, row, tile, issued)
-            more = unfinished(share, *after(spec, piece))
-            row, pages = self.issue(problem, shared, share.unit, piece, pages, more, scales)
+            upcoming = following(spec, problem.rows, problem.batch(spec), piece)
+            row, pages = self.issue(problem, shared, (share.unit, upcoming), piece, pages, unfinished(share, *upcoming), scales)
             if piece.first == 0 and not scales:
                 with cute.arch.elect_one():
                     inspect_request(spec, problem.rows, index, problem.status)
             issued += piece.stop - piece.first
-            index, tile = after(spec, piece)
+            index, tile = upcoming
+        if cutlass.const_expr(spec.inspects_all and not scales):
+            inspect_requests(spec, problem.rows, problem.batch(spec), problem.status)
         if cutlass.const_expr(spec.divides_combine and not scales):
             prepare_end(spec, problem, shared, share, opening.row)
 
     @cute.jit
     def issue(
-        self, problem: Problem, shared: Shared, unit: Int32, piece: Piece, pages: Int32, more: Boolean, scales: cutlass.Constexpr
+        self, problem: Problem, shared: Shared, where: tuple, piece: Piece, pages: Int32, more: Boolean, scales: cutlass.Constexpr
     ):
         """What this producer brings of a piece, each tile once its stage is free. Lane l of `pages` has the page of its box l.
 
-        Returns (row, pages) of the next piece, if the share has `more`: looked up once the first tile is under way.
+        Returns open_next(where) of the next piece, if there is `more`: looked up once the first tile is under way.
         """
         spec, rows, num_pages = self.spec, problem.rows, problem.rows.num_pages
         tiles_ahead, tiles = cutlass.const_expr(32 // self.boxes), piece.stop - piece.first
-        upcoming, holes, following = pages, Int32(0), self.no_next(problem, num_pages)
+        upcoming, holes, found = pages, Int32(0), self.no_next(problem, num_pages)
         for i in cutlass.range(tiles, unroll=1):
             ahead, tile = remainder(i, tiles_ahead), self.tile_at(piece, i)
             if ahead == 0:
@@ -203,18 +206,18 @@ class TmaMainloop:
             if ahead == tiles_ahead // 2:  # the first tiles would wait for it: which pages to take is a select
                 upcoming = box_pages(spec, rows, piece.row.start, piece.keys, tile - ahead + tiles_ahead)
             if i == 0 and more:
-                following = self.open_next(problem, unit, piece, scales)
+                found = self.open_next(problem, where, piece, scales)
         if tiles == 0 and more:
-            following = self.open_next(problem, unit, piece, scales)
-        return following
+            found = self.open_next(problem, where, piece, scales)
+        return found
 
     def no_next(self, problem: Problem, pages: Int32) -> tuple:
         """open_next of what is past the share. pages: past the cache."""
         return empty_row(self.spec), pages
 
-    def open_next(self, problem: Problem, unit: Int32, piece: Piece, scales: bool) -> tuple[Row, Int32]:
-        """(row, box_pages) of the piece after one of the share, or of nothing past the batch."""
-        index, tile = after(self.spec, piece)
+    def open_next(self, problem: Problem, where: tuple, piece: Piece, scales: bool) -> tuple[Row, Int32]:
+        """(row, box_pages) of the piece after one of the share, or of nothing past the batch. where: (unit, `following` it)."""
+        unit, (index, tile) = where
         row = open_row_or_nothing(self.spec, problem.rows, index, problem.batch(self.spec))
         keys = keys_of(self.spec, problem.rows, unit, row)
         return row, box_pages(self.spec, problem.rows, row.start, keys, first_tile(self.spec, keys) + tile)
@@ -251,7 +254,7 @@ class TmaMainloop:
         index, tile = share.row, share.tile
         while unfinished(share, index, tile):
             piece = make_piece(spec, rows, share, index, row, tile, issued)
-            index, tile = after(spec, piece)
+            index, tile = following(spec, rows, problem.batch(spec), piece)
             row = open_row_or_nothing(spec, rows, index, problem.batch(spec))
             for i in cutlass.range(piece.stop - piece.first, unroll=1):
                 self.widen_stage(shared, piece, i, warp)

@@ -1,7 +1,8 @@
-"""The named barriers of a CTA; 0 is that of all its threads."""
+"""The named barriers of a CTA."""
 
 import cutlass.cute as cute
 
+ALL = 0  # all warps of the CTA meet
 CONSUMERS = 1  # the consumer warps meet
 OPENED = 2  # the opening lies in shared memory, and the mbarriers are made (schedule/opening.py)
 ALONE = 3  # of one warp: racecheck takes warps at a barrier to be ordered where they have met equally often before

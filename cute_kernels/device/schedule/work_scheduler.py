@@ -17,7 +17,18 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32
 
 from ...config.decode import MAX_BLOCKS, MIN_BLOCK, MIN_TILES, KernelSpec
-from ..attend.query_rows import KvRange, QueryBlock, Row, block_of_unit, blocks_of, heads_of, kv_range, query_block, tiles_of
+from ..attend.query_rows import (
+    KvRange,
+    QueryBlock,
+    Row,
+    block_of_unit,
+    blocks_of,
+    heads_of,
+    kv_range,
+    query_block,
+    served,
+    tiles_of,
+)
 from ..kv.source import Rows, open_row, row_fields
 from ..ptx.registers import LANES, lane_sum, quotient, remainder
 
@@ -93,6 +104,30 @@ def after(spec: KernelSpec, piece: Piece) -> tuple[Int32, Int32]:
     return cutlass.select_(inside, piece.index, piece.index + 1), cutlass.select_(inside, piece.stop, 0)
 
 
+@cute.jit
+def following(spec: cutlass.Constexpr, rows: Rows, batch: Int32, piece: Piece) -> tuple[Int32, Int32]:
+    """`after` a piece, past the requests that other phases of the kernel serve. By a warp."""
+    index, tile = after(spec, piece)
+    if cutlass.const_expr(spec.q_lens is not None):
+        index = next_served(spec, rows, cutlass.select_(tile == 0, batch, index), index)  # inside a row it stays
+    return index, tile
+
+
+@cute.jit
+def next_served(spec: cutlass.Constexpr, rows: Rows, batch: Int32, index: Int32) -> Int32:
+    """The first request from `index` up to `batch` that this phase serves, else that. A warp looks at 32 requests at a time."""
+    searching = index < batch
+    while searching:
+        row, mine = index + cute.arch.lane_idx(), Boolean(False)
+        if row < batch:
+            mine = served(spec, rows.queries, row)
+        lanes = cute.arch.vote_ballot_sync(mine)
+        searching = (lanes == 0) & (index + LANES < batch)
+        none = cutlass.min(index + LANES, batch)
+        index = cutlass.select_(lanes == 0, none, index + cute.arch.popc((lanes & -lanes) - 1))
+    return index
+
+
 def unfinished(share: Share, row: Int32, tile: Int32) -> Boolean:
     """Whether (row, tile) lies before the share's end."""
     return (row < share.end_row) | ((row == share.end_row) & (tile < share.end_tile))
@@ -154,6 +189,8 @@ def read_rows(spec: cutlass.Constexpr, rows: Rows, begin: Int32, stop: Int32, sp
             for values, name in zip(words, row_fields(spec), strict=True):
                 values[j] = getattr(opened, name)
             held = (group + j < span) & (first + group + j < stop)
+            if cutlass.const_expr(spec.q_lens is not None):
+                held = held & (opened.queries > 0)
             costs[j] = cutlass.select_(held, tiles_of(spec, keys_of(spec, rows, unit, opened)) + spec.piece_cost, 0)
             total = capped(total + costs[j])
     return LaneRows(first, tuple(words), costs, total)
@@ -161,11 +198,14 @@ def read_rows(spec: cutlass.Constexpr, rows: Rows, begin: Int32, stop: Int32, sp
 
 @cute.jit
 def pick(cut: Int32, row: Int32, before: Int32, costs: cute.Tensor):
-    """The one of at most FAN rows that holds `cut`: (row, cost of the rows before, its cost)."""
-    cost = costs[0]
+    """The one of at most FAN rows, from `row` on, that holds `cut`: (row, cost of the rows before, its cost).
+
+    Rows that a phase of a mixed kernel does not serve cost nothing, and hold no cut.
+    """
+    first, cost = row, costs[0]
     for j in cutlass.range_constexpr(1, FAN):
         further = before + cost <= cut and costs[j] > 0
-        row = row + 1 if further else row
+        row = first + j if further else row
         before = before + cost if further else before
         cost = costs[j] if further else cost
     return row, before, cost
@@ -260,6 +300,8 @@ def share_of(spec: cutlass.Constexpr, rows: Rows, batch: Int32, lanes: LaneRows,
     step = quotient(cost, slices)
     longer = cost - step * slices
     row, tile, prefix, end_row, end_tile = batch, Int32(0), cost, batch, Int32(0)
+    if cutlass.const_expr(spec.q_lens is not None):
+        slices = cutlass.select_(cost > 0, slices, 0)  # this phase serves none
     if index < slices:
         lower, upper = cut_of(step, longer, index), cut_of(step, longer, index + 1)
         row, tile, prefix, end_row, end_tile, _ = find_cuts(spec, rows, batch, (lower, upper), lanes, many)

@@ -1,0 +1,48 @@
+"""Runs over requests of few and of many query rows: each request is served by the phase of a kernel that suits it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from ..config.decode import KernelSpec
+from ..config.mixed import MixedSpec, mixed_supports
+from ..config.problem import ANY_Q_LEN, QueryLengths
+from ..planning.variants import Candidate
+from .descriptors import DecodeProblem
+
+# packed rows of the requests that have a phase of their own: one tile of warps (decode), one of a warpgroup (verify)
+FEW_ROWS = (16, 64)
+
+
+def with_few(problem: DecodeProblem, many: Candidate, evaluate: Callable[[DecodeProblem], Candidate]) -> Candidate:
+    """What serves `problem`: `many`, or a kernel with phases for requests of fewer query rows, where those would pay for many.
+
+    evaluate: the kernel that would serve a problem with one CTA an SM.
+    """
+    spec: KernelSpec = many.spec
+    if many.verdict == "rejected" or spec.query != "ragged" or not (spec.by_warpgroup and spec.many_blocks):
+        return many
+    least, phases = 1, []
+    for most in most_query_rows(problem):
+        phases.append(_serving(evaluate(replace(problem, max_q_len=most)), QueryLengths(least, most)))
+        least = most + 1
+    phases.append(_serving(many, QueryLengths(least)))
+    few, some = phases[0].spec, phases[1].spec if len(phases) > 2 else None
+    mixed = MixedSpec(few=few, some=some, many=phases[-1].spec)
+    if mixed_supports(mixed):
+        return many
+    num_ctas = max(phase.num_ctas for phase in phases)
+    return replace(many, spec=mixed, num_ctas=num_ctas, phases=tuple(replace(phase, num_ctas=num_ctas) for phase in phases))
+
+
+def most_query_rows(problem: DecodeProblem) -> list[int]:
+    """The most query rows of the requests of each phase but the last."""
+    found = dict.fromkeys(max(1, rows // problem.group_size) for rows in FEW_ROWS)
+    return [most for most in found if most < problem.max_q_len]
+
+
+def _serving(alone: Candidate, q_lens: QueryLengths) -> Candidate:
+    """A candidate as a phase of a kernel."""
+    who = f"from {q_lens.least} query rows on" if q_lens.most == ANY_Q_LEN else f"up to {q_lens.most} query rows"
+    return replace(alone, spec=replace(alone.spec, q_lens=q_lens), knobs=f"{who}: {alone.knobs}")

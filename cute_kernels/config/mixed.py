@@ -1,0 +1,90 @@
+"""What is compiled for runs whose requests have few or many query rows: one kernel of several phases."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .decode import SMEM_BYTES, KernelSpec
+from .limits import supports
+from .problem import ElementType
+from .tiling import Arch, Target
+
+PRESENT_BYTES = 128  # of shared memory behind that of the phases: whether a phase has any request
+
+
+@dataclass(frozen=True, kw_only=True)
+class MixedSpec:
+    """A kernel whose CTAs first attend to the requests of few query rows, then to those of more (device/kernels/mixed.py).
+
+    few, some, many: the phases, each with its own `q_lens`, tiles and schedule; some may be absent. Their warps and their shared
+    memory are the same ones, used one phase after the other.
+    """
+
+    few: KernelSpec
+    some: KernelSpec | None
+    many: KernelSpec
+
+    @property
+    def phases(self) -> tuple[KernelSpec, ...]:
+        """Those that are there, in order."""
+        return tuple(phase for phase in (self.few, self.some, self.many) if phase is not None)
+
+    @property
+    def arch(self) -> Arch:
+        """The mainloops' architecture."""
+        return self.many.arch
+
+    @property
+    def dealt(self) -> bool:
+        """Whether blocks of long queries are dealt to the CTAs."""
+        return self.many.dealt
+
+    @property
+    def head_dim(self) -> int:
+        """Of q and K."""
+        return self.many.head_dim
+
+    @property
+    def element_type(self) -> ElementType:
+        """Of q and out."""
+        return self.many.element_type
+
+    @property
+    def target(self) -> Target:
+        """What all are compiled for."""
+        return self.many.target
+
+    @property
+    def warps(self) -> int:
+        """Warps of a CTA."""
+        return max(phase.warps for phase in self.phases)
+
+    @property
+    def register_shares(self) -> tuple[int, int] | None:
+        """register_shares of the last phase, which all phases keep: with even shares the first ones spill (read from SASS)."""
+        return self.many.register_shares
+
+    @property
+    def union_bytes(self) -> int:
+        """Shared memory that the phases use one after the other."""
+        most = max(phase.smem_bytes for phase in self.phases)
+        return -(-most // PRESENT_BYTES) * PRESENT_BYTES
+
+    @property
+    def smem_bytes(self) -> int:
+        """Shared memory of one CTA in bytes."""
+        return self.union_bytes + PRESENT_BYTES
+
+
+def mixed_supports(spec: MixedSpec) -> list[str]:
+    """Every reason why `spec` cannot be built; an empty list means that it can."""
+    reasons = [reason for phase in spec.phases for reason in supports(phase)]
+    if any(phase.q_lens is None for phase in spec.phases):
+        reasons.append("a phase of a mixed kernel needs the query rows that it serves, q_lens")
+    if any(phase.many_blocks for phase in spec.phases[:-1]):
+        reasons.append("many_blocks: only the last phase may take several blocks of a request's query rows")
+    if spec.smem_bytes > SMEM_BYTES[spec.target]:
+        reasons.append(f"shared memory {spec.smem_bytes} bytes exceeds {SMEM_BYTES[spec.target]} on {spec.target}")
+    if spec.few.warps >= spec.warps:
+        reasons.append(f"num_warps={spec.few.num_warps} of the first phase leave no warp that looks for the others' requests")
+    return reasons

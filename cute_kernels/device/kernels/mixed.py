@@ -1,0 +1,119 @@
+"""The kernel of mixed batches: its CTAs attend to requests of few query rows, then to those of more, phase by phase.
+
+A phase is a kernel of its own for the requests whose number of query rows suits it (KernelSpec.q_lens): the same body, schedule,
+mainloop and combine, in the warps and the shared memory of all. A warp that the first phase leaves idle looks up meanwhile which
+of the others have a request at all. So a batch of decode rows pays one barrier for the others, and no launch.
+"""
+
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32, Int64
+
+from ...config.decode import LINE_BYTES, LOG2_E
+from ...config.mixed import PRESENT_BYTES, MixedSpec
+from ..attend.query_rows import served
+from ..combine.partials import state_bytes
+from ..kv.source import Rows
+from ..mainloop.arena import Arena, arena_of
+from ..mainloop.shared import allocate
+from ..problem import Problem
+from ..ptx.barriers import ALL
+from ..ptx.registers import LANES
+from .attention import AttentionKernel
+from .long_queries import LongQueryKernel
+
+
+@dataclass(frozen=True)
+class Mainloops:
+    """Those of all phases."""
+
+    phases: tuple
+
+    def operands(self, k: cute.Tensor, v: cute.Tensor) -> tuple:
+        """The caches as each takes them."""
+        return tuple(phase.mainloop.operands(k, v) for phase in self.phases)
+
+
+class MixedKernel(AttentionKernel):
+    """Launches attention for one mixed spec."""
+
+    def __init__(self, spec: MixedSpec):
+        self.spec = spec
+        self.phases = tuple((LongQueryKernel if phase.dealt else AttentionKernel)(phase) for phase in spec.phases)
+        self.mainloop = Mainloops(self.phases)
+
+    def launch(self, q, k, caches, scales, tables, out, lse, workspace, softmax_scale, num_ctas, status, further, stream):
+        """Starts the grid."""
+        self.attend(q, k, caches, scales, tables, out, lse, workspace, softmax_scale * LOG2_E, status, further).launch(
+            grid=(num_ctas, 1, 1),
+            block=(LANES * self.spec.warps, 1, 1),
+            smem=self.spec.smem_bytes,
+            min_blocks_per_mp=1,
+            preferred_smem_carveout=100,
+            stream=stream,
+            use_pdl=True,
+        )
+
+    @cute.kernel
+    def attend(
+        self, q, k, caches: tuple, scales: tuple, tables: tuple, out, lse, workspace, scale_log2: Float32, status: Int64, further
+    ):
+        """One CTA: each phase that has a request, one after the other."""
+        spec, smem = self.spec, cutlass.memory.SmemAllocator()
+        base = arena_of(smem, spec.union_bytes)
+        present = smem.allocate_tensor(Int32, cute.make_layout(PRESENT_BYTES // 4), byte_alignment=PRESENT_BYTES)
+        queries, scores = self.phases[0].name_further(q, further)
+        rows, problems, begin = Rows(tables, k, queries), [], Int64(0)
+        for phase, brought in zip(self.phases, caches, strict=True):
+            own = None
+            if cutlass.const_expr(phase.spec.split):
+                own = cute.make_tensor((workspace.iterator + begin).align(LINE_BYTES), workspace.layout)
+                begin += state_bytes(phase.spec)
+            problems.append(Problem(q, brought, scales, rows, out, lse, own, status, scores))
+        cute.arch.griddepcontrol_launch_dependents()
+        warp, shares = cute.arch.make_warp_uniform(cute.arch.warp_idx()), cutlass.const_expr(spec.register_shares)
+        if warp == spec.warps - 1:
+            self.look_for_phases(rows, present)
+        if cutlass.const_expr(shares is None):
+            self.attend_phases(tuple(problems), base, present, scale_log2, (0, spec.warps))
+        elif warp < spec.many.num_warps:
+            cute.arch.setmaxregister_increase(shares[0])
+            self.attend_phases(tuple(problems), base, present, scale_log2, (0, spec.many.num_warps))
+        else:
+            cute.arch.setmaxregister_decrease(shares[1])
+            self.attend_phases(tuple(problems), base, present, scale_log2, (spec.many.num_warps, spec.warps))
+
+    @cute.jit
+    def attend_phases(
+        self, problems: tuple, base: cute.Pointer, present: cute.Tensor, scale_log2: Float32, warps: cutlass.Constexpr
+    ):
+        """Every phase, for the warps of a range. present: from look_for_phases, for all but the first.
+
+        All warps meet between two phases, at an aligned barrier: behind another ptxas keeps no value of a warp in a uniform
+        register, and the loop over 8-bit tiles has 618 instructions for 560 (read from SASS).
+        """
+        for number in cutlass.range_constexpr(len(self.phases)):
+            phase, wanted = self.phases[number], Boolean(True)
+            if cutlass.const_expr(number > 0):
+                cute.arch.fence_proxy("async.shared", space="cta")
+                cute.arch.barrier(barrier_id=ALL, number_of_threads=LANES * self.spec.warps)
+                wanted = cute.arch.make_warp_uniform(present[number]) != 0
+            shared = allocate(phase.spec, Arena(base, self.spec.union_bytes))
+            registers = None if self.spec.register_shares else phase.spec.register_shares
+            if cutlass.const_expr(warps[0] < phase.spec.warps):
+                phase.attend_phase(problems[number], shared, scale_log2, wanted, registers, warps)
+
+    @cute.jit
+    def look_for_phases(self, rows: Rows, present: cute.Tensor):
+        """A warp finds out which phases but the first have a request."""
+        batch = Int32(rows.queries.indptr.shape[0]) - 1
+        cute.arch.griddepcontrol_wait()
+        for number in cutlass.range_constexpr(1, len(self.phases)):
+            found = Boolean(False)
+            for row in cutlass.range(cute.arch.lane_idx(), batch, LANES, unroll=1):
+                found = found | served(self.phases[number].spec, rows.queries, row)
+            some = cute.arch.vote_any_sync(found)
+            with cute.arch.elect_one():
+                present[number] = Int32(some)

@@ -1,0 +1,34 @@
+"""Shared memory that the phases of a kernel use one after the other: each lays out its own from the same beginning."""
+
+import cutlass
+import cutlass.cute as cute
+
+ALIGNMENT = 1024  # bytes: that of swizzled tiles
+
+
+class Arena:
+    """An allocator, as mainloop/shared.allocate takes it, of `nbytes` that are allocated already."""
+
+    def __init__(self, base: cute.Pointer, nbytes: int):
+        self.base, self.nbytes, self.offset = base, nbytes, 0
+
+    def allocate_array(self, element_type, count: int, byte_alignment: int = 8) -> cute.Pointer:
+        """A pointer to `count` elements."""
+        return cute.recast_ptr(self._take(count * element_type.width // 8, byte_alignment), dtype=element_type)
+
+    def allocate_tensor(self, element_type, layout, byte_alignment: int = 8, swizzle=None) -> cute.Tensor:
+        """A tensor, swizzled where it is asked for."""
+        begin = self._take(cute.cosize(layout) * element_type.width // 8, byte_alignment)
+        return cute.make_tensor(cute.recast_ptr(begin, swizzle_=swizzle, dtype=element_type), layout)
+
+    def _take(self, nbytes: int, byte_alignment: int) -> cute.Pointer:
+        begin = -(-self.offset // byte_alignment) * byte_alignment
+        self.offset = begin + nbytes
+        if self.offset > self.nbytes:
+            raise ValueError(f"the phases share {self.nbytes} bytes, one needs {self.offset}")
+        return (self.base + begin).align(byte_alignment)
+
+
+def arena_of(smem: cutlass.memory.SmemAllocator, nbytes: int) -> cute.Pointer:
+    """The beginning of such bytes."""
+    return smem.allocate(nbytes, byte_alignment=ALIGNMENT)
