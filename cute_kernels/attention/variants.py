@@ -64,6 +64,8 @@ def _evaluate(
     spec = kernel_spec(problem, variant.arch, target, config, partition="invariant" if preference.batch_invariant else "balanced")
     num_ctas = grid_ctas_of(problem, spec, facts.sm_count, config.ctas_per_sm)
     partition, why = _whole_because(problem, spec, num_ctas, preference)
+    if given is not None and partition == "dealt":  # what is given cuts rows
+        partition, why = "balanced", ""
     if why:
         if given is None:
             config, source = _config(variant.arch, target, problem, facts, preference, partition)
