@@ -17,7 +17,7 @@ from cute_kernels.config.limits import supports
 from cute_kernels.config.mixed import mixed_supports
 from cute_kernels.device.tracing.decode import build
 from cute_kernels.device.tracing.mixed import build_mixed
-from cute_kernels.planning.variants import PRETEND
+from cute_kernels.planning.variants import PRETEND, PlanPreference
 from tests.support import machine_code
 
 E4M3 = {"kv_dtype": ck.KVDtype.E4M3}
@@ -56,6 +56,15 @@ def test_warpgroups(name: str, tmp_path: Path) -> None:
     assert {step: len(re.findall(step, ptx)) for step in steps} == steps
     assert "mma.sync" not in ptx
     assert not re.search(r"\b(LDL|STL)\b", sass), "registers spilled to local memory"
+
+
+def test_a_workspace_for_some_phases_only() -> None:
+    """Requests of few query rows stay whole on few SMs while others are cut: the kernel takes the workspace of those."""
+    descriptor = ck.PagedAttentionDescriptor(5, 8, 2, 64, 16, torch.bfloat16, max_q_len=300, max_seq_len=1000)
+    facts = PlanPreference(sm_count=1).part_of(PRETEND["h200"])
+    spec = explain(descriptor.problem, facts).chosen.spec
+    assert [phase.split for phase in spec.phases] == [False, True, False]
+    build_mixed(spec)
     assert sass.count("HGMMA") == spec.padded_head_dim // 16 + ends * spec.tile_n // 16
     assert sass.count("WARPGROUP.DEPBAR") == 2 * ends, "the assembler waits for more than both products"
 
@@ -108,3 +117,12 @@ def test_mixed(name: str, tmp_path: Path) -> None:
     assert len(re.findall(r"\bHMMA", sass)) >= few
     assert sass.count("WARPGROUP.DEPBAR") == 4 + 2 * (1 + spec.some.overlaps)
     assert not re.search(r"\b(LDL|STL)\b", sass), "registers spilled to local memory"
+
+
+def test_a_workspace_for_some_phases_only() -> None:
+    """Requests of few query rows stay whole on few SMs while others are cut: the kernel takes the workspace of those."""
+    descriptor = ck.PagedAttentionDescriptor(5, 8, 2, 64, 16, torch.bfloat16, max_q_len=300, max_seq_len=1000)
+    facts = PlanPreference(sm_count=1).part_of(PRETEND["h200"])
+    spec = explain(descriptor.problem, facts).chosen.spec
+    assert [phase.split for phase in spec.phases] == [False, True, False]
+    build_mixed(spec)

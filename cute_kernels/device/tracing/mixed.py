@@ -8,4 +8,5 @@ from .fakes import compile_kernel
 
 def build_mixed(spec: MixedSpec, options: str = ""):
     """Compiles `spec` for its target; needs no GPU. `options` are further compiler options, such as --keep-ptx."""
-    return compile_kernel(MixedKernel(spec), arguments(spec.few), spec.target, options)
+    splitting = max(spec.phases, key=lambda phase: phase.split)  # one that brings a workspace, if any phase does
+    return compile_kernel(MixedKernel(spec), arguments(splitting), spec.target, options)
