@@ -113,7 +113,7 @@ def test_graph_replays_of_dealt_items(fields: dict[str, object]) -> None:
         assert_close(inputs, result)
     held = make_attention(first, "cuda", seed=0)
     out, lse = torch.full_like(held.q, NAN), torch.full((len(held.q), 8), NAN, device="cuda")
-    given = {**held.scales, **held.extras, "out": out, "lse": lse}
+    given = {**held.scales, **held.extras, "out": out, "lse": lse, "workspace": plan.new_workspace()}
     plan.run(held.q, held.k, held.v, held.table, **given)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -142,5 +142,6 @@ def test_a_request_alone_has_the_same_bits() -> None:
         alone = ck.PagedAttentionPlan.select(single, "cuda", ck.PlanPreference(sm_count=2))
         pages = ck.PageTable.dense(table[request : request + 1].contiguous(), lengths[request : request + 1].contiguous())
         rows = torch.tensor([0, end - begin], dtype=torch.int32, device="cuda")
-        got = alone.run(inputs.q[begin:end], inputs.k, inputs.v, pages, qo_indptr=rows)
+        given = {"qo_indptr": rows, "workspace": alone.new_workspace()}
+        got = alone.run(inputs.q[begin:end], inputs.k, inputs.v, pages, **given)
         assert_bitwise(got, (out[begin:end], lse[begin:end]))

@@ -182,9 +182,10 @@ class DecodeKernel:
         heads = heads_of(spec, queries, share.unit)
         scaling = open_scaling(spec, problem.scales, heads[0], scale_log2)
         index, row, first, issued, settled = share.row, opening.row, share.tile, Int32(0), Int32(-1)  # settled: whose query is
+        turn = Int32(0)  # rows before, where a row's index does not say it
         if unfinished(share, index, first):
             block = query_block(spec, queries, share.unit, heads, index, row)
-            fetch_query(spec, problem.q, block, query_buffer(spec, shared.query, index))
+            fetch_query(spec, problem.q, block, query_buffer(spec, shared.query, self.turn_of(index, turn)))
         if cutlass.const_expr(self.divides):
             clear_declined(spec, shared)
             if cutlass.const_expr(spec.arch == "sm80"):
@@ -196,7 +197,9 @@ class DecodeKernel:
         while unfinished(share, index, first):
             piece = make_piece(spec, problem.rows, share, index, row, first, issued)
             next_index, next_first = following(spec, problem.rows, problem.batch(spec), piece)
-            buffer, factors = query_buffer(spec, shared.query, index), shared.inverses[None, index % 2]
+            now, then = self.turn_of(index, turn), self.turn_of(next_index, turn + 1)
+            buffer, factors = query_buffer(spec, shared.query, now), shared.inverses[None, now % 2]
+            next_buffer = query_buffer(spec, shared.query, then)
             settle_query(spec, buffer, factors, piece.block.rows, scaling.sign, index != settled)
             settled = index
             sync_consumers(spec)
@@ -206,7 +209,7 @@ class DecodeKernel:
             if cutlass.const_expr(spec.several):  # which query rows to fetch follows from the row
                 row = self.open_next(problem, share, next_index, next_first)
             if cutlass.const_expr(not self.fetches_late):
-                self.fetch_next(problem, shared, share, heads, index, (next_index, next_first), row)
+                self.fetch_next(problem, next_buffer, share, heads, index, (next_index, next_first), row)
             for state in states:
                 reset_state(state)
             self.mainloop.consume(piece, Attention(products, row_tiles, scaling), problem, shared)
@@ -219,12 +222,14 @@ class DecodeKernel:
             outcome = self.settle(shared, piece, row_tiles, thr_mma, order, merging)
             sync_consumers(spec)
             if cutlass.const_expr(self.fetches_late and not spec.overlaps):  # all have read this one
-                self.fetch_next(problem, shared, share, heads, index, (next_index, next_first), row)
-            self.store(problem, shared, share, piece, merging, outcome)
+                self.fetch_next(problem, next_buffer, share, heads, index, (next_index, next_first), row)
+            self.store(problem, shared, share, piece, merging, (outcome, buffer))
             if cutlass.const_expr(self.fetches_late and spec.overlaps):  # the output went through it
                 sync_consumers(spec)
-                self.fetch_next(problem, shared, share, heads, index, (next_index, next_first), row)
+                self.fetch_next(problem, next_buffer, share, heads, index, (next_index, next_first), row)
             issued += piece.stop - piece.first
+            if cutlass.const_expr(spec.q_lens is not None):
+                turn += Int32(next_index > index)
             index, first = next_index, next_first
         if cutlass.const_expr(spec.overlaps):
             self.mainloop.close_turns()
@@ -251,12 +256,16 @@ class DecodeKernel:
         return settled
 
     @cute.jit
-    def fetch_next(self, problem: Problem, shared: Shared, share: Share, heads: tuple, index: Int32, following: tuple, row: Row):
+    def fetch_next(self, problem: Problem, buffer, share: Share, heads: tuple, index: Int32, following: tuple, row: Row):
         """Starts to bring the query of the row after `index`. heads: of the unit; following: where the share goes on, in row."""
         spec, queries = self.spec, problem.rows.queries
         if following[0] > index and unfinished(share, *following):
             block = query_block(spec, queries, share.unit, heads, following[0], row)
-            fetch_query(spec, problem.q, block, query_buffer(spec, shared.query, following[0]))
+            fetch_query(spec, problem.q, block, buffer)
+
+    def turn_of(self, index: Int32, turn: Int32) -> Int32:
+        """What goes up by one from row to row: their index, or, in a phase that passes over rows, how many it had before."""
+        return index if self.spec.q_lens is None else turn
 
     def open_next(self, problem: Problem, share: Share, index: Int32, first: Int32) -> Row:
         """The row at which the share goes on, or nothing past its end."""
@@ -288,9 +297,12 @@ class DecodeKernel:
             shared.opener[0] = first_slice(self.spec, share, tiles)
 
     @cute.jit
-    def store(self, problem: Problem, shared: Shared, share: Share, piece: Piece, scaling: Scaling, settled: SettledRows | None):
-        """A whole row is a result; a part of one goes to the workspace. settled: this warp's rows, or None where states met."""
-        spec = self.spec
+    def store(self, problem: Problem, shared: Shared, share: Share, piece: Piece, scaling: Scaling, outcome: tuple):
+        """A whole row is a result; a part of one goes to the workspace.
+
+        outcome: this warp's settled rows, or None where states met, and the buffer of the query, which may be overwritten.
+        """
+        spec, (settled, buffer) = self.spec, outcome
         if piece.first > 0 or piece.stop < piece.tiles:
             if cutlass.const_expr(spec.split):
                 words, mark = open_workspace(spec, problem.workspace), Int32(WRITTEN)
@@ -306,7 +318,7 @@ class DecodeKernel:
         elif cutlass.const_expr(settled is None):
             store_final(spec, shared.merge, piece.block, problem.out, problem.lse, scaling, self.sinks(problem))
         else:
-            buffer, rows = query_buffer(spec, shared.query, piece.index), row_tiles_of(spec)[0]
+            rows = row_tiles_of(spec)[0]
             store_rows(spec, settled, buffer, rows, piece.block, problem.out, problem.lse, self.sinks(problem))
 
     @cute.jit

@@ -2,13 +2,13 @@
 
 import cutlass.cute as cute
 
-ALL = 0  # all warps of the CTA meet
 CONSUMERS = 1  # the consumer warps meet
 OPENED = 2  # the opening lies in shared memory, and the mbarriers are made (schedule/opening.py)
 ALONE = 3  # of one warp: racecheck takes warps at a barrier to be ordered where they have met equally often before
 
 PRODUCTS = 4  # and on, one of each warpgroup: it may start its products (mainloop/overlap.py)
 ROWS = 8  # and on, one of each warpgroup: its query has come, or may be overwritten (kernels/long_queries.py)
+ALL = 15  # all warps that take part in a phase meet; not 0, at which synccheck wants them to come from one instruction
 
 
 def sync_branches(barrier_id: int, warps: int):
