@@ -60,6 +60,16 @@ class MixedSpec:
         return max(phase.warps for phase in self.phases)
 
     @property
+    def busy_warps(self) -> frozenset[int]:
+        """Those that any phase has work for."""
+        return frozenset[int]().union(*(phase.busy_warps for phase in self.phases))
+
+    @property
+    def lookout(self) -> int:
+        """The warp that looks which phases have a request: one that none has work for, else the last, idle in the first."""
+        return next((warp for warp in range(self.warps) if warp not in self.busy_warps), self.warps - 1)
+
+    @property
     def register_shares(self) -> tuple[int, int] | None:
         """register_shares of the last phase, which all phases keep: with even shares the first ones spill (read from SASS)."""
         return self.many.register_shares

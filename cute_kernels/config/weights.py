@@ -16,6 +16,7 @@ TILE_N = 32  # keys of a tile: a quad's four lanes then hold eight neighbouring 
 LANE_TOKENS = TILE_N // 4  # of a tile that one lane stores
 MAX_CTAS_PER_SM = 4  # 128 registers a thread of four warps
 TARGET_CTAS_PER_SM = 3  # one opens its row while the others stream
+LEAST_CTAS_PER_SM = 2  # 1 x 8k keys are 64 chunks of four warps, less than half of an H200's SMs
 STAGES = (2, 8)  # least and most of a warp's ring
 MOST_WARPS = 4
 WIDE_TILE_BYTES = 8192  # of tiles beyond, two warps have as many bytes in flight as four
@@ -92,10 +93,17 @@ def chunk_of(page_size: int, num_warps: int, page_mass: bool) -> int:
     return -(-keys // page_size) * page_size if page_mass else keys
 
 
-def fitted(spec: WeightsSpec) -> WeightsSpec:
-    """`spec` with the warps of a CTA, their chunk, and as many stages as let TARGET_CTAS_PER_SM CTAs share an SM."""
+def fitted(spec: WeightsSpec, batch_size: int, max_seq_len: int, sm_count: int) -> WeightsSpec:
+    """`spec` with the warps of a CTA, their chunk, and as many stages as let TARGET_CTAS_PER_SM CTAs share an SM.
+
+    Fewer warps where their chunks would be too few to give LEAST_CTAS_PER_SM to each SM. No bit of a result depends on it.
+    """
     warps = MOST_WARPS if spec.rings[0].tile_bytes <= WIDE_TILE_BYTES else MOST_WARPS // 2
-    spec = replace(spec, num_warps=warps, num_stages=0, chunk=chunk_of(spec.page_size, warps, spec.page_mass))
+    chunk, fewer = (chunk_of(spec.page_size, count, spec.page_mass) for count in (warps, warps // 2))
+    while batch_size * -(-max_seq_len // chunk) < LEAST_CTAS_PER_SM * sm_count and warps > 1 and fewer < chunk:
+        warps, chunk = warps // 2, fewer
+        fewer = chunk_of(spec.page_size, warps // 2, spec.page_mass)
+    spec = replace(spec, num_warps=warps, num_stages=0, chunk=chunk)
     room = SMEM_BYTES[spec.target] // TARGET_CTAS_PER_SM - RESERVED_BYTES - spec.smem_bytes
     least, most = STAGES
     return replace(spec, num_stages=warps * max(least, min(most, room // (warps * spec.stage_bytes))))

@@ -29,15 +29,17 @@ VARIANTS = variants_of("weights")
 
 def explain(descriptor: AttentionWeightsDescriptor, facts: DeviceFacts, preference: PlanPreference = ANY_VARIANT) -> Explanation:
     """Every variant's answer for `descriptor` on such a device, here or not: nothing is compiled and no GPU is needed."""
-    answers = [answer(variant, facts, lambda arch, target: _offer(descriptor, arch, target)) for variant in VARIANTS]
+    answers = [
+        answer(variant, facts, lambda arch, target: _offer(descriptor, arch, target, facts.sm_count)) for variant in VARIANTS
+    ]
     return choice(answers, str(descriptor), facts, preference)
 
 
-def _offer(descriptor: AttentionWeightsDescriptor, arch: Arch, target: Target) -> Offer:
+def _offer(descriptor: AttentionWeightsDescriptor, arch: Arch, target: Target, sm_count: int) -> Offer:
     unread = _dtype_reasons(descriptor)
     if unread:
         return Offer(unread)
-    spec = kernel_spec(descriptor, arch, target)
+    spec = kernel_spec(descriptor, arch, target, sm_count)
     reasons, ctas = weights_supports(spec), descriptor.batch_size * -(-descriptor.max_seq_len // spec.chunk)
     if descriptor.max_seq_len > MAX_KEYS:
         reasons.append(f"max_seq_len = {descriptor.max_seq_len:,}: must be at most {MAX_KEYS:,}")
@@ -57,8 +59,8 @@ def _dtype_reasons(descriptor: AttentionWeightsDescriptor) -> list[str]:
     return []
 
 
-def kernel_spec(descriptor: AttentionWeightsDescriptor, arch: Arch, target: Target) -> WeightsSpec:
-    """The compile key of `descriptor`: what changes generated code, and no more."""
+def kernel_spec(descriptor: AttentionWeightsDescriptor, arch: Arch, target: Target, sm_count: int) -> WeightsSpec:
+    """The compile key of `descriptor` on so many SMs: what changes generated code, and no more."""
     d, problem = descriptor, descriptor.problem
     stored: StoredType = problem.kv_dtype.value
     spec = WeightsSpec(
@@ -88,4 +90,4 @@ def kernel_spec(descriptor: AttentionWeightsDescriptor, arch: Arch, target: Targ
         page_mass=d.page_mass,
         store_bytes=d.store_bytes,
     )
-    return fitted(spec)
+    return fitted(spec, d.batch_size, d.max_seq_len, sm_count)

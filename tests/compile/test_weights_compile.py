@@ -48,7 +48,7 @@ def dump(spec: WeightsSpec, folder: Path) -> tuple[str, str]:
 def test_tma(changes: dict, tmp_path: Path) -> None:
     """K comes by TMA and goes to the tensor core; weights leave by the widest stores; nothing is read of V or spilled."""
     d = replace(D, **changes)
-    ptx, sass = dump(kernel_spec(d, "sm90", "sm_90a"), tmp_path)
+    ptx, sass = dump(kernel_spec(d, "sm90", "sm_90a", 132), tmp_path)
     assert ".target sm_90a" in ptx and "griddepcontrol.wait" in ptx
     assert "UTMALDG" in sass and re.search(r"HMMA\.16816\.F32(\.BF16)?", sass)
     assert ("HMMA.16816.F32.BF16" in sass) == (d.q_dtype == BF16 and d.problem.kv_dtype.element_bytes == 2)
@@ -71,7 +71,7 @@ def test_tma(changes: dict, tmp_path: Path) -> None:
     ids=str,
 )
 def test_cp_async(changes: dict, target: str, tmp_path: Path) -> None:
-    ptx, sass = dump(kernel_spec(replace(D, **changes), "sm80", target), tmp_path)
+    ptx, sass = dump(kernel_spec(replace(D, **changes), "sm80", target, 132), tmp_path)
     assert f".target {target}" in ptx and ("griddepcontrol.wait" in ptx) == (target == "sm_90a")
     assert "UTMALDG" not in sass and ("LDGSTS" in sass) == ("head_dim" not in changes)
     assert not re.search(r"\b(LDL|STL)\b", sass), "registers spilled to local memory"
@@ -81,7 +81,7 @@ def test_cp_async(changes: dict, target: str, tmp_path: Path) -> None:
 def test_what_is_not_asked_for_is_not_there(tmp_path: Path) -> None:
     """Weights alone have no sums over the heads; a mean alone no exchange of weights between lanes."""
     codes = [replace(D, page_mass=False, mean=False), replace(D, page_mass=False, weights_dtype=None)]
-    alone, mean = (dump(kernel_spec(d, "sm90", "sm_90a"), tmp_path / str(i))[1] for i, d in enumerate(codes))
+    alone, mean = (dump(kernel_spec(d, "sm90", "sm_90a", 132), tmp_path / str(i))[1] for i, d in enumerate(codes))
     butterflies = [len(re.findall(r"SHFL\.BFLY", code)) for code in (alone, mean)]
     assert butterflies == [8, 24]
     assert len(alone.splitlines()) > 200 and "STG.E.128 " in alone and "STG.E.128 " not in mean
@@ -89,7 +89,7 @@ def test_what_is_not_asked_for_is_not_there(tmp_path: Path) -> None:
 
 def test_the_cache_serves_this_kind_of_spec(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiler, "_kernels", {})
-    spec = kernel_spec(D, "sm90", "sm_90a")
+    spec = kernel_spec(D, "sm90", "sm_90a", 132)
     kernel = compiler.compile_weights(spec)
     assert compiler.compile_weights(spec) is kernel and compiler.compiled_specs() == [spec]
     with pytest.raises(ck.Unsupported, match="tile_n=16"):

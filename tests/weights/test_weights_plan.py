@@ -103,7 +103,7 @@ def test_descriptors_are_frozen_keys() -> None:
 def test_a_store_writes_what_rows_and_chunks_allow(changes: dict[str, Any], nbytes: int) -> None:
     d = replace(D, **changes)
     assert d.store_bytes == nbytes
-    spec = kernel_spec(d, "sm80", "sm_90a")
+    spec = kernel_spec(d, "sm80", "sm_90a", 132)
     assert weights_supports(spec) == [] and spec.chunk * (d.weights_dtype.itemsize if d.weights_dtype else 4) % nbytes == 0
 
 
@@ -119,16 +119,21 @@ def test_a_store_writes_what_rows_and_chunks_allow(changes: dict[str, Any], nbyt
         ({"page_size": 48}, 144, 4, 2),
         ({"page_size": 1024}, 1024, 4, 2),
         ({"num_heads": 256, "num_kv_heads": 8}, 128, 4, 2),
+        ({"batch_size": 1}, 32, 1, 8),  # 256 CTAs
+        ({"batch_size": 1, "max_seq_len": 32_768}, 64, 2, 4),
+        ({"batch_size": 1, "page_size": 64}, 64, 2, 4),  # a page is a chunk at least
+        ({"batch_size": 1, "page_size": 512}, 512, 4, 2),
+        ({"batch_size": 1, "head_dim": 256}, 32, 1, 3),
     ],
 )
 def test_a_chunk_is_whole_pages_and_a_ring_what_memory_holds(changes: dict[str, Any], chunk: int, warps: int, depth: int) -> None:
-    spec = kernel_spec(replace(SERVED, **changes), "sm90", "sm_90a")
+    spec = kernel_spec(replace(SERVED, **changes), "sm90", "sm_90a", 132)
     assert (spec.chunk, spec.num_warps, spec.depth) == (chunk, warps, depth)
     assert weights_supports(spec) == []
 
 
 def test_three_ctas_share_an_sm() -> None:
-    assert kernel_spec(SERVED, "sm90", "sm_90a").min_ctas_per_sm == 3
+    assert kernel_spec(SERVED, "sm90", "sm_90a", 132).min_ctas_per_sm == 3
 
 
 @pytest.mark.parametrize(
@@ -145,7 +150,7 @@ def test_three_ctas_share_an_sm() -> None:
     ],
 )
 def test_supports_gives_its_reason(change: dict[str, Any], reason: str) -> None:
-    reasons = weights_supports(replace(kernel_spec(SERVED, "sm90", "sm_90a"), **change))
+    reasons = weights_supports(replace(kernel_spec(SERVED, "sm90", "sm_90a", 132), **change))
     assert any(reason in one for one in reasons), reasons
 
 
@@ -201,7 +206,7 @@ def test_the_kernel_is_given_views_of_the_operands(monkeypatch: pytest.MonkeyPat
     specs, launches = recorded(monkeypatch, weights)
     d = replace(D, layout=getattr(ck.KVLayout, layout), kv_dtype=ck.KVDtype.E4M3, k_scale=ck.KVScale.TOKEN, softcap=2.0)
     plan, args = ck.AttentionWeightsPlan(d, torch.device("cpu"), ck.PlanPreference()), arguments(d)
-    assert specs == [kernel_spec(d, "sm90", "sm_90a")] == [plan.sku.config] and plan.sku.arch == "sm90a"
+    assert specs == [kernel_spec(d, "sm90", "sm_90a", 132)] == [plan.sku.config] and plan.sku.arch == "sm90a"
     if layout == "NHD":
         args["k_cache"] = args["k_cache"].transpose(1, 2).contiguous()
     scale = torch.ones(12 * 16 * 2)

@@ -2,7 +2,7 @@
 
 A phase is a kernel of its own for the requests whose number of query rows suits it (KernelSpec.q_lens): the same body, schedule,
 mainloop and combine, in the warps and the shared memory of all. A warp that the first phase leaves idle looks up meanwhile which
-of the others have a request at all. So a batch of decode rows pays one barrier for the others, and no launch.
+of the others have a request at all. So a batch of decode rows pays a barrier for each of the others, and no launch.
 """
 
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from ..kv.source import Rows
 from ..mainloop.arena import Arena, arena_of
 from ..mainloop.shared import allocate
 from ..problem import Problem
-from ..ptx.barriers import ALL
+from ..ptx.barriers import ALL, FOUND
 from ..ptx.registers import LANES
 from .attention import AttentionKernel
 from .long_queries import LongQueryKernel
@@ -74,16 +74,19 @@ class MixedKernel(AttentionKernel):
             problems.append(Problem(q, brought, scales, rows, out, lse, own, status, scores))
         cute.arch.griddepcontrol_launch_dependents()
         warp, shares = cute.arch.make_warp_uniform(cute.arch.warp_idx()), cutlass.const_expr(spec.register_shares)
-        if warp == spec.warps - 1:
+        busy = (Int32(sum(1 << warp for warp in spec.busy_warps)) >> warp) & 1 != 0
+        if warp == spec.lookout:
             self.look_for_phases(rows, present)
         if cutlass.const_expr(shares is None):
-            self.attend_phases(tuple(problems), base, present, scale_log2, (0, spec.warps))
+            if busy:
+                self.attend_phases(tuple(problems), base, present, scale_log2, (0, spec.warps))
         elif warp < spec.many.num_warps:
             cute.arch.setmaxregister_increase(shares[0])
             self.attend_phases(tuple(problems), base, present, scale_log2, (0, spec.many.num_warps))
         else:
             cute.arch.setmaxregister_decrease(shares[1])
-            self.attend_phases(tuple(problems), base, present, scale_log2, (spec.many.num_warps, spec.warps))
+            if busy:
+                self.attend_phases(tuple(problems), base, present, scale_log2, (spec.many.num_warps, spec.warps))
 
     @cute.jit
     def attend_phases(
@@ -91,14 +94,17 @@ class MixedKernel(AttentionKernel):
     ):
         """Every phase, for the warps of a range. present: from look_for_phases, for all but the first.
 
-        All warps meet between two phases, at an aligned barrier: behind another ptxas keeps no value of a warp in a uniform
-        register, and the loop over 8-bit tiles has 618 instructions for 560 (read from SASS).
+        The warps meet between two phases, at an aligned barrier: behind another ptxas keeps no value of a warp in a uniform
+        register, and the loop over 8-bit tiles has 618 instructions for 560 (read from SASS). Idle warps stay away: synccheck
+        wants all threads of a CTA to come to a barrier from one instruction.
         """
+        barrier, meeting = FOUND, self.spec.busy_warps | {self.spec.lookout}
         for number in cutlass.range_constexpr(len(self.phases)):
             phase, wanted = self.phases[number], Boolean(True)
             if cutlass.const_expr(number > 0):
                 cute.arch.fence_proxy("async.shared", space="cta")
-                cute.arch.barrier(barrier_id=ALL, number_of_threads=LANES * self.spec.warps)
+                cute.arch.barrier(barrier_id=barrier, number_of_threads=LANES * len(meeting))
+                barrier, meeting = ALL, self.spec.busy_warps
                 wanted = cute.arch.make_warp_uniform(present[number]) != 0
             shared = allocate(phase.spec, Arena(base, self.spec.union_bytes))
             registers = None if self.spec.register_shares else phase.spec.register_shares
@@ -117,3 +123,6 @@ class MixedKernel(AttentionKernel):
             some = cute.arch.vote_any_sync(found)
             with cute.arch.elect_one():
                 present[number] = Int32(some)
+        if cutlass.const_expr(self.spec.lookout not in self.spec.busy_warps):
+            cute.arch.sync_warp()
+            cute.arch.barrier_arrive(barrier_id=FOUND, number_of_threads=LANES * (len(self.spec.busy_warps) + 1))
