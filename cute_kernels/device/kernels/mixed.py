@@ -19,7 +19,7 @@ from ..kv.source import Rows
 from ..mainloop.arena import Arena, arena_of
 from ..mainloop.shared import allocate
 from ..problem import Problem
-from ..ptx.barriers import ALL, FOUND
+from ..ptx.barriers import ALL, FOUND, sync_branches
 from ..ptx.registers import LANES
 from .attention import AttentionKernel
 from .long_queries import LongQueryKernel
@@ -94,16 +94,18 @@ class MixedKernel(AttentionKernel):
     ):
         """Every phase, for the warps of a range. present: from look_for_phases, for all but the first.
 
-        The warps meet between two phases, at an aligned barrier: behind another ptxas keeps no value of a warp in a uniform
-        register, and the loop over 8-bit tiles has 618 instructions for 560 (read from SASS). Idle warps stay away: synccheck
-        wants all threads of a CTA to come to a barrier from one instruction.
+        The busy warps meet between two phases. Those that attend come to an aligned barrier: behind another ptxas keeps no value
+        of a warp in a uniform register, and the loop over 8-bit tiles has 618 instructions for 560 (read from SASS).
         """
         barrier, meeting = FOUND, self.spec.busy_warps | {self.spec.lookout}
         for number in cutlass.range_constexpr(len(self.phases)):
             phase, wanted = self.phases[number], Boolean(True)
             if cutlass.const_expr(number > 0):
                 cute.arch.fence_proxy("async.shared", space="cta")
-                cute.arch.barrier(barrier_id=barrier, number_of_threads=LANES * len(meeting))
+                if cutlass.const_expr(warps[0] == 0):
+                    cute.arch.barrier(barrier_id=barrier, number_of_threads=LANES * len(meeting))
+                else:
+                    sync_branches(barrier, len(meeting))
                 barrier, meeting = ALL, self.spec.busy_warps
                 wanted = cute.arch.make_warp_uniform(present[number]) != 0
             shared = allocate(phase.spec, Arena(base, self.spec.union_bytes))
