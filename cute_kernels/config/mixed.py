@@ -9,7 +9,8 @@ from .limits import supports
 from .problem import ElementType
 from .tiling import Arch, Target
 
-PRESENT_BYTES = 128  # of shared memory behind that of the phases: whether a phase has any request
+BETWEEN_BYTES = 2048  # of shared memory behind that of the phases: whether a phase has any request, and its mbarriers
+ALIGNMENT = 128
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,12 +79,12 @@ class MixedSpec:
     def union_bytes(self) -> int:
         """Shared memory that the phases use one after the other."""
         most = max(phase.smem_bytes for phase in self.phases)
-        return -(-most // PRESENT_BYTES) * PRESENT_BYTES
+        return -(-most // ALIGNMENT) * ALIGNMENT
 
     @property
     def smem_bytes(self) -> int:
         """Shared memory of one CTA in bytes."""
-        return self.union_bytes + PRESENT_BYTES
+        return self.union_bytes + BETWEEN_BYTES
 
 
 def mixed_supports(spec: MixedSpec) -> list[str]:

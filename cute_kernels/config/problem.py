@@ -58,6 +58,11 @@ class ProblemSpec:
     q_lens: QueryLengths | None = None
 
     @property
+    def opens_kernel(self) -> bool:
+        """Whether this is a kernel, or the first phase of one: it makes its own mbarriers."""
+        return self.q_lens is None or self.q_lens.least == 1
+
+    @property
     def inspects_all(self) -> bool:
         """Whether this phase of a mixed kernel looks for bad metadata of every request: the last one does."""
         return self.q_lens is not None and self.q_lens.most == ANY_Q_LEN

@@ -135,7 +135,7 @@ class DecodeKernel:
         registers: of a thread that attends and of another, or None where all keep theirs. warps: (first, one past the last).
         """
         spec, warp = self.spec, cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        if warp == 0:
+        if cutlass.const_expr(spec.opens_kernel) and warp == 0:
             self.mainloop.prepare(problem.caches, shared)
         if warp == self.mainloop.ahead_warp:
             self.mainloop.look_ahead(problem, shared)

@@ -1,8 +1,9 @@
 """The kernel of mixed batches: its CTAs attend to requests of few query rows, then to those of more, phase by phase.
 
 A phase is a kernel of its own for the requests whose number of query rows suits it (KernelSpec.q_lens): the same body, schedule,
-mainloop and combine, in the warps and the shared memory of all. A warp that the first phase leaves idle looks up meanwhile which
-of the others have a request at all. So a batch of decode rows pays a barrier for each of the others, and no launch.
+mainloop and combine, in the warps and the shared memory of all. A warp that the first phase leaves idle meanwhile makes the
+mbarriers of the others and looks which of them have a request at all. So a batch of decode rows pays a barrier for each of the
+others, and no launch.
 """
 
 from dataclasses import dataclass
@@ -11,15 +12,15 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64
 
-from ...config.decode import LINE_BYTES, LOG2_E
-from ...config.mixed import PRESENT_BYTES, MixedSpec
+from ...config.decode import LINE_BYTES, LOG2_E, KernelSpec
+from ...config.mixed import MixedSpec
 from ..attend.query_rows import served
 from ..combine.partials import state_bytes
 from ..kv.source import Rows
 from ..mainloop.arena import Arena, arena_of
-from ..mainloop.shared import allocate
+from ..mainloop.shared import allocate, barrier_count
 from ..problem import Problem
-from ..ptx.barriers import ALL, FOUND, sync_branches
+from ..ptx.barriers import ATTENDING, BETWEEN, sync_branches
 from ..ptx.registers import LANES
 from .attention import AttentionKernel
 from .long_queries import LongQueryKernel
@@ -63,7 +64,10 @@ class MixedKernel(AttentionKernel):
         """One CTA: each phase that has a request, one after the other."""
         spec, smem = self.spec, cutlass.memory.SmemAllocator()
         base = arena_of(smem, spec.union_bytes)
-        present = smem.allocate_tensor(Int32, cute.make_layout(PRESENT_BYTES // 4), byte_alignment=PRESENT_BYTES)
+        present = smem.allocate_tensor(Int32, cute.make_layout(len(self.phases)), byte_alignment=8)
+        shared = tuple(
+            allocate(phase.spec, Arena(base, spec.union_bytes, barriers_of(smem, phase.spec))) for phase in self.phases
+        )
         queries, scores = self.phases[0].name_further(q, further)
         rows, problems, begin = Rows(tables, k, queries), [], Int64(0)
         for phase, brought in zip(self.phases, caches, strict=True):
@@ -76,42 +80,46 @@ class MixedKernel(AttentionKernel):
         warp, shares = cute.arch.make_warp_uniform(cute.arch.warp_idx()), cutlass.const_expr(spec.register_shares)
         busy = (Int32(sum(1 << warp for warp in spec.busy_warps)) >> warp) & 1 != 0
         if warp == spec.lookout:
+            self.prepare_phases(caches, shared)
             self.look_for_phases(rows, present)
         if cutlass.const_expr(shares is None):
             if busy:
-                self.attend_phases(tuple(problems), base, present, scale_log2, (0, spec.warps))
+                self.attend_phases(tuple(problems), shared, present, scale_log2, (0, spec.warps))
         elif warp < spec.many.num_warps:
             cute.arch.setmaxregister_increase(shares[0])
-            self.attend_phases(tuple(problems), base, present, scale_log2, (0, spec.many.num_warps))
+            self.attend_phases(tuple(problems), shared, present, scale_log2, (0, spec.many.num_warps))
         else:
             cute.arch.setmaxregister_decrease(shares[1])
             if busy:
-                self.attend_phases(tuple(problems), base, present, scale_log2, (spec.many.num_warps, spec.warps))
+                self.attend_phases(tuple(problems), shared, present, scale_log2, (spec.many.num_warps, spec.warps))
 
     @cute.jit
-    def attend_phases(
-        self, problems: tuple, base: cute.Pointer, present: cute.Tensor, scale_log2: Float32, warps: cutlass.Constexpr
-    ):
-        """Every phase, for the warps of a range. present: from look_for_phases, for all but the first.
+    def attend_phases(self, problems: tuple, shared: tuple, present: cute.Tensor, scale_log2: Float32, warps: cutlass.Constexpr):
+        """Every phase, for the busy warps of a range. present: from look_for_phases, for all but the first.
 
-        The busy warps meet between two phases. Those that attend come to an aligned barrier: behind another ptxas keeps no value
-        of a warp in a uniform register, and the loop over 8-bit tiles has 618 instructions for 560 (read from SASS).
+        All busy warps meet between two phases, then those that attend once more, at an aligned barrier: behind another ptxas
+        keeps no value of a warp in a uniform register, and the loop over 8-bit tiles has 618 instructions for 560 (read from
+        SASS). All cannot: synccheck wants those who come to an aligned barrier to come from one instruction.
         """
-        barrier, meeting = FOUND, self.spec.busy_warps | {self.spec.lookout}
+        meeting = self.spec.busy_warps | {self.spec.lookout}
         for number in cutlass.range_constexpr(len(self.phases)):
             phase, wanted = self.phases[number], Boolean(True)
             if cutlass.const_expr(number > 0):
                 cute.arch.fence_proxy("async.shared", space="cta")
+                sync_branches(BETWEEN, len(meeting))
+                meeting = self.spec.busy_warps
                 if cutlass.const_expr(warps[0] == 0):
-                    cute.arch.barrier(barrier_id=barrier, number_of_threads=LANES * len(meeting))
-                else:
-                    sync_branches(barrier, len(meeting))
-                barrier, meeting = ALL, self.spec.busy_warps
+                    cute.arch.barrier(barrier_id=ATTENDING, number_of_threads=LANES * len(meeting & set(range(warps[1]))))
                 wanted = cute.arch.make_warp_uniform(present[number]) != 0
-            shared = allocate(phase.spec, Arena(base, self.spec.union_bytes))
             registers = None if self.spec.register_shares else phase.spec.register_shares
             if cutlass.const_expr(warps[0] < phase.spec.warps):
-                phase.attend_phase(problems[number], shared, scale_log2, wanted, registers, warps)
+                phase.attend_phase(problems[number], shared[number], scale_log2, wanted, registers, warps)
+
+    @cute.jit
+    def prepare_phases(self, caches: tuple, shared: tuple):
+        """A warp makes the mbarriers of all phases but the first."""
+        for phase, brought, own in zip(self.phases[1:], caches[1:], shared[1:], strict=True):
+            phase.mainloop.prepare(brought, own)
 
     @cute.jit
     def look_for_phases(self, rows: Rows, present: cute.Tensor):
@@ -127,4 +135,9 @@ class MixedKernel(AttentionKernel):
                 present[number] = Int32(some)
         if cutlass.const_expr(self.spec.lookout not in self.spec.busy_warps):
             cute.arch.sync_warp()
-            cute.arch.barrier_arrive(barrier_id=FOUND, number_of_threads=LANES * (len(self.spec.busy_warps) + 1))
+            cute.arch.barrier_arrive(barrier_id=BETWEEN, number_of_threads=LANES * (len(self.spec.busy_warps) + 1))
+
+
+def barriers_of(smem: cutlass.memory.SmemAllocator, spec: KernelSpec) -> cute.Pointer | None:
+    """Room for the mbarriers of a phase; None for the first, which makes its own in memory that others use later."""
+    return None if spec.opens_kernel else smem.allocate_array(Int64, barrier_count(spec))

@@ -7,13 +7,18 @@ ALIGNMENT = 1024  # bytes: that of swizzled tiles
 
 
 class Arena:
-    """An allocator, as mainloop/shared.allocate takes it, of `nbytes` that are allocated already."""
+    """An allocator, as mainloop/shared.allocate takes it, of `nbytes` that are allocated already.
 
-    def __init__(self, base: cute.Pointer, nbytes: int):
-        self.base, self.nbytes, self.offset = base, nbytes, 0
+    barriers: where mbarriers lie that are made before the phase begins, None where it makes them itself.
+    """
+
+    def __init__(self, base: cute.Pointer, nbytes: int, barriers: cute.Pointer | None):
+        self.base, self.nbytes, self.barriers, self.offset = base, nbytes, barriers, 0
 
     def allocate_array(self, element_type, count: int, byte_alignment: int = 8) -> cute.Pointer:
         """A pointer to `count` elements."""
+        if element_type is cutlass.Int64 and self.barriers is not None:
+            return self.barriers
         return cute.recast_ptr(self._take(count * element_type.width // 8, byte_alignment), dtype=element_type)
 
     def allocate_tensor(self, element_type, layout, byte_alignment: int = 8, swizzle=None) -> cute.Tensor:

@@ -8,8 +8,8 @@ ALONE = 3  # of one warp: racecheck takes warps at a barrier to be ordered where
 
 PRODUCTS = 4  # and on, one of each warpgroup: it may start its products (mainloop/overlap.py)
 ROWS = 8  # and on, one of each warpgroup: its query has come, or may be overwritten (kernels/long_queries.py)
-FOUND = 14  # the same as the next, once the phases of a mixed kernel that have a request are known (kernels/mixed.py)
-ALL = 15  # all warps that have work meet
+BETWEEN = 12  # all warps that have work meet between the phases of a mixed kernel (kernels/mixed.py)
+ATTENDING = 13  # those of them that attend
 
 
 def sync_branches(barrier_id: int, warps: int):

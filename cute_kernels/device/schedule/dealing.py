@@ -17,7 +17,7 @@ from ...config.tiling import WIDENING_WARPS
 from ..attend.query_rows import Row, block_of_rows, first_tile, kv_range, open_queries, tiles_of
 from ..kv.source import Rows, box_pages, open_row_or_nothing, row_fields
 from ..mainloop.shared import Shared, item_barrier, taken_barrier
-from ..ptx.barriers import ALL, sync_branches
+from ..ptx.barriers import OPENED, sync_branches
 from ..ptx.registers import LANES, quotient, remainder
 from .work_scheduler import Piece, warp_prefix
 
@@ -47,7 +47,8 @@ def helpers(spec: KernelSpec) -> int:
 
 def meet_all(spec: KernelSpec):
     """The warps that bring, widen and attend meet: the mbarriers are made."""
-    sync_branches(ALL, spec.num_warps + 1 + helpers(spec))
+    if spec.opens_kernel:
+        sync_branches(OPENED, spec.num_warps + 1 + helpers(spec))
 
 
 def ordinal_of(turn: Int32) -> Int32:

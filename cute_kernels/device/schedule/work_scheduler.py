@@ -197,7 +197,7 @@ def read_rows(spec: cutlass.Constexpr, rows: Rows, begin: Int32, stop: Int32, sp
 
 
 @cute.jit
-def pick(cut: Int32, row: Int32, before: Int32, costs: cute.Tensor):
+def pick(spec: cutlass.Constexpr, cut: Int32, row: Int32, before: Int32, costs: cute.Tensor):
     """The one of at most FAN rows, from `row` on, that holds `cut`: (row, cost of the rows before, its cost).
 
     Rows that a phase of a mixed kernel does not serve cost nothing, and hold no cut.
@@ -205,7 +205,8 @@ def pick(cut: Int32, row: Int32, before: Int32, costs: cute.Tensor):
     first, cost = row, costs[0]
     for j in cutlass.range_constexpr(1, FAN):
         further = before + cost <= cut and costs[j] > 0
-        row = first + j if further else row
+        passed = first + j if cutlass.const_expr(spec.q_lens is not None) else row + 1
+        row = passed if further else row
         before = before + cost if further else before
         cost = costs[j] if further else cost
     return row, before, cost
@@ -261,8 +262,8 @@ def find_cuts(spec: cutlass.Constexpr, rows: Rows, batch: Int32, cuts: tuple, la
             inclusive_0, inclusive_1 = capped(base_0 + inclusive_0), capped(base_1 + inclusive_1)
             for j in cutlass.range_constexpr(FAN):
                 costs_0[j], costs_1[j] = lanes_0.costs[j], lanes_1.costs[j]
-    lower_row = place(spec, lower, *pick(lower, first_0, before_0, costs_0))
-    upper_row = place(spec, upper, *pick(upper, first_1, before_1, costs_1))
+    lower_row = place(spec, lower, *pick(spec, lower, first_0, before_0, costs_0))
+    upper_row = place(spec, upper, *pick(spec, upper, first_1, before_1, costs_1))
     return *from_holder(lower, inclusive_0, *lower_row), *from_holder(upper, inclusive_1, *upper_row)
 
 
