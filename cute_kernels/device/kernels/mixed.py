@@ -12,7 +12,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64
 
-from ...config.decode import LINE_BYTES, LOG2_E, KernelSpec
+from ...config.decode import LINE_BYTES, LOG2_E
 from ...config.mixed import MixedSpec
 from ..attend.query_rows import served
 from ..combine.partials import state_bytes
@@ -66,7 +66,8 @@ class MixedKernel(AttentionKernel):
         base = arena_of(smem, spec.union_bytes)
         present = smem.allocate_tensor(Int32, cute.make_layout(len(self.phases)), byte_alignment=8)
         shared = tuple(
-            allocate(phase.spec, Arena(base, spec.union_bytes, barriers_of(smem, phase.spec))) for phase in self.phases
+            allocate(phase.spec, Arena(base, spec.union_bytes, smem.allocate_array(Int64, barrier_count(phase.spec))))
+            for phase in self.phases
         )
         queries, scores = self.phases[0].name_further(q, further)
         rows, problems, begin = Rows(tables, k, queries), [], Int64(0)
@@ -136,8 +137,3 @@ class MixedKernel(AttentionKernel):
         if cutlass.const_expr(self.spec.lookout not in self.spec.busy_warps):
             cute.arch.sync_warp()
             cute.arch.barrier_arrive(barrier_id=BETWEEN, number_of_threads=LANES * (len(self.spec.busy_warps) + 1))
-
-
-def barriers_of(smem: cutlass.memory.SmemAllocator, spec: KernelSpec) -> cute.Pointer | None:
-    """Room for the mbarriers of a phase; None for the first, which makes its own in memory that others use later."""
-    return None if spec.opens_kernel else smem.allocate_array(Int64, barrier_count(spec))

@@ -9,15 +9,16 @@ ALIGNMENT = 1024  # bytes: that of swizzled tiles
 class Arena:
     """An allocator, as mainloop/shared.allocate takes it, of `nbytes` that are allocated already.
 
-    barriers: where mbarriers lie that are made before the phase begins, None where it makes them itself.
+    barriers: room for a phase's mbarriers outside of them. Memory that held an mbarrier must not be used for anything else (PTX,
+    mbarrier.inval): its state was written over what the next phase had copied there, and the scales of a tile were NaN.
     """
 
-    def __init__(self, base: cute.Pointer, nbytes: int, barriers: cute.Pointer | None):
+    def __init__(self, base: cute.Pointer, nbytes: int, barriers: cute.Pointer):
         self.base, self.nbytes, self.barriers, self.offset = base, nbytes, barriers, 0
 
     def allocate_array(self, element_type, count: int, byte_alignment: int = 8) -> cute.Pointer:
         """A pointer to `count` elements."""
-        if element_type is cutlass.Int64 and self.barriers is not None:
+        if element_type is cutlass.Int64:
             return self.barriers
         return cute.recast_ptr(self._take(count * element_type.width // 8, byte_alignment), dtype=element_type)
 
