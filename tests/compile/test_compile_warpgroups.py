@@ -15,6 +15,7 @@ from cute_kernels.attention.kernel_spec import kernel_spec
 from cute_kernels.attention.variants import explain
 from cute_kernels.config.limits import supports
 from cute_kernels.config.mixed import mixed_supports
+from cute_kernels.device.mainloop.shared import barrier_count
 from cute_kernels.device.tracing.decode import build
 from cute_kernels.device.tracing.mixed import build_mixed
 from cute_kernels.planning.variants import PRETEND, PlanPreference
@@ -108,6 +109,9 @@ def test_mixed(name: str, tmp_path: Path) -> None:
     assert len(re.findall(r"\bHMMA", sass)) >= few
     assert sass.count("WARPGROUP.DEPBAR") == 4 + 2 * (1 + spec.some.overlaps)
     assert not re.search(r"\b(LDL|STL)\b", sass), "registers spilled to local memory"
+    made = [int(offset, 16) for offset in re.findall(r"SYNCS\.EXCH\.64 URZ, \[UR\d+\+0x([0-9a-f]+)\]", sass)]
+    assert len(set(made)) == len(made) == sum(barrier_count(phase) for phase in spec.phases)
+    assert spec.union_bytes <= min(made) and max(made) + 8 <= spec.smem_bytes, "an mbarrier in memory that other phases use"
 
 
 def test_a_workspace_for_some_phases_only() -> None:
