@@ -15,7 +15,7 @@ from ..errors import InvalidProblem, Unsupported
 from ..kv.quantize import EIGHT_BIT
 from ..kv.rotary import Rotary, rotated_columns
 from ..kv.scale import Axes, KVScale
-from ..kv.types import QUERY_DTYPES, KVDtype, KVLayout, StorageFields, cache_type, check_storage, vector_bytes
+from ..kv.types import QUERY_DTYPES, KVDtype, KVLayout, StorageFields, cache_type, check_layout, check_storage, vector_bytes
 
 APPEND_DTYPES = (torch.float16, torch.bfloat16)
 INDEX_TYPES: dict[torch.dtype, IndexType] = {torch.int32: "i32", torch.int64: "i64"}
@@ -65,8 +65,7 @@ class KVAppendDescriptor(StorageFields):
             check_extent(name, getattr(self, name))
         if self.num_pages is not None:
             check_extent("num_pages", self.num_pages)
-        if not isinstance(self.layout, KVLayout):
-            raise InvalidProblem("layout", self.layout, "must be a KVLayout")
+        check_layout(self.layout)
         if self.table_format not in ("none", "dense", "csr"):
             raise InvalidProblem("table_format", self.table_format, 'must be "none", "dense" or "csr"')
         check_storage(self.kv_dtype, self.v_dtype, self.k_scale, self.v_scale)

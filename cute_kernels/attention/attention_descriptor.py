@@ -13,7 +13,7 @@ from ..config.problem import LseBase, TableFormat
 from ..errors import InvalidProblem
 from ..kv.page_table import OPERAND_NAMES, PAGED
 from ..kv.scale import KVScale
-from ..kv.types import KVDtype, KVLayout, check_query_dtype, check_storage
+from ..kv.types import KVDtype, KVLayout, check_layout, check_query_dtype, check_storage
 from .descriptors import AttentionFields, DecodeProblem
 
 
@@ -85,8 +85,7 @@ class PagedAttentionDescriptor(AttentionFields):
 
     def _check_cache(self) -> None:
         """The layout, and a page size, numbers of pages and a length hint where they say something."""
-        if not isinstance(self.layout, KVLayout):
-            raise InvalidProblem("layout", self.layout, "must be a KVLayout")
+        check_layout(self.layout)
         if self.table_format not in OPERAND_NAMES:
             raise InvalidProblem("table_format", self.table_format, f"must be one of {', '.join(OPERAND_NAMES)}")
         if self.table_format in PAGED:

@@ -20,6 +20,7 @@ from ..kv.types import (
     KVLayout,
     StorageFields,
     cache_type,
+    check_layout,
     check_query_dtype,
     check_storage,
     vector_bytes,
@@ -230,8 +231,7 @@ class PagedDecodeDescriptor(AttentionFields):
             if getattr(self, name) is not None:
                 check_extent(name, getattr(self, name))
         check_group(self.num_heads, self.num_kv_heads)
-        if not isinstance(self.layout, KVLayout):
-            raise InvalidProblem("layout", self.layout, "must be a KVLayout")
+        check_layout(self.layout)
         if self.table_format not in ("dense", "csr"):
             raise InvalidProblem("table_format", self.table_format, 'must be "dense" or "csr"')
         check_softmax(self.softmax_scale, self.lse_base)

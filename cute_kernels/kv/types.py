@@ -106,6 +106,11 @@ class StorageFields:
         return kv_dtype, self.v_dtype or kv_dtype
 
 
+def check_layout(layout: KVLayout) -> None:
+    if not isinstance(layout, KVLayout):
+        raise InvalidProblem("layout", layout, "must be a KVLayout")
+
+
 def check_query_dtype(name: str, dtype: torch.dtype) -> None:
     if not isinstance(dtype, torch.dtype):
         raise InvalidProblem(name, dtype, "must be a torch.dtype")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..attention.checks import Rules, check_cache, check_extras, check_query, check_room, check_rows
-from ..attention.operands import Extras, Passage, kernel_views, without_query_axis
+from ..attention.operands import Extras, Passage, Views, kernel_views, without_query_axis
 from ..checks.tensors import (
     check_shape,
     check_strides,
@@ -64,16 +64,19 @@ class Operands(NamedTuple):
 
 @dataclass(frozen=True)
 class WeightsRules:
-    """What a plan demands of its tensors. cache: of q, K, its scales and its table."""
+    """What a plan demands of its tensors. cache: of q, K, its scales and its table. outputs: the shapes of those asked for."""
 
     descriptor: AttentionWeightsDescriptor
     cache: Rules
+    outputs: dict[str, tuple[int, ...]]
+    views: Views
 
     @classmethod
     def of(cls, descriptor: AttentionWeightsDescriptor, device: torch.device) -> WeightsRules:
         """Those of a descriptor's plan on a device."""
         nhd = descriptor.layout.order == "NHD"
-        return cls(descriptor, Rules(descriptor.problem, device, nhd=nhd, num_pages=descriptor.num_pages))
+        cache = Rules(descriptor.problem, device, nhd=nhd, num_pages=descriptor.num_pages)
+        return cls(descriptor, cache, descriptor.shapes, cache.views)
 
 
 def check(rules: WeightsRules, operands: Operands) -> Passage:
@@ -99,14 +102,13 @@ def check(rules: WeightsRules, operands: Operands) -> Passage:
 def _check_output(rules: WeightsRules, name: str, tensor: Any) -> None:
     """An output that is asked for, of its dtype and shape; None where it is not."""
     d = rules.descriptor
-    if name not in d.shapes:
+    if name not in rules.outputs:
         if tensor is not None:
             raise InvalidArgument(name, f"got {type_name(tensor)}, must be None: the descriptor does not ask for it")
         return
-    of_weights = name == "weights" and d.weights_dtype is not None
-    check_tensor(rules.cache.device, name, tensor, d.weights_dtype if of_weights and d.weights_dtype else torch.float32)
-    check_shape(name, tensor, d.shapes[name], MEANINGS[name])
-    if of_weights:
+    check_tensor(rules.cache.device, name, tensor, d.output_dtype(name))
+    check_shape(name, tensor, rules.outputs[name], MEANINGS[name])
+    if name == "weights":
         check_strides(name, tensor, d.store_bytes)
 
 
@@ -133,5 +135,5 @@ def viewed(rules: WeightsRules, operands: Operands, passage: Passage) -> Operand
         q = with_unit_strides(without_query_axis(q, problem), problem.head_dim)
         k = with_unit_strides(k, problem.head_dim)
         weights = None if weights is None else with_unit_strides(weights, weights.shape[-1])
-    k, _, k_scale, _ = kernel_views(*rules.cache.views, k, k, operands.k_scale, None)
+    k, _, k_scale, _ = kernel_views(*rules.views, k, k, operands.k_scale, None)
     return operands._replace(q=q, k_cache=k, k_scale=k_scale, weights=weights)

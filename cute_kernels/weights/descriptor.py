@@ -15,7 +15,7 @@ from ..config.weights import WeightsType
 from ..errors import InvalidProblem
 from ..kv.page_table import PAGED
 from ..kv.scale import KVScale
-from ..kv.types import QUERY_DTYPES, KVDtype, KVLayout, check_query_dtype, check_storage
+from ..kv.types import QUERY_DTYPES, KVDtype, KVLayout, check_layout, check_query_dtype, check_storage
 
 FORMATS = ("dense", "csr", "lengths", "none")
 STORE_BYTES = 16  # of weights that one store writes at most
@@ -84,8 +84,7 @@ class AttentionWeightsDescriptor(AttentionFields):
         self._settle_storage(self.q_dtype)
 
     def _check_cache(self) -> None:
-        if not isinstance(self.layout, KVLayout):
-            raise InvalidProblem("layout", self.layout, "must be a KVLayout")
+        check_layout(self.layout)
         if self.table_format not in FORMATS:
             raise InvalidProblem("table_format", self.table_format, f"must be one of {', '.join(FORMATS)}")
         if self.table_format in PAGED:
@@ -137,6 +136,10 @@ class AttentionWeightsDescriptor(AttentionFields):
             return STORE_BYTES
         pages = self.page_size if self.page_mass and self.page_size else STORE_BYTES
         return math.gcd(STORE_BYTES, self.max_seq_len * self.weights_dtype.itemsize, pages * self.weights_dtype.itemsize)
+
+    def output_dtype(self, name: str) -> torch.dtype:
+        """The dtype of one of `shapes`: weights_dtype of weights, f32 of what is summed over heads or keys."""
+        return self.weights_dtype if name == "weights" and self.weights_dtype is not None else torch.float32
 
     @property
     def max_pages(self) -> int:

@@ -45,6 +45,7 @@ class AttentionWeightsPlan(FlaggingPlan):
         explanation = explain(descriptor, facts, preference)
         super().__init__(device, facts.sm_count, _sku(descriptor, explanation.chosen), explanation)
         self.descriptor, self._rules, self._validate = descriptor, rules, preference.validate
+        self._asked = {name: (shape, descriptor.output_dtype(name)) for name, shape in rules.outputs.items()}
         self._check: Checked[Operands, Passage] = Checked(partial(check, rules))
         spec: WeightsSpec | None = explanation.chosen.spec
         window_left, _, softcap = descriptor.launch_values
@@ -116,10 +117,10 @@ class AttentionWeightsPlan(FlaggingPlan):
 
     def _outputs(self, weights: Tensor | None, mean: Tensor | None, page_mass: Tensor | None) -> AttentionWeights:
         """The outputs of a run, with new ones for those that are asked for and not given."""
-        d, given = self.descriptor, AttentionWeights(weights, mean, page_mass)
+        given = AttentionWeights(weights, mean, page_mass)
         new = {
-            name: torch.empty(shape, dtype=d.weights_dtype if name == "weights" else torch.float32, device=self.device)
-            for name, shape in d.shapes.items()
+            name: torch.empty(shape, dtype=dtype, device=self.device)
+            for name, (shape, dtype) in self._asked.items()
             if getattr(given, name) is None
         }
         return given._replace(**new)
@@ -132,7 +133,7 @@ class AttentionWeightsPlan(FlaggingPlan):
         if self._validate:
             self._check_metadata(operands)
         if passage is Passage.EMPTY:
-            for name in self.descriptor.shapes:
+            for name in self._asked:
                 getattr(given, name).zero_()
             return
         try:

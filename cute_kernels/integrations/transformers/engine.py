@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..engine import Call, Engine, tell_once
 
-__all__ = ["CALLS", "Call", "check_calls", "moved", "part", "tell_once", "version"]
+__all__ = ["CALLS", "Call", "check_calls", "moved", "part", "tell_once"]
 
 CALLS = (
     Call("modeling_utils", "AttentionInterface.register", ("key", "value")),
@@ -18,4 +18,4 @@ CALLS = (
 )
 
 _engine = Engine("transformers", "5.17.0 and 5.23.0", CALLS)
-part, version, moved, check_calls = _engine.part, _engine.version, _engine.moved, _engine.check_calls
+part, moved, check_calls = _engine.part, _engine.moved, _engine.check_calls

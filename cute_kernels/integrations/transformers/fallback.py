@@ -8,7 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .engine import moved, part
+from .engine import moved, part, tell_once
+
+
+def tell_fallback(why: str) -> None:
+    """One line in the log for each reason; none while a compiler traces."""
+    if not torch.compiler.is_compiling():
+        tell_once(f"cute_kernels: {why}: this is attended to by transformers' own attention")
 
 
 def own_attention(

@@ -10,8 +10,7 @@ from torch import Tensor
 from ...api.attention import paged_attention
 from ...config.append import MAX_HEAD_DIM
 from ...kv.page_table import PageTable
-from .engine import tell_once
-from .fallback import own_attention
+from .fallback import own_attention, tell_fallback
 from .masks import dense_mask, lengths_of
 
 UNSERVED = ("position_bias", "indices", "block_indices", "sinks")  # they change scores, or which keys are seen
@@ -43,8 +42,8 @@ def attention_forward(
         window = "none" if sliding_window is None else f"sliding_window = {sliding_window}"
         why = f"{type(module).__name__} has {window} beside a mask that is {'' if lengths.sliding else 'not '}sliding"
     if why or (attention_mask is not None and lengths is None):
-        if why and not torch.compiler.is_compiling():
-            tell_once(f"cute_kernels: {why}: this is attended to by transformers' own attention")
+        if why:
+            tell_fallback(why)
         if lengths is not None:
             attention_mask = dense_mask(lengths, query.shape[2], key.shape[2], sliding_window)
         names = ("dropout", "scaling", "is_causal", "sliding_window", "softcap", "s_aux")

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .engine import part, tell_once
+from .engine import part
+from .fallback import tell_fallback
 
 FULL, SLIDING = 1, 2  # the first extent of a mask of lengths
 
@@ -43,8 +44,7 @@ def lengths_mask(
     device = pattern.get("device", "cpu")
     why = _not_lengths(q_length, attention_mask, pattern)
     if why:
-        if not torch.compiler.is_compiling():
-            tell_once(f"cute_kernels: {why}: this is attended to by transformers' own attention")
+        tell_fallback(why)
         operands = (batch_size, q_length, kv_length, q_offset, kv_offset)
         more = {} if mask_function is None else {"mask_function": mask_function}
         mask: Tensor | None = part("masking_utils").sdpa_mask(*operands, attention_mask=attention_mask, **more, **pattern)
