@@ -70,6 +70,8 @@ def run(
     every: Annotated[int, typer.Option(help="Run one case of so many.", min=1)] = 1,
     device: Annotated[str, typer.Option(help="cuda, or cpu: the test's cuda is then the CPU.")] = "cuda",
     most_keys: Annotated[int, typer.Option(help="Leave out cases of more keys; 0 for none.", min=0)] = 0,
+    share: Annotated[int, typer.Option(help="Which of the --shares of the cases to run.", min=0)] = 0,
+    shares: Annotated[int, typer.Option(help="Processes that divide the cases.", min=1)] = 1,
 ) -> None:
     """Runs flash-attention's test over our plans and prints the counts; fails where a case fails or none is found."""
     if device == "cpu":
@@ -77,7 +79,7 @@ def run(
     folder = folder.resolve()
     sys.path.insert(0, str(folder))  # their file imports its neighbours
     put_in_place()
-    suite = KVCacheSuite((), every, 0, 1, device, most_keys=most_keys)
+    suite = KVCacheSuite((), every, share, shares, device, most_keys=most_keys)
     options = ["-q", "--tb=short", "--noconftest", "--import-mode=importlib", "-p", "no:cacheprovider", "-p", "no:xdist"]
     options += ["-c", "/dev/null", f"--rootdir={folder}"]
     status = pytest.main([*options, f"{folder / 'test_flash_attn.py'}::{TEST}"], plugins=[suite])
