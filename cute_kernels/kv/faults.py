@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ..errors import CompileFailed, InvalidArgument
+from ..memory import lasting_zeros
 from .page_table import PageTable, held, outside
 
 FaultKind = Literal["page", "length", "indptr", "slot", "position", "scale", "query_indptr", "query_length"]
@@ -235,7 +236,5 @@ def new_status(device: torch.device) -> Tensor:
 def _block(device: torch.device) -> Iterator[Tensor]:
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise CompileFailed(f"the first plan on {device} must not be selected inside a graph capture; select one before it")
-    block = torch.zeros(BLOCK_PLANS, STATUS_WORDS, dtype=torch.int32, device=device)
-    if device.type == "cuda":
-        torch.cuda.current_stream(device).synchronize()  # plans run on any stream
+    block = lasting_zeros((BLOCK_PLANS, STATUS_WORDS), torch.int32, device)
     return (block[plan] for plan in range(BLOCK_PLANS))

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..errors import InvalidArgument
+from ..memory import lasting_zeros
 
 REGION_ALIGNMENT = 128  # bytes: a region starts and ends on a cache line
 WORKSPACE_ALIGNMENT = 16  # bytes: what the workspace's own pointer must keep
@@ -31,11 +32,10 @@ def new_workspace(nbytes: int, device: torch.device) -> Tensor:
 
     Inside a graph capture it belongs to the graph's pool, and its zeroing is a node of the graph.
     """
-    with torch.inference_mode(False):  # the caller's mode is not that of later runs
-        workspace = torch.zeros(nbytes, dtype=torch.uint8, device=device)
-    if device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
-        torch.cuda.current_stream(device).synchronize()
-    return workspace
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        with torch.inference_mode(False):  # the caller's mode is not that of later runs
+            return torch.zeros(nbytes, dtype=torch.uint8, device=device)
+    return lasting_zeros((nbytes,), torch.uint8, device)
 
 
 def check_clean(workspace: Tensor, regions: tuple[WorkspaceRegion, ...]) -> None:

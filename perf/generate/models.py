@@ -110,9 +110,14 @@ def fa3_with_kvcache(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, *, cache_seqlens: Tensor, page_table: Tensor,
     softmax_scale: float, causal: bool, window_size: tuple[int, int] = (-1, -1),
 ) -> Tensor:  # fmt: skip
-    """flash_attn_with_kvcache by the same operator: appends k and v, then attends."""
-    lengths = (None, None, None, None, cache_seqlens, None, None)
-    return _fwd((q, k_cache, v_cache, k, v, None, torch.empty_like(q)), lengths, page_table, softmax_scale, causal, window_size)
+    """flash_attn_with_kvcache by the same operator, which is built without appends: k and v of one token are stored by ours."""
+    if k.shape[1] != 1:
+        raise NotImplementedError(f"k of {k.shape[1]} tokens a request: only decode steps have a cache here")
+    seq_lens = cache_seqlens + 1
+    ck.append_kv(k[:, 0], v[:, 0], k_cache, v_cache, ck.PageTable.dense(page_table, seq_lens), layout="NHD")
+    lengths = (None, None, None, None, seq_lens, None, None)
+    out = torch.empty_like(q)
+    return _fwd((q, k_cache, v_cache, None, None, None, out), lengths, page_table, softmax_scale, causal, window_size)
 
 
 def _fwd(

@@ -10,8 +10,10 @@ import pytest
 import torch
 
 import cute_kernels as ck
+from cute_kernels.api import plan_cache
+from cute_kernels.api.workspace_cache import forget_workspaces
 from tests.support.bits import Result, differing_rows
-from tests.support.harness import assert_close, select
+from tests.support.harness import assert_bitwise, assert_close, select
 from tests.support.inputs import NAN, Inputs, Shape, make_inputs, store
 from tests.support.storage import STORAGES
 
@@ -104,6 +106,23 @@ def _replay(plan: ck.PagedDecodePlan | ck.FlashDecodingPlan, launch: Launch, set
     assert wrong.tolist() == [0] * len(sets), "rows that differ from the eager run, by set"
     assert differing_rows(expected[1], expected[2]).any(), "sets that agree would hide a graph that ignores them"
     return expected
+
+
+def test_the_graphs_of_torch_compile() -> None:
+    """Its warm-up run, which selects the plan, may leave nothing in the pool of its graphs; replays follow lengths and tables."""
+    generator = torch.Generator("cuda").manual_seed(17)
+    size = (BATCH * WIDTH, SHAPE.num_kv_heads, PAGE, SHAPE.head_dim)
+    k, v = (torch.randn(size, device="cuda", generator=generator).to(SHAPE.dtype) for _ in range(2))
+    sets = [(_random_query(SHAPE, generator), *_random_table(index, generator)) for index in range(5)]
+
+    def layer(q: torch.Tensor, table: torch.Tensor, seq_lens: torch.Tensor) -> Result:
+        return ck.decode_attention(q, k, v, page_table=table, seq_lens=seq_lens)
+
+    forget_workspaces(), plan_cache.plan_of.cache_clear()
+    compiled = torch.compile(layer, fullgraph=True, mode="reduce-overhead")
+    got = [tuple(tensor.clone() for tensor in compiled(*each)) for each in sets]
+    for ours, each in zip(got, sets, strict=True):
+        assert_bitwise(ours, layer(*each))
 
 
 def _copy(targets: Set, sources: Set) -> None:

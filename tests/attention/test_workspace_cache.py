@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -55,6 +56,19 @@ def test_a_new_workspace_outlives_the_callers_inference_mode(pretend_h200: list)
     with torch.inference_mode():
         workspace = plan_of().new_workspace()
     assert not workspace.is_inference()
+
+
+def test_a_new_workspace_is_not_the_callers_threads(pretend_h200: list, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch.compile takes what the calling thread allocates into the pool of its graphs, where nothing may be left."""
+    makers, zeros = [], torch.zeros
+
+    def recorded(*args: object, **options: object) -> torch.Tensor:
+        makers.append(threading.get_ident())
+        return zeros(*args, **options)
+
+    plan = plan_of()
+    monkeypatch.setattr(torch, "zeros", recorded)
+    assert not plan.new_workspace().any() and makers and threading.get_ident() not in makers
 
 
 @pytest.mark.parametrize("region", [0, 1])

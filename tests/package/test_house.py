@@ -13,6 +13,7 @@ PACKAGE = ROOT / "cute_kernels"
 # each room may import from those before it; docs/design.md says what lives there
 ROOMS = (
     "errors",
+    "memory",
     "config",
     "checks",
     "kv",
