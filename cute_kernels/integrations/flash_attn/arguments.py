@@ -114,7 +114,8 @@ def check_inference(q: Tensor, k: Tensor, v: Tensor) -> None:
         check_tensors(q=q, k=k, v=v)
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         name = next(name for name, tensor in (("q", q), ("k", k), ("v", v)) if tensor.requires_grad)
-        raise Unsupported([f"{name}.requires_grad = True: there is no backward pass; call it under torch.no_grad()"])
+        why = "this is for inference, and cute_kernels.paged_attention is differentiable; call it under torch.no_grad()"
+        raise Unsupported([f"{name}.requires_grad = True: {why}"])
 
 
 def for_all_requests(name: str, tensor: Tensor | None) -> Tensor | None:
