@@ -119,6 +119,8 @@ def device_step(model: Any, work: Work) -> float | None:
     allocator = getattr(manager.batch_processor.cache, "cache_allocators", {}).get("full_attention")  # of 5.23
     stride = PAGE if allocator is None else allocator.block_physical_stride
     io.block_table[0, : work.prompts, :pages] = table * (stride // PAGE)
+    io.input_ids[: work.prompts] = 1  # -1 may stand there, for the token of a step that is not carried over now
+    io.carry_over_ids[: work.prompts] = -1
     return GraphClock().times([Rotation(graph.replay, 1)], REPLAYS)[0].median / 1e3
 
 
