@@ -25,6 +25,10 @@ from cute_kernels import Unsupported
 from tests.support.flashinfer import stand_in
 from tests.support.flashinfer.on_cpu import on_cpu
 
+Every = Annotated[int, typer.Option(help="Run one case of so many.", min=1)]
+Share = Annotated[int, typer.Option(help="Which of the --shares of the cases to run.", min=0)]
+Shares = Annotated[int, typer.Option(help="Processes that divide the cases.", min=1)]
+
 
 @dataclass(frozen=True)
 class Selected:
@@ -136,9 +140,9 @@ class Suite:
 
 def run(
     folder: Annotated[Path, typer.Argument(help="Holds a copy of FlashInfer's tests/.", exists=True, file_okay=False)],
-    every: Annotated[int, typer.Option(help="Run one case of so many.", min=1)] = 1,
-    share: Annotated[int, typer.Option(help="Which of the --shares of the cases to run.", min=0)] = 0,
-    shares: Annotated[int, typer.Option(help="Processes that divide the cases.", min=1)] = 1,
+    every: Every = 1,
+    share: Share = 0,
+    shares: Shares = 1,
     device: Annotated[str, typer.Option(help="cuda, or cpu: the tests' cuda:0 is then the CPU.")] = "cuda",
     only: Annotated[str, typer.Option(help="A part of the names of the tests to run.")] = "",
     more: Annotated[bool, typer.Option(help="Also decode without modifiers, prefill, pages, merges.")] = False,

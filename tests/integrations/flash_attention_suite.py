@@ -23,7 +23,7 @@ from rich.console import Console
 
 import cute_kernels as ck
 from cute_kernels.integrations import flash_attn
-from tests.attention.flashinfer_suite import Suite
+from tests.attention.flashinfer_suite import Every, Share, Shares, Suite
 from tests.support.flashinfer.on_cpu import OnCPU
 
 TEST = "test_flash_attn_kvcache"
@@ -67,11 +67,11 @@ def run(
     folder: Annotated[
         Path, typer.Argument(help="Holds a copy of flash-attention's hopper/ tests.", exists=True, file_okay=False)
     ],
-    every: Annotated[int, typer.Option(help="Run one case of so many.", min=1)] = 1,
+    every: Every = 1,
     device: Annotated[str, typer.Option(help="cuda, or cpu: the test's cuda is then the CPU.")] = "cuda",
     most_keys: Annotated[int, typer.Option(help="Leave out cases of more keys; 0 for none.", min=0)] = 0,
-    share: Annotated[int, typer.Option(help="Which of the --shares of the cases to run.", min=0)] = 0,
-    shares: Annotated[int, typer.Option(help="Processes that divide the cases.", min=1)] = 1,
+    share: Share = 0,
+    shares: Shares = 1,
 ) -> None:
     """Runs flash-attention's test over our plans and prints the counts; fails where a case fails or none is found."""
     if device == "cpu":

@@ -25,7 +25,7 @@ from rich.console import Console
 import tests
 from cute_kernels import Unsupported
 from cute_kernels.integrations.vllm import register
-from tests.attention.flashinfer_suite import Suite
+from tests.attention.flashinfer_suite import Every, Suite
 
 FILES = ("tests/v1/attention/test_attention_backends.py", "tests/v1/attention/dense/test_attention_backends.py")  # 0.26, later
 TESTS = ("test_causal_backend_correctness", "test_sliding_window_backend_correctness", "test_non_causal_backend_correctness")
@@ -114,7 +114,7 @@ class BackendSuite(Suite):
 
 def run(
     folder: Annotated[Path, typer.Argument(help="Holds a copy of vLLM's tests/v1/attention.", exists=True, file_okay=False)],
-    every: Annotated[int, typer.Option(help="Run one case of so many.", min=1)] = 1,
+    every: Every = 1,
     device: Annotated[str, typer.Option(help="cuda or cpu.")] = "cuda",
     most_keys: Annotated[int, typer.Option(help="Leave out cases of more keys; 0 for none.", min=0)] = 0,
     layout: Annotated[str, typer.Option(help="NHD or HND: the order of the cache's axes.")] = "NHD",
