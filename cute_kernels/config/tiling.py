@@ -205,6 +205,11 @@ class TilingSpec(ProblemSpec):
         return self.tile_n * (self.padded_head_dim * self.k_bytes + self.padded_v_head_dim * self.v_bytes)
 
     @property
+    def scale_groups(self) -> int:
+        """Groups of 32 tokens of a tile, two at least: each has a word of which tokens' scales lie where (device/kv/scale.py)."""
+        return max(2, -(-self.tile_n // 32))
+
+    @property
     def holds_query(self) -> bool:
         """Whether the query stays in registers: at head_dim 256, or 128 with one query head, others would spill (by SASS)."""
         if self.by_warpgroup or self.splits or self.warp_tiles > 1:

@@ -11,7 +11,7 @@ import torch
 import cute_kernels as ck
 from cute_kernels.attention.variants import explain
 from cute_kernels.planning.variants import PRETEND, PlanPreference
-from tests.support.attention_cases import CASES, Case, case, make_attention
+from tests.support.attention_cases import CASES, AttentionInputs, Case, case, make_attention
 from tests.support.attention_harness import assert_close, assert_padding, run, select, tensors_of
 from tests.support.bits import differing_rows
 from tests.support.harness import assert_bitwise
@@ -145,3 +145,55 @@ def test_a_request_alone_has_the_same_bits() -> None:
         given = {"qo_indptr": rows, "workspace": alone.new_workspace()}
         got = alone.run(inputs.q[begin:end], inputs.k, inputs.v, pages, **given)
         assert_bitwise(got, (out[begin:end], lse[begin:end]))
+
+
+QUERY = 128.0  # the element of the query that a pattern of logits is made with
+FAR = 5e6  # a logit whose base is past the range in which a rounded base serves (device/attend/bases.py)
+LOGITS = {  # of token t of n
+    "even": lambda t, n: 0.0 * t,
+    "rising": lambda t, n: 0.04 * t,
+    "steep": lambda t, n: 3.0 * t,
+    "falling": lambda t, n: -0.04 * t,
+    "steps": lambda t, n: 4.0 * (t // 150),
+    "spike": lambda t, n: 25.0 * (t == n * 3 // 4),
+    "negative": lambda t, n: -30.0 - (t % 7),
+    "negative_rising": lambda t, n: 0.04 * t - 60.0,
+    "far_up": lambda t, n: FAR * t / n,
+    "far_down": lambda t, n: -FAR * t / n,
+}
+KINDS = {"bf16": {}, "f16": {"dtype": torch.float16}, "e4m3": STORAGES["e4m3"]}
+PATTERNS = [(pattern, kind) for pattern in LOGITS for kind in KINDS if kind != "e4m3" or "far" not in pattern]  # e4m3 ends at 448
+
+
+def patterned(pattern: str, kind: str, device: str, **fields: object) -> AttentionInputs:
+    """Requests whose logits follow a pattern from key to key, with what is random beside it, but where that would be rounded."""
+    described = long_case(f"{pattern}_{kind}", {**KINDS[kind], "softmax_scale": 1.0}, **fields)
+    inputs = make_attention(described, device)
+    inputs.q[: sum(described.q_lens)] *= 0.0 if "far" in pattern else 0.08
+    inputs.q[: sum(described.q_lens), :, 0] = QUERY
+    for row, length in enumerate(described.cache.lengths):
+        token = torch.arange(length, device=device)
+        pages, slots = inputs.kv.rows[row].long()[token // described.cache.page_size], token % described.cache.page_size
+        logits = LOGITS[pattern](token.double(), length) / QUERY
+        inputs.kv.k[pages, :, slots, 0] = logits[:, None].to(inputs.kv.k.dtype)
+    return inputs
+
+
+@pytest.mark.parametrize(("pattern", "kind"), PATTERNS)
+def test_bases_on_the_cpu(pattern: str, kind: str) -> None:
+    """The reference, on the logits below."""
+    inputs = patterned(pattern, kind, "cpu")
+    assert_close(inputs, run(select(inputs.case, "cpu"), inputs))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.parametrize(("pattern", "kind"), PATTERNS)
+def test_bases_that_stay_and_move(pattern: str, kind: str, window: int | None) -> None:
+    """Every row, where what its weights are relative to moves with each tile, with few of them, with none, or out of range."""
+    inputs = patterned(pattern, kind, "cuda", window_left=window)
+    plan = select(inputs.case, "sm90", sm_count=1)
+    assert plan.explain().chosen.spec.dealt
+    result = run(plan, inputs)
+    assert_close(inputs, result)
+    assert_bitwise(run(plan, inputs), result)

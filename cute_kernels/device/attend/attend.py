@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Boolean, Float32, Int32
 
 from ...config.decode import KernelSpec
 from ...config.tiling import TILE_M
@@ -121,9 +121,10 @@ def attend_tile(
     row_tiles, products = attention.row_tiles, attention.products
     peak = settle_scales(spec, shared.scales, stage)
     scores = products.scores([rows.query for rows in row_tiles], operands[0])
-    hide_scores(spec, attention, shared, scores, stage, place, holes)
+    hide_scores(spec, attention, shared, scores, stage, place, holes, cut_rows(spec, attention, place))
     for acc_s, rows in zip(scores, row_tiles, strict=True):
-        make_weights(spec, acc_s, rows, attention.scaling, peak)
+        state, up = rows.state, weights_up(spec, rows.state, peak)
+        online_softmax(acc_s, state.acc_o, state.row_max, state.row_sum, row_scales(rows, attention.scaling), up)
     if cutlass.const_expr(spec.v_token_scale):
         columns = column_scales(spec, shared.scales[1], spec.v_scale, stage)
         for acc_s in scores:
@@ -132,11 +133,28 @@ def attend_tile(
     products.add_values([rows.state.acc_o for rows in row_tiles], weights, operands[1])
 
 
+def cut_rows(spec: KernelSpec, attention: Attention, place: TilePlace) -> list[Boolean]:
+    """Of each m-tile: whether some row does not see all of a tile."""
+    if spec.plain:
+        return [place.valid < spec.tile_n] * len(attention.row_tiles)
+    return [cuts(rows.mask, place.token, spec.tile_n) for rows in attention.row_tiles]
+
+
 @cute.jit
 def hide_scores(
-    spec: cutlass.Constexpr, attention: Attention, shared: Shared, scores: list, stage: Int32, place: TilePlace, holes: Int32
+    spec: cutlass.Constexpr,
+    attention: Attention,
+    shared: Shared,
+    scores: list,
+    stage: Int32,
+    place: TilePlace,
+    holes: Int32,
+    cut: list,
 ):
-    """A tile's scores, in place, with K's scales of tokens and all that modifies them; what a row does not see becomes -inf."""
+    """A tile's scores, in place, with K's scales of tokens and all that modifies them; what a row does not see becomes -inf.
+
+    cut: from cut_rows.
+    """
     lane, row_tiles, products = cute.arch.lane_idx(), attention.row_tiles, attention.products
     if cutlass.const_expr(spec.k_token_scale):
         columns = column_scales(spec, shared.scales[0], spec.k_scale, stage)
@@ -144,14 +162,14 @@ def hide_scores(
             scale_columns(acc_s, spec.lane_rows, columns)
     coords = products.thr_mma.partition_C(cute.make_identity_tensor((TILE_M, spec.tile_n)))
     if cutlass.const_expr(not spec.plain):
-        for acc_s, rows in zip(scores, row_tiles, strict=True):
+        for acc_s, rows, outside in zip(scores, row_tiles, cut, strict=True):
             if cutlass.const_expr(rows.modifier is not None):
                 modify_scores(acc_s, coords, score_factors(rows, attention.scaling), rows.modifier, place.token)
-            if cuts(rows.mask, place.token, spec.tile_n):
+            if outside:
                 mask_rows(acc_s, coords, rows.mask, place.token, spec.tile_n)
         if cutlass.const_expr(spec.readers == 1):
             zero_outside(spec, shared.rings[1][None, None, stage], place, lane)
-    elif place.valid < spec.tile_n:
+    elif cut[0]:
         mask_scores(scores[0], coords, place.valid)
         if cutlass.const_expr(spec.readers == 1):
             zero_rows(spec, shared.rings[1][None, None, stage], place.valid, Int32(spec.tile_n), lane)
@@ -160,15 +178,9 @@ def hide_scores(
             mask_holes(acc_s, coords, holes, spec.hole_tokens)
 
 
-def make_weights(spec: KernelSpec, acc_s: cute.Tensor, rows: RowTile, scaling: Scaling, peak: Int32, known: tuple | None = None):
-    """A tile's scores, in place, become softmax weights; the m-tile's state moves to its new maximum.
-
-    peak: of V's scales. known: what softmax.find_bases found, or None.
-    """
-    state, weights_up = rows.state, None
+def weights_up(spec: KernelSpec, state: WarpState, peak: Int32) -> tuple[Float32, Float32] | None:
+    """(what is added to the exponents of weights, a factor on the sum and O so far), or None. peak: of V's scales."""
     if spec.v_token_scale:
         shrink, up = widen_unit(state.unit, peak)
-        weights_up = (up + spec.weight_bits, shrink)
-    elif spec.weight_bits > 0:
-        weights_up = (Float32(spec.weight_bits), Float32(1.0))
-    online_softmax(acc_s, state.acc_o, state.row_max, state.row_sum, row_scales(rows, scaling), weights_up, known)
+        return up + spec.weight_bits, shrink
+    return (Float32(spec.weight_bits), Float32(1.0)) if spec.weight_bits > 0 else None

@@ -50,8 +50,8 @@ def make_scale_rings(spec: KernelSpec, smem) -> tuple:
         ring = None
         if form.startswith("token"):
             words = smem.allocate_tensor(Int32, cute.make_layout((spec.tile_n, spec.num_stages)), byte_alignment=16)
-            groups = max(2, spec.tile_n // LANES)
-            ring = ScaleRing(words, smem.allocate_tensor(Int32, cute.make_layout((groups, spec.num_stages)), byte_alignment=16))
+            upper = smem.allocate_tensor(Int32, cute.make_layout((spec.scale_groups, spec.num_stages)), byte_alignment=16)
+            ring = ScaleRing(words, upper)
         rings.append(ring)
     return tuple(rings)
 

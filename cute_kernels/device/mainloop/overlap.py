@@ -11,11 +11,11 @@ from cutlass import Int32
 
 from ...config.decode import KernelSpec
 from ...config.tiling import WARPGROUP
-from ..attend.attend import Attention, hide_scores, make_weights, probabilities_into, row_scales
+from ..attend.attend import Attention, cut_rows, hide_scores, probabilities_into, row_scales, weights_up
+from ..attend.bases import follow_bases, settle_bases, weigh_by_bases
 from ..attend.mask import has_outside
 from ..attend.pack_gqa import fragments, warpgroup_of
 from ..attend.query_rows import TilePlace, place_of_tile
-from ..attend.softmax import find_bases
 from ..attend.warpgroup_mma import wait_for_products
 from ..elements import ELEMENT_TYPES
 from ..kv.scale import column_scales, scale_columns, settle_scales
@@ -42,6 +42,7 @@ class OverlapMainloop(TmaMainloop):
         if tiles > 0:
             for i in cutlass.range(0, tiles, unroll=1):
                 stage, holes = self.operand(shared, piece, i, 0), self.read_holes(piece, i, shared)
+                cut = cut_rows(self.spec, attention, self.place(piece, i))
                 self.await_turn()
                 attention.products.start_scores(acc_s, attention.row_tiles[0].query, stage)
                 if i > 0:
@@ -51,7 +52,7 @@ class OverlapMainloop(TmaMainloop):
                 else:
                     self.pass_turn()
                     wait_for_products(0)
-                self.weigh(piece, i, attention, shared, acc_s, holes)
+                self.weigh(piece, i, attention, shared, acc_s, (holes, cut))
                 probabilities_into(p, acc_s)
             self.start_values(piece, tiles - 1, attention, shared, p)
             self.settle_zeros(piece, tiles - 1)
@@ -108,27 +109,29 @@ class OverlapMainloop(TmaMainloop):
         return read_holes(spec, shared, stage)
 
     @cute.jit
-    def weigh(self, piece: Piece, i: Int32, attention: Attention, shared: Shared, acc_s: cute.Tensor, holes: Int32):
-        """The scores of the piece's tile i, in place, as weights times V's scales of tokens.
+    def weigh(self, piece: Piece, i: Int32, attention: Attention, shared: Shared, acc_s: cute.Tensor, hidden: tuple):
+        """The scores of the piece's tile i, in place, as weights times V's scales of tokens. hidden: (its holes, cut_rows).
 
-        P V of the tile before is waited for once the maxima are known: it ends about then, and what follows, whose pace the
-        exponentials set, hides the rescaling of O and the conversion of P.
+        P V of the tile before is waited for behind them: only what follows writes O and P. Not where bases move, which is a warp's
+        own affair: all warps of a group wait for a product together.
         """
         spec, stage, (rows,) = self.spec, self.place_in_ring(piece.issued + i)[0], attention.row_tiles
-        peak = settle_scales(spec, shared.scales, stage)
-        hide_scores(spec, attention, shared, [acc_s], stage, self.place(piece, i), holes)
-        known = find_bases(acc_s, rows.state.row_max, row_scales(rows, attention.scaling))
-        self.settle_zeros(piece, i - 1)
-        wait_for_products(0)
+        peak, factors = settle_scales(spec, shared.scales, stage), row_scales(rows, attention.scaling)
+        hide_scores(spec, attention, shared, [acc_s], stage, self.place(piece, i), *hidden)
         if cutlass.const_expr(spec.token_scales == 0):
             self.release(shared, stage, 0)
-        if i > 0:
-            self.release_values(piece, i - 1, shared)
-        make_weights(spec, acc_s, rows, attention.scaling, peak, known)
+        offsets, *moves = settle_bases(spec, acc_s, rows.state, factors)
+        up = weights_up(spec, rows.state, peak)
+        weigh_by_bases(acc_s, rows.state, factors, offsets, up)
         if cutlass.const_expr(spec.v_token_scale):
             scale_columns(acc_s, spec.lane_rows, column_scales(spec, shared.scales[1], spec.v_scale, stage))
         if cutlass.const_expr(spec.token_scales > 0):
             self.release(shared, stage, 0)
+        self.settle_zeros(piece, i - 1)
+        wait_for_products(0)
+        if i > 0:
+            self.release_values(piece, i - 1, shared)
+        follow_bases(rows.state.acc_o, *moves, up)
 
     @cute.jit
     def start_values(self, piece: Piece, i: Int32, attention: Attention, shared: Shared, p: cute.Tensor):
@@ -155,7 +158,7 @@ class OverlapMainloop(TmaMainloop):
         self.release(shared, self.place_in_ring(piece.issued + i)[0], 1)
         if cutlass.const_expr(spec.widens_tiles):
             wide = self.place_in_wide(piece.issued + i)[0]
-            with cute.arch.elect_one():
+            if cute.arch.lane_idx() == 0:
                 cute.arch.mbarrier_arrive(narrow_barrier(spec, shared, wide))
 
     @cute.jit
@@ -165,6 +168,5 @@ class OverlapMainloop(TmaMainloop):
         cute.arch.sync_warp()
         if cutlass.const_expr(which == 0 and self.spec.token_scales > 0):
             cute.arch.mbarrier_arrive(barrier)
-        else:
-            with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive(barrier)
+        elif cute.arch.lane_idx() == 0:  # a predicate: an elected lane takes a vote and a branch
+            cute.arch.mbarrier_arrive(barrier)

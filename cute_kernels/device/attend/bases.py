@@ -1,0 +1,124 @@
+"""Online softmax whose bases stay, where instructions set the pace: a row's base moves only when a score would weigh too much.
+
+A row's weights are exp2(score * scale - base), with the rounded base = row_max * scale. What they are relative to is the same for
+all, so any base serves that lets none overflow, as in flash-attn-4 (2026): row_max is here a score that was the row's maximum when
+its base last moved. So few tiles need the row's exact maximum, or O rescaled. The first look at a tile takes its scores' bits as
+integers, three at a time: they are in order from 0 up, and below 0 nothing weighs more than 1 while the base is not below 0.
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32
+
+from ...config.decode import KernelSpec
+from ..ptx.registers import as_bits, as_float
+from .softmax import finite_or_zero, quad_max, rescale_row, rows_of
+
+MOST_BASE = 2.0**20  # magnitude of a base beyond which the rest of its product may carry a weight past the range of f16
+MOST_F16_BITS = 15.75  # base-2 logarithm of the largest weight in f16, with room for a base's rounding
+BF16_SLACK = 8.0  # the same in bf16, whose range is f32's: sums and O stay far from its end
+
+
+def slack_of(spec: KernelSpec) -> float:
+    """How far past its base, to base 2, a scaled score may lie. A scale of V is below two units (kv/scale.py)."""
+    return MOST_F16_BITS - spec.weight_bits - spec.v_token_scale if spec.v_math == "f16" else BF16_SLACK
+
+
+@cute.jit
+def settle_bases(spec: cutlass.Constexpr, acc_s: cute.Tensor, state, factors: list) -> tuple[list, list, Boolean]:
+    """Moves the bases that must, and gives (of each row in use what is to be taken from its scaled scores, what O so far is still
+    to be multiplied by, whether that is not 1 for some row of the warp).
+
+    Past MOST_BASE nothing is to be taken, and the scores lose their maximum at once. state: WarpState. factors: of the scores, to
+    base 2.
+    """
+    scores, rows = rows_of(acc_s), range(len(factors))
+    words = cute.recast_tensor(scores, Int32)
+    bases = [rounded_product(state.row_max[r], factors[r]) for r in rows]
+    tops = [largest_bits([words[r, c] for c in range(cute.size(words, mode=[1]))]) for r in rows]
+    stays = [stays_at(spec, tops[r], bases[r], factors[r], state.row_sum[r]) for r in rows]
+    offsets, decays = list(bases), [Float32(1.0)] * len(factors)
+    moved = cute.arch.vote_any_sync((stays[0] & stays[-1]) == Boolean(False))
+    if moved:
+        for r in cutlass.range_constexpr(len(factors)):  # a row's bits depend on no other
+            peak = state.row_max[r]
+            exact = quad_max(largest([scores[r, c] for c in range(cute.size(scores, mode=[1]))] + [peak]))
+            peak = cutlass.select_(quad_all(stays[r]), peak, exact)
+            base = rounded_product(finite_or_zero(peak), factors[r])
+            decays[r] = cute.math.exp2(bases[r] - base, fastmath=True)
+            far = cute.arch.fmax(base, -base) >= MOST_BASE
+            scores[r, None].store(scores[r, None].load() - cutlass.select_(far, finite_or_zero(peak), Float32(0.0)))
+            offsets[r] = cutlass.select_(far, Float32(0.0), base)
+            state.row_max[r] = peak
+            state.row_sum[r] = state.row_sum[r] * decays[r]
+    return offsets, decays, moved
+
+
+def stays_at(spec: KernelSpec, top: Int32, base: Float32, factor: Float32, row_sum: Float32) -> Boolean:
+    """Whether a row's base serves a tile, as far as this lane's columns show. top: largest_bits of them; row_sum: this lane's.
+
+    Where weights are rounded as the inputs are, no score may outweigh all before it either: a row that one key dominates keeps
+    the weight 1 for it, which no rounding changes. All before weigh 1 at least, since the base is that of one of them.
+    """
+    most = Float32(2.0 ** slack_of(spec))
+    if spec.v_math == spec.element_type:
+        most = cute.arch.fmin(cute.arch.fmax(row_sum * 2.0**-spec.weight_bits, Float32(1.0)), most)
+    weight = cute.math.exp2(as_float(top) * factor - base, fastmath=True)
+    return (weight <= most) & ((top & as_bits(base)) >= 0) & (cute.arch.fmax(base, -base) < MOST_BASE)
+
+
+@cute.jit
+def weigh_by_bases(acc_s: cute.Tensor, state, factors: list, offsets: list, weights_up: tuple | None):
+    """acc_s becomes exp2(acc_s * factor - offset), and joins the rows' sums. weights_up: as online_softmax, but for O."""
+    scores = rows_of(acc_s)
+    for r in cutlass.range_constexpr(len(factors)):
+        offset = offsets[r]
+        if cutlass.const_expr(weights_up is not None):
+            offset = offset - weights_up[0]
+            state.row_sum[r] = state.row_sum[r] * weights_up[1]
+        weights = cute.math.exp2(scores[r, None].load() * factors[r] - offset, fastmath=True)
+        scores[r, None].store(weights)
+        state.row_sum[r] = weights.reduce(cute.ReductionOp.ADD, state.row_sum[r], 0)
+
+
+@cute.jit
+def follow_bases(acc_o: cute.Tensor, decays: list, moved: Boolean, weights_up: tuple | None):
+    """O comes to be relative to bases that moved, in few tiles. decays, moved: from settle_bases."""
+    factors = list(decays)
+    if cutlass.const_expr(weights_up is not None):
+        factors, moved = [decay * weights_up[1] for decay in decays], moved | (weights_up[1] != 1.0)
+    if moved:
+        for r in cutlass.range_constexpr(len(factors)):
+            rescale_row(acc_o, r, factors[r])
+
+
+def quad_all(value: Boolean) -> Boolean:
+    """Whether all four lanes that share a row say so."""
+    return (cute.arch.vote_ballot_sync(value) >> (cute.arch.lane_idx() & 28)) & 15 == 15
+
+
+def largest_bits(values: list) -> Int32:
+    """The maximum of integers, three at a time: the machine's own step."""
+    while len(values) > 1:
+        threes = [values[i : i + 3] for i in range(0, len(values), 3)]
+        values = [larger(larger(*three[:2]), three[2]) if len(three) == 3 else larger(*three) for three in threes]
+    return values[0]
+
+
+def larger(first: Int32, second: Int32 | None = None) -> Int32:
+    """The larger of two integers, or the one."""
+    return first if second is None else cutlass.max(first, second)
+
+
+def largest(values: list) -> Float32:
+    """The maximum, in as few steps behind each other as can be. NaN counts as nothing: it reaches the sum by its weight."""
+    while len(values) > 1:
+        pairs = [cute.arch.fmax(*values[i : i + 2]) for i in range(0, len(values) - 1, 2)]
+        values = pairs + values[len(values) // 2 * 2 :]
+    return values[0]
+
+
+def rounded_product(first: Float32, second: Float32) -> Float32:
+    """A product that the compiler may not fuse with what follows: each use of a base has the same one."""
+    text = "mul.rn.f32 {$w0}, {$r0}, {$r1};"
+    return cute.arch.inline_ptx(text, write_only_types=[Float32], read_only_args=[first, second])
