@@ -162,7 +162,9 @@ class KernelSpec(TilingSpec):
     def smem_with(self, query_buffers: int) -> int:
         """smem_bytes with so many queries."""
         stage = self.tile_bytes + self.token_scales * self.tile_n * SCALE_BYTES
-        barriers = 2 * 8 + 4 + 4 * self.scale_groups * self.token_scales  # full, empty, the tile's holes, where in its words the scales are
+        barriers = (
+            2 * 8 + 4 + 4 * self.scale_groups * self.token_scales
+        )  # full, empty, the tile's holes, where in its words the scales are
         query = query_buffers * self.row_tiles * TILE_M * self.padded_head_dim * self.q_bytes
         query += 2 * (self.row_tiles - 1) * TILE_M * 4  # the inverses of further m-tiles
         query += 1024 if self.by_warpgroup else 0  # alignment

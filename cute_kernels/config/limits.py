@@ -14,6 +14,7 @@ LONG_WARPGROUP_HEAD_DIM, SHORT_TILE_N = 128, 32  # above, a warpgroup's tiles ha
 # registers of a thread for the output, scores and weights of a warpgroup whose products overlap, by warps that attend; with those
 # that widen beside them fewer. Above, registers spill, or ptxas puts a wait behind each wgmma (read from SASS)
 OVERLAP_TILE_REGISTERS = {4: 188, 8: 188, 12: 128}
+SOFTCAP_REGISTERS = {12: 8}  # fewer where the loop computes a soft cap's tangents
 WIDENING_TILE_REGISTERS = {4: 188, 8: 128}
 
 
@@ -33,7 +34,8 @@ def overlap_registers(spec: KernelSpec) -> tuple[int, int]:
     """(registers of a thread for the output, scores and weights of its warpgroup's tile, how many there are)."""
     needed = spec.padded_v_head_dim // 2 + spec.tile_n // 2 + spec.tile_n // 4
     most = WIDENING_TILE_REGISTERS if spec.widens_tiles else OVERLAP_TILE_REGISTERS
-    return needed, most.get(spec.num_warps, 0)
+    taken = SOFTCAP_REGISTERS.get(spec.num_warps, 0) if spec.modifiers.softcap else 0
+    return needed, most.get(spec.num_warps, 0) - taken
 
 
 def supports(spec: KernelSpec) -> list[str]:

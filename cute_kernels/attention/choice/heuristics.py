@@ -36,7 +36,7 @@ SHARE_TILES = 4
 M_TILES_ROWS = 32  # packed rows: with more, warpgroups end first (docs/notes/kernel-log.md)
 # (tokens of a tile, consumer warps) of long queries, over 16 bits and over 8: the first that fits. Timed on an H200 at 8k: three
 # warpgroups at head_dim 64 and 96, two above; 8 bits on larger tiles have too few stages (docs/notes/kernel-log.md)
-LONG_SHAPES = ((128, 12), (128, 8), (96, 12), (112, 8), (80, 8), (64, 8), (32, 8), (64, 4), (32, 4), (16, 4))
+LONG_SHAPES = ((128, 12), (96, 12), (128, 8), (112, 8), (80, 8), (64, 8), (32, 8), (64, 4), (32, 4), (16, 4))
 LONG_SHAPES_OF_8_BITS = ((80, 8), (64, 8), (32, 8), (64, 4), (32, 4), (16, 4))
 LONG_STAGES, LONG_STAGES_OF_8_BITS = 2, 3
 FEW_TILE_N = 32

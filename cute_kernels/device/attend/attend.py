@@ -29,6 +29,8 @@ from .warpgroup_mma import WarpgroupProducts
 class WarpState:
     """The running attention state of one warp: f32 O accumulator, row maxima and sums (this thread's part).
 
+    row_max: where bases stay (bases.py), what was the maximum when the row's base last moved.
+    decays: f32 [rows in use], what O is still to be multiplied by, likewise; None elsewhere.
     unit: what sums and O are in units of, Int32 [1], where V has a scale a token (kv/scale.py); None elsewhere.
     """
 
@@ -36,6 +38,7 @@ class WarpState:
     row_max: cute.Tensor
     row_sum: cute.Tensor
     unit: cute.Tensor | None
+    decays: cute.Tensor | None
 
 
 @dataclass(frozen=True)
@@ -72,7 +75,8 @@ def make_state(spec: KernelSpec, thr_mma: cute.ThrMma) -> WarpState:
     """A state in registers; reset_state gives it values."""
     acc_o = cute.make_rmem_tensor(thr_mma.partition_shape_C((TILE_M, spec.padded_v_head_dim)), Float32)
     row_max, row_sum = (cute.make_rmem_tensor(spec.lane_rows, Float32) for _ in range(2))
-    return WarpState(acc_o, row_max, row_sum, cute.make_rmem_tensor(1, Int32) if spec.v_token_scale else None)
+    unit = cute.make_rmem_tensor(1, Int32) if spec.v_token_scale else None
+    return WarpState(acc_o, row_max, row_sum, unit, cute.make_rmem_tensor(spec.lane_rows, Float32) if spec.overlaps else None)
 
 
 def reset_state(state: WarpState):
@@ -82,6 +86,8 @@ def reset_state(state: WarpState):
     state.row_sum.fill(0.0)
     if state.unit is not None:
         state.unit.fill(SMALLEST_UNIT)
+    if state.decays is not None:
+        state.decays.fill(1.0)
 
 
 def weight_operand(spec: KernelSpec, products, acc_s: cute.Tensor):

@@ -7,13 +7,12 @@ alone before softmax. K and V of a stage come and go by barriers of their own, s
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Boolean, Int32
 
 from ...config.decode import KernelSpec
 from ...config.tiling import WARPGROUP
 from ..attend.attend import Attention, cut_rows, hide_scores, probabilities_into, row_scales, weights_up
-from ..attend.bases import follow_bases, settle_bases, weigh_by_bases
-from ..attend.mask import has_outside
+from ..attend.bases import follow_bases, settle_bases, weigh_row
 from ..attend.pack_gqa import fragments, warpgroup_of
 from ..attend.query_rows import TilePlace, place_of_tile
 from ..attend.warpgroup_mma import wait_for_products
@@ -55,7 +54,6 @@ class OverlapMainloop(TmaMainloop):
                 self.weigh(piece, i, attention, shared, acc_s, (holes, cut))
                 probabilities_into(p, acc_s)
             self.start_values(piece, tiles - 1, attention, shared, p)
-            self.settle_zeros(piece, tiles - 1)
             wait_for_products(0)
             self.release_values(piece, tiles - 1, shared)
 
@@ -112,61 +110,54 @@ class OverlapMainloop(TmaMainloop):
     def weigh(self, piece: Piece, i: Int32, attention: Attention, shared: Shared, acc_s: cute.Tensor, hidden: tuple):
         """The scores of the piece's tile i, in place, as weights times V's scales of tokens. hidden: (its holes, cut_rows).
 
-        P V of the tile before is waited for behind them: only what follows writes O and P. Not where bases move, which is a warp's
-        own affair: all warps of a group wait for a product together.
+        P V of the tile before is waited for among the exponentials, so that they hide the conversion of P, and no branch stands
+        between them. Where bases move nothing is waited for: that is a warp's own affair, a wait is its warpgroup's.
         """
         spec, stage, (rows,) = self.spec, self.place_in_ring(piece.issued + i)[0], attention.row_tiles
         peak, factors = settle_scales(spec, shared.scales, stage), row_scales(rows, attention.scaling)
         hide_scores(spec, attention, shared, [acc_s], stage, self.place(piece, i), *hidden)
         if cutlass.const_expr(spec.token_scales == 0):
             self.release(shared, stage, 0)
-        offsets, *moves = settle_bases(spec, acc_s, rows.state, factors)
+        offsets = settle_bases(spec, acc_s, rows.state, factors)
         up = weights_up(spec, rows.state, peak)
-        weigh_by_bases(acc_s, rows.state, factors, offsets, up)
+        for r in cutlass.range_constexpr(len(factors)):
+            weigh_row(spec, acc_s, rows.state, r, factors[r], offsets[r], up)
+            if cutlass.const_expr(r == 0):
+                wait_for_products(0)
+                self.release_values(piece, i - 1, shared, i > 0)
         if cutlass.const_expr(spec.v_token_scale):
             scale_columns(acc_s, spec.lane_rows, column_scales(spec, shared.scales[1], spec.v_scale, stage))
         if cutlass.const_expr(spec.token_scales > 0):
             self.release(shared, stage, 0)
-        self.settle_zeros(piece, i - 1)
-        wait_for_products(0)
-        if i > 0:
-            self.release_values(piece, i - 1, shared)
-        follow_bases(rows.state.acc_o, *moves, up)
 
     @cute.jit
     def start_values(self, piece: Piece, i: Int32, attention: Attention, shared: Shared, p: cute.Tensor):
-        """Starts to add P V of the piece's tile i, once its V has come and holds zeros where nothing is seen."""
+        """Starts to add P V of the piece's tile i, once its V has come and holds zeros where nothing is seen.
+
+        O follows the bases here, while Q K^T is under way: before it ptxas puts a wait behind each wgmma (read from SASS).
+        """
         stage = self.operand(shared, piece, i, 1)
         if cutlass.const_expr(self.zeroes_alone):
             parity = self.place_in_ring(piece.issued + i)[1]
             self.zero_for_readers(shared, stage, parity, self.place(piece, i))
+        follow_bases(attention.row_tiles[0].state)
         attention.products.start_values(attention.row_tiles[0].state.acc_o, fragments(p), stage)
 
     @cute.jit
-    def settle_zeros(self, piece: Piece, i: Int32):
-        """Zeroed rows of V of the piece's tile i come before what TMA writes there next.
-
-        Its branch also keeps ptxas from moving a wait for products ahead of all that is before it (read from SASS).
-        """
-        if cutlass.const_expr(self.zeroes_alone) and has_outside(self.spec, self.place(piece, i)):
-            cute.arch.fence_proxy("async.shared", space="cta")
-
-    @cute.jit
-    def release_values(self, piece: Piece, i: Int32, shared: Shared):
-        """This warp is done with V of the piece's tile i."""
+    def release_values(self, piece: Piece, i: Int32, shared: Shared, there: Boolean | bool = True):
+        """This warp is done with V of the piece's tile i, if it is there."""
         spec = self.spec
-        self.release(shared, self.place_in_ring(piece.issued + i)[0], 1)
+        self.release(shared, self.place_in_ring(piece.issued + i)[0], 1, there)
         if cutlass.const_expr(spec.widens_tiles):
             wide = self.place_in_wide(piece.issued + i)[0]
-            if cute.arch.lane_idx() == 0:
+            if (cute.arch.lane_idx() == 0) & there:
                 cute.arch.mbarrier_arrive(narrow_barrier(spec, shared, wide))
 
     @cute.jit
-    def release(self, shared: Shared, stage: Int32, which: cutlass.Constexpr):
+    def release(self, shared: Shared, stage: Int32, which: cutlass.Constexpr, there: Boolean | bool = True):
         """This warp is done with K (0) or V (1) of a stage."""
-        barrier = empty_barrier(self.spec, shared, stage, which)
         cute.arch.sync_warp()
-        if cutlass.const_expr(which == 0 and self.spec.token_scales > 0):
-            cute.arch.mbarrier_arrive(barrier)
-        elif cute.arch.lane_idx() == 0:  # a predicate: an elected lane takes a vote and a branch
-            cute.arch.mbarrier_arrive(barrier)
+        if cutlass.const_expr(which == 1 or self.spec.token_scales == 0):  # else every lane, for the scales that it has read
+            there = there & (cute.arch.lane_idx() == 0)  # a predicate: an elected lane takes a vote and a branch
+        if there:
+            cute.arch.mbarrier_arrive(empty_barrier(self.spec, shared, stage, which))
