@@ -127,7 +127,7 @@ def attend_tile(
     row_tiles, products = attention.row_tiles, attention.products
     peak = settle_scales(spec, shared.scales, stage)
     scores = products.scores([rows.query for rows in row_tiles], operands[0])
-    hide_scores(spec, attention, shared, scores, stage, place, holes, cut_rows(spec, attention, place))
+    hide_scores(spec, attention, shared, scores, stage, place, holes)
     for acc_s, rows in zip(scores, row_tiles, strict=True):
         state, up = rows.state, weights_up(spec, rows.state, peak)
         online_softmax(acc_s, state.acc_o, state.row_max, state.row_sum, row_scales(rows, attention.scaling), up)
@@ -139,11 +139,9 @@ def attend_tile(
     products.add_values([rows.state.acc_o for rows in row_tiles], weights, operands[1])
 
 
-def cut_rows(spec: KernelSpec, attention: Attention, place: TilePlace) -> list[Boolean]:
-    """Of each m-tile: whether some row does not see all of a tile."""
-    if spec.plain:
-        return [place.valid < spec.tile_n] * len(attention.row_tiles)
-    return [cuts(rows.mask, place.token, spec.tile_n) for rows in attention.row_tiles]
+def is_cut(spec: KernelSpec, rows: RowTile, place: TilePlace) -> Boolean:
+    """Whether some row of an m-tile does not see all of a tile."""
+    return place.valid < spec.tile_n if spec.plain else cuts(rows.mask, place.token, spec.tile_n)
 
 
 @cute.jit
@@ -155,11 +153,11 @@ def hide_scores(
     stage: Int32,
     place: TilePlace,
     holes: Int32,
-    cut: list,
+    cut: Boolean | None = None,
 ):
     """A tile's scores, in place, with K's scales of tokens and all that modifies them; what a row does not see becomes -inf.
 
-    cut: from cut_rows.
+    cut: is_cut of the only m-tile, where it was known ahead.
     """
     lane, row_tiles, products = cute.arch.lane_idx(), attention.row_tiles, attention.products
     if cutlass.const_expr(spec.k_token_scale):
@@ -168,14 +166,14 @@ def hide_scores(
             scale_columns(acc_s, spec.lane_rows, columns)
     coords = products.thr_mma.partition_C(cute.make_identity_tensor((TILE_M, spec.tile_n)))
     if cutlass.const_expr(not spec.plain):
-        for acc_s, rows, outside in zip(scores, row_tiles, cut, strict=True):
+        for acc_s, rows in zip(scores, row_tiles, strict=True):
             if cutlass.const_expr(rows.modifier is not None):
                 modify_scores(acc_s, coords, score_factors(rows, attention.scaling), rows.modifier, place.token)
-            if outside:
+            if is_cut(spec, rows, place) if cutlass.const_expr(cut is None) else cut:
                 mask_rows(acc_s, coords, rows.mask, place.token, spec.tile_n)
         if cutlass.const_expr(spec.readers == 1):
             zero_outside(spec, shared.rings[1][None, None, stage], place, lane)
-    elif cut[0]:
+    elif place.valid < spec.tile_n:
         mask_scores(scores[0], coords, place.valid)
         if cutlass.const_expr(spec.readers == 1):
             zero_rows(spec, shared.rings[1][None, None, stage], place.valid, Int32(spec.tile_n), lane)

@@ -1,9 +1,9 @@
 """Online softmax whose bases stay, where instructions set the pace: a row's base moves only when a score would weigh too much.
 
 A row's weights are exp2(score * scale - base), with the rounded base = row_max * scale. They are all relative to the same, so any
-base serves that lets none overflow, as in flash-attn-4 (2026): row_max is here what was the maximum when the row's base last moved.
-So few tiles need the exact maximum, or O rescaled. The first look at a tile takes its scores' bits as integers, three at a time:
-these are in order from 0 up, and below 0 nothing weighs more than 1 unless the base is below 0 too.
+base serves that lets none overflow, as in flash-attn-4 (2026): row_max is here what was the maximum when the row's base last
+moved. So few tiles need the exact maximum, or O rescaled. The first look at a tile takes its scores' bits as integers, three at a
+time: these are in order from 0 up, and below 0 nothing weighs more than 1 unless the base is below 0 too.
 """
 
 import cutlass

@@ -11,7 +11,7 @@ from cutlass import Boolean, Int32
 
 from ...config.decode import KernelSpec
 from ...config.tiling import WARPGROUP
-from ..attend.attend import Attention, cut_rows, hide_scores, probabilities_into, row_scales, weights_up
+from ..attend.attend import Attention, hide_scores, is_cut, probabilities_into, row_scales, weights_up
 from ..attend.bases import follow_bases, settle_bases, weigh_row
 from ..attend.pack_gqa import fragments, warpgroup_of
 from ..attend.query_rows import TilePlace, place_of_tile
@@ -41,7 +41,7 @@ class OverlapMainloop(TmaMainloop):
         if tiles > 0:
             for i in cutlass.range(0, tiles, unroll=1):
                 stage, holes = self.operand(shared, piece, i, 0), self.read_holes(piece, i, shared)
-                cut = cut_rows(self.spec, attention, self.place(piece, i))
+                cut = is_cut(self.spec, attention.row_tiles[0], self.place(piece, i))
                 self.await_turn()
                 attention.products.start_scores(acc_s, attention.row_tiles[0].query, stage)
                 if i > 0:
@@ -108,7 +108,7 @@ class OverlapMainloop(TmaMainloop):
 
     @cute.jit
     def weigh(self, piece: Piece, i: Int32, attention: Attention, shared: Shared, acc_s: cute.Tensor, hidden: tuple):
-        """The scores of the piece's tile i, in place, as weights times V's scales of tokens. hidden: (its holes, cut_rows).
+        """The scores of the piece's tile i, in place, as weights times V's scales of tokens. hidden: (its holes, is_cut).
 
         P V of the tile before is waited for among the exponentials, so that they hide the conversion of P, and no branch stands
         between them. Where bases move nothing is waited for: that is a warp's own affair, a wait is its warpgroup's.
