@@ -17,6 +17,7 @@ from ..kv.scale import SMALLEST_UNIT, Scaling, column_scales, scale_columns, set
 from ..mainloop.shared import Shared
 from .mask import RowMask, cuts, mask_holes, mask_rows, mask_scores, zero_outside, zero_rows
 from .pack_gqa import fragments
+from .query_range import pack
 from .query_rows import TilePlace
 from .score import ScoreModifier, modify_scores
 from .softmax import online_softmax
@@ -30,7 +31,6 @@ class WarpState:
     """The running attention state of one warp: f32 O accumulator, row maxima and sums (this thread's part).
 
     row_max: where bases stay (bases.py), what was the maximum when the row's base last moved.
-    decays: f32 [rows in use], what O is still to be multiplied by, likewise; None elsewhere.
     unit: what sums and O are in units of, Int32 [1], where V has a scale a token (kv/scale.py); None elsewhere.
     """
 
@@ -38,7 +38,6 @@ class WarpState:
     row_max: cute.Tensor
     row_sum: cute.Tensor
     unit: cute.Tensor | None
-    decays: cute.Tensor | None
 
 
 @dataclass(frozen=True)
@@ -75,8 +74,7 @@ def make_state(spec: KernelSpec, thr_mma: cute.ThrMma) -> WarpState:
     """A state in registers; reset_state gives it values."""
     acc_o = cute.make_rmem_tensor(thr_mma.partition_shape_C((TILE_M, spec.padded_v_head_dim)), Float32)
     row_max, row_sum = (cute.make_rmem_tensor(spec.lane_rows, Float32) for _ in range(2))
-    unit = cute.make_rmem_tensor(1, Int32) if spec.v_token_scale else None
-    return WarpState(acc_o, row_max, row_sum, unit, cute.make_rmem_tensor(spec.lane_rows, Float32) if spec.overlaps else None)
+    return WarpState(acc_o, row_max, row_sum, cute.make_rmem_tensor(1, Int32) if spec.v_token_scale else None)
 
 
 def reset_state(state: WarpState):
@@ -86,8 +84,6 @@ def reset_state(state: WarpState):
     state.row_sum.fill(0.0)
     if state.unit is not None:
         state.unit.fill(SMALLEST_UNIT)
-    if state.decays is not None:
-        state.decays.fill(1.0)
 
 
 def weight_operand(spec: KernelSpec, products, acc_s: cute.Tensor):
@@ -98,13 +94,15 @@ def weight_operand(spec: KernelSpec, products, acc_s: cute.Tensor):
 def probabilities(acc_s: cute.Tensor, element_type: type) -> cute.Tensor:
     """P in 16 bits, its accumulator registers reread as A fragments: ((2,2),1,n8) -> ((2,2,2),1,n16)."""
     p = cute.make_rmem_tensor(acc_s.shape, element_type)
-    probabilities_into(p, acc_s)
+    p.store(acc_s.load().to(element_type))
     return fragments(p)
 
 
-def probabilities_into(p: cute.Tensor, acc_s: cute.Tensor):
-    """As probabilities, to registers for as many elements of 16 bits."""
-    p.store(acc_s.load().to(p.element_type))
+def pack_probabilities(spec: KernelSpec, p: cute.Tensor, acc_s: cute.Tensor):
+    """As probabilities, to registers for as many elements of 16 bits. The compiler moves none of it past a branch."""
+    words = cute.recast_tensor(p, Int32)
+    for i in range(cute.size(words)):
+        words[i] = pack(spec.v_math, acc_s[2 * i], acc_s[2 * i + 1])
 
 
 def row_scales(rows: RowTile, scaling: Scaling) -> list:

@@ -25,32 +25,33 @@ def slack_of(spec: KernelSpec) -> float:
 
 
 @cute.jit
-def settle_bases(spec: cutlass.Constexpr, acc_s: cute.Tensor, state, factors: list) -> list:
-    """Moves the bases that must, and gives what is to be taken from the scaled scores of each row in use.
+def settle_bases(spec: cutlass.Constexpr, acc_s: cute.Tensor, state, factors: list) -> tuple[list, list, Boolean]:
+    """Moves the bases that must.
 
-    Past MOST_BASE that is nothing, and the scores lose their maximum at once. state: WarpState, whose decays say how O is to
-    follow. factors: of the scores, to base 2.
+    Returns, of each row in use, what is to be taken from its scaled scores, and what O is still to be multiplied by, with whether
+    a base of the warp moved at all. Past MOST_BASE nothing is to be taken, and the scores lose their maximum at once. state:
+    WarpState. factors: of the scores, to base 2.
     """
     scores, rows = rows_of(acc_s), range(len(factors))
     words = cute.recast_tensor(scores, Int32)
     bases = [rounded_product(state.row_max[r], factors[r]) for r in rows]
     tops = [largest_bits([words[r, c] for c in range(cute.size(words, mode=[1]))]) for r in rows]
     stays = [stays_at(spec, tops[r], bases[r], factors[r], state.row_sum[r]) for r in rows]
-    offsets = list(bases)
-    if cute.arch.vote_any_sync((stays[0] & stays[-1]) == Boolean(False)):
+    offsets, decays = list(bases), [Float32(1.0)] * len(factors)
+    moved = cute.arch.vote_any_sync((stays[0] & stays[-1]) == Boolean(False))
+    if moved:
         for r in cutlass.range_constexpr(len(factors)):  # a row's bits depend on no other
             peak = state.row_max[r]
             exact = quad_max(largest([scores[r, c] for c in range(cute.size(scores, mode=[1]))] + [peak]))
             peak = cutlass.select_(quad_all(stays[r]), peak, exact)
             base = rounded_product(finite_or_zero(peak), factors[r])
-            decay = cute.math.exp2(bases[r] - base, fastmath=True)
+            decays[r] = cute.math.exp2(bases[r] - base, fastmath=True)
             far = cute.arch.fmax(base, -base) >= MOST_BASE
             scores[r, None].store(scores[r, None].load() - cutlass.select_(far, finite_or_zero(peak), Float32(0.0)))
             offsets[r] = cutlass.select_(far, Float32(0.0), base)
             state.row_max[r] = peak
-            state.row_sum[r] = state.row_sum[r] * decay
-            state.decays[r] = decay
-    return offsets
+            state.row_sum[r] = state.row_sum[r] * decays[r]
+    return offsets, decays, moved
 
 
 def stays_at(spec: KernelSpec, top: Int32, base: Float32, factor: Float32, row_sum: Float32) -> Boolean:
@@ -67,35 +68,26 @@ def stays_at(spec: KernelSpec, top: Int32, base: Float32, factor: Float32, row_s
 
 
 @cute.jit
-def weigh_row(
-    spec: cutlass.Constexpr,
-    acc_s: cute.Tensor,
-    state,
-    row: cutlass.Constexpr,
-    factor: Float32,
-    offset: Float32,
-    weights_up: tuple | None,
-):
+def weigh_row(acc_s: cute.Tensor, state, row: cutlass.Constexpr, factor: Float32, offset: Float32, weights_up: tuple | None):
     """A row of acc_s becomes exp2(acc_s * factor - offset), and joins its sum. weights_up: as online_softmax."""
     scores = rows_of(acc_s)
     if cutlass.const_expr(weights_up is not None):
         offset = offset - weights_up[0]
         state.row_sum[row] = state.row_sum[row] * weights_up[1]
-        if cutlass.const_expr(spec.v_token_scale):
-            state.decays[row] = state.decays[row] * weights_up[1]
     weights = cute.math.exp2(scores[row, None].load() * factor - offset, fastmath=True)
     scores[row, None].store(weights)
     state.row_sum[row] = weights.reduce(cute.ReductionOp.ADD, state.row_sum[row], 0)
 
 
 @cute.jit
-def follow_bases(state):
-    """O comes to be relative to bases that moved, as few tiles need."""
-    decays = state.decays
-    if cute.arch.vote_any_sync((decays[0] != 1.0) | (decays[cute.size(decays) - 1] != 1.0)):
-        for r in cutlass.range_constexpr(cute.size(decays)):
-            rescale_row(state.acc_o, r, decays[r])
-            decays[r] = Float32(1.0)
+def follow_bases(acc_o: cute.Tensor, decays: list, moved: Boolean, weights_up: tuple | None):
+    """O comes to be relative to the bases, which few tiles move. decays, moved: from settle_bases."""
+    factors = list(decays)
+    if cutlass.const_expr(weights_up is not None):
+        factors, moved = [decay * weights_up[1] for decay in decays], moved | (weights_up[1] != 1.0)
+    if moved:
+        for r in cutlass.range_constexpr(len(factors)):
+            rescale_row(acc_o, r, factors[r])
 
 
 def quad_all(value: Boolean) -> Boolean:

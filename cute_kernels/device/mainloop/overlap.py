@@ -11,7 +11,7 @@ from cutlass import Boolean, Int32
 
 from ...config.decode import KernelSpec
 from ...config.tiling import WARPGROUP
-from ..attend.attend import Attention, hide_scores, is_cut, probabilities_into, row_scales, weights_up
+from ..attend.attend import Attention, hide_scores, is_cut, pack_probabilities, row_scales, weights_up
 from ..attend.bases import follow_bases, settle_bases, weigh_row
 from ..attend.pack_gqa import fragments, warpgroup_of
 from ..attend.query_rows import TilePlace, place_of_tile
@@ -51,8 +51,9 @@ class OverlapMainloop(TmaMainloop):
                 else:
                     self.pass_turn()
                     wait_for_products(0)
-                self.weigh(piece, i, attention, shared, acc_s, (holes, cut))
-                probabilities_into(p, acc_s)
+                moves = self.weigh(piece, i, attention, shared, acc_s, (holes, cut))
+                pack_probabilities(self.spec, p, acc_s)
+                follow_bases(attention.row_tiles[0].state.acc_o, *moves)
             self.start_values(piece, tiles - 1, attention, shared, p)
             wait_for_products(0)
             self.release_values(piece, tiles - 1, shared)
@@ -111,17 +112,18 @@ class OverlapMainloop(TmaMainloop):
         """The scores of the piece's tile i, in place, as weights times V's scales of tokens. hidden: (its holes, is_cut).
 
         P V of the tile before is waited for among the exponentials, so that they hide the conversion of P, and no branch stands
-        between them. Where bases move nothing is waited for: that is a warp's own affair, a wait is its warpgroup's.
+        between them. Where bases move nothing is waited for: that is a warp's own affair, a wait is its warpgroup's. Returns what
+        follow_bases takes.
         """
         spec, stage, (rows,) = self.spec, self.place_in_ring(piece.issued + i)[0], attention.row_tiles
         peak, factors = settle_scales(spec, shared.scales, stage), row_scales(rows, attention.scaling)
         hide_scores(spec, attention, shared, [acc_s], stage, self.place(piece, i), *hidden)
         if cutlass.const_expr(spec.token_scales == 0):
             self.release(shared, stage, 0)
-        offsets = settle_bases(spec, acc_s, rows.state, factors)
+        offsets, *moves = settle_bases(spec, acc_s, rows.state, factors)
         up = weights_up(spec, rows.state, peak)
         for r in cutlass.range_constexpr(len(factors)):
-            weigh_row(spec, acc_s, rows.state, r, factors[r], offsets[r], up)
+            weigh_row(acc_s, rows.state, r, factors[r], offsets[r], up)
             if cutlass.const_expr(r == 0):
                 wait_for_products(0)
                 self.release_values(piece, i - 1, shared, i > 0)
@@ -129,18 +131,15 @@ class OverlapMainloop(TmaMainloop):
             scale_columns(acc_s, spec.lane_rows, column_scales(spec, shared.scales[1], spec.v_scale, stage))
         if cutlass.const_expr(spec.token_scales > 0):
             self.release(shared, stage, 0)
+        return *moves, up
 
     @cute.jit
     def start_values(self, piece: Piece, i: Int32, attention: Attention, shared: Shared, p: cute.Tensor):
-        """Starts to add P V of the piece's tile i, once its V has come and holds zeros where nothing is seen.
-
-        O follows the bases here, while Q K^T is under way: before it ptxas puts a wait behind each wgmma (read from SASS).
-        """
+        """Starts to add P V of the piece's tile i, once its V has come and holds zeros where nothing is seen."""
         stage = self.operand(shared, piece, i, 1)
         if cutlass.const_expr(self.zeroes_alone):
             parity = self.place_in_ring(piece.issued + i)[1]
             self.zero_for_readers(shared, stage, parity, self.place(piece, i))
-        follow_bases(attention.row_tiles[0].state)
         attention.products.start_values(attention.row_tiles[0].state.acc_o, fragments(p), stage)
 
     @cute.jit
