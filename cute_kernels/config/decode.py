@@ -17,7 +17,6 @@ Partition = Literal["whole", "balanced", "invariant", "dealt"]
 LOG2_E = math.log2(math.e)  # from a natural logarithm to base 2
 MAX_TILE_ELEMENTS = 8192  # tile_n x padded head_dim of a 16-row tile: above, registers spill (read from SASS)
 MAX_SPLIT_TILE_ELEMENTS = 2048  # the same of f32, but that a tile has 16 tokens at least
-MIN_BOX_ROWS = 8  # rows of one 128-byte swizzle atom: the smallest page part that one TMA box may bring
 SMEM_BYTES = {"sm_90a": 232_448, "sm_80": 101_376}  # what one CTA may use (227 KiB; 99 KiB serves 8.0, 8.6 and 8.9)
 SCALE_BYTES = 4  # of a token's scale in shared memory
 TWO_CTAS_HEAD_DIM = 128  # above, two CTAs need more registers than an SM has

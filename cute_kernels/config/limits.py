@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from .decode import MAX_CP_ASYNC_TILE_N, MAX_SPLIT_TILE_ELEMENTS, MAX_TILE_ELEMENTS, MIN_BOX_ROWS, SMEM_BYTES, KernelSpec
+from .decode import MAX_CP_ASYNC_TILE_N, MAX_SPLIT_TILE_ELEMENTS, MAX_TILE_ELEMENTS, SMEM_BYTES, KernelSpec
 from .problem import step_columns
-from .tiling import HALF_TILE_M, TILE_M, WARPGROUP, WARPGROUP_M, MmaScope, TilingSpec
+from .tiling import HALF_TILE_M, MIN_BOX_ROWS, TILE_M, WARPGROUP, WARPGROUP_M, MmaScope, TilingSpec
 
 # padded head_dim of more than one warpgroup, by whether warps widen tiles beside them: above, registers spill (read from SASS)
 TWO_WARPGROUPS_HEAD_DIM = {False: 192, True: 128}
@@ -16,6 +16,12 @@ LONG_WARPGROUP_HEAD_DIM, SHORT_TILE_N = 128, 32  # above, a warpgroup's tiles ha
 OVERLAP_TILE_REGISTERS = {4: 188, 8: 188, 12: 128}
 SOFTCAP_REGISTERS = {12: 8}  # fewer where the loop computes a soft cap's tangents
 WIDENING_TILE_REGISTERS = {4: 188, 8: 128}
+
+
+UNTRIED = (
+    "has not run on a GPU yet",
+)  # of producers that gather: taken out once tests/attention/test_gathered.py has passed there
+MOST_GATHERED_WARPS = 8  # more leave too few registers to the producers that gather tokens
 
 
 def most_tile_n(padded_head_dim: int, v_bytes: int, mma: MmaScope = "warp") -> int:
@@ -67,7 +73,7 @@ def supports(spec: KernelSpec) -> list[str]:
     if spec.smem_bytes > SMEM_BYTES[spec.target]:
         reasons.append(f"shared memory {spec.smem_bytes} bytes exceeds {SMEM_BYTES[spec.target]} on {spec.target}")
     if spec.arch == "sm90":
-        reasons += tma_reasons(spec)
+        reasons += tma_reasons(spec) + (_gather_reasons(spec) if spec.gathers else [])
     else:
         reasons += cp_async_reasons(spec)
     if spec.unit_heads > 1:
@@ -102,11 +108,23 @@ def tma_reasons(spec: TilingSpec) -> list[str]:
     if spec.head_dim != spec.padded_head_dim or spec.v_head_dim != spec.padded_v_head_dim:
         columns = step_columns(min(spec.k_bytes, spec.v_bytes))
         reasons.append(f"TMA needs head_dim to be a multiple of {columns}, got {spec.head_dim}")
-    if spec.source == "paged" and spec.page_size % MIN_BOX_ROWS:
+    if spec.source == "paged" and spec.page_size % MIN_BOX_ROWS and not spec.gathers:
         reasons.append(f"TMA needs page_size to be a multiple of {MIN_BOX_ROWS}, got {spec.page_size}")
     if spec.box_rows > 256:
         reasons.append(f"a TMA box has at most 256 rows, got {spec.box_rows}")
     return reasons
+
+
+def _gather_reasons(spec: KernelSpec) -> list[str]:
+    reasons = []
+    where = f"pages of {spec.page_size} tokens, which no TMA box brings, are gathered"
+    if not spec.dealt:
+        reasons.append(f"{where} for long queries alone")
+    if min(spec.k_bytes, spec.v_bytes) == 1 or spec.token_scales:
+        reasons.append(f"{where} from caches of 16 bits alone, and without scales a token")
+    if spec.num_warps > MOST_GATHERED_WARPS:
+        reasons.append(f"{where} beside {MOST_GATHERED_WARPS} warps at most, got num_warps={spec.num_warps}")
+    return reasons + [f"{where} by code that {rest}" for rest in UNTRIED]
 
 
 def _split_reasons(spec: KernelSpec) -> list[str]:

@@ -21,6 +21,8 @@ WIDENING_WARPS = 4  # those that make 16 bits of 8, where a warpgroup multiplies
 # registers of a thread that attends and of the others, by warps that attend: where others widen, and where products overlap
 WIDENING_REGISTERS = {4: (232, 136), 8: (176, 80)}
 OVERLAP_REGISTERS = {8: (224, 56), 12: (160, 32)}
+GATHER_REGISTERS = {4: (216, 72), 8: (216, 72)}  # the same where the others bring tiles token by token
+MIN_BOX_ROWS = 8  # rows of one 128-byte swizzle atom: the smallest page part that one TMA box may bring
 PRODUCER_WARPS: dict[Arch, int] = {"sm90": 2, "sm80": 0}  # one for K and V; one for tokens' scales, or to look ahead
 
 
@@ -86,6 +88,16 @@ class TilingSpec(ProblemSpec):
         return self.by_warpgroup and self.turns == 1
 
     @property
+    def gathers(self) -> bool:
+        """Whether the producers bring tiles token by token (mainloop/gather.py): pages that no TMA box can bring."""
+        return self.overlaps and self.source == "paged" and self.page_size % MIN_BOX_ROWS > 0
+
+    @property
+    def gatherers(self) -> int:
+        """Warps that bring tiles, where they do so token by token: each has 32 tokens of every tile."""
+        return -(-self.tile_n // 32) if self.gathers else 0
+
+    @property
     def row_tiles(self) -> int:
         """M-tiles of a unit."""
         return max(1, self.block_rows // TILE_M)
@@ -122,15 +134,17 @@ class TilingSpec(ProblemSpec):
     @property
     def busy_warps(self) -> frozenset[int]:
         """Those of `warps` that have work; the others only hand registers over."""
-        scales = 1 if self.token_scales else 0
+        producers = self.gatherers or (2 if self.token_scales else 1)
         widening = self.num_warps + WARPGROUP
-        return frozenset((*range(self.num_warps + 1 + scales), *range(widening, widening + WIDENING_WARPS * self.widens_tiles)))
+        return frozenset((*range(self.num_warps + producers), *range(widening, widening + WIDENING_WARPS * self.widens_tiles)))
 
     @property
     def register_shares(self) -> tuple[int, int] | None:
         """Registers of a thread that attends and of another, where warpgroups exchange them; None where all have as many."""
         if self.widens_tiles:
             return WIDENING_REGISTERS.get(self.num_warps)
+        if self.gathers:
+            return GATHER_REGISTERS.get(self.num_warps)
         exchanged = self.overlaps or (self.splits and self.arch == "sm90")
         return OVERLAP_REGISTERS.get(self.num_warps) if exchanged else None
 
@@ -190,14 +204,19 @@ class TilingSpec(ProblemSpec):
     @property
     def box_rows(self) -> int:
         """KV tokens of one slab of a tile: what one TMA box brings; the whole tile for cp.async."""
-        if self.arch == "sm80" or self.source == "contiguous":
+        if self.arch == "sm80" or self.source == "contiguous" or self.gathers:
             return self.tile_n
         return math.gcd(self.page_size, self.tile_n)
 
     @property
     def hole_tokens(self) -> int:
         """KV tokens that one page lookup serves: those of a TMA box, or one for cp.async."""
-        return self.box_rows if self.arch == "sm90" else 1
+        return self.box_rows if self.arch == "sm90" and not self.gathers else 1
+
+    @property
+    def hole_words(self) -> int:
+        """Words of holes of a tile, a bit a lookup."""
+        return self.gatherers or 1
 
     @property
     def tile_bytes(self) -> int:

@@ -13,6 +13,7 @@ import cute_kernels as ck
 from cute_kernels.attention.choice.heuristics import choose
 from cute_kernels.attention.kernel_spec import kernel_spec
 from cute_kernels.attention.variants import explain
+from cute_kernels.config import limits
 from cute_kernels.config.limits import supports
 from cute_kernels.config.mixed import mixed_supports
 from cute_kernels.device.mainloop.shared import barrier_count
@@ -92,6 +93,28 @@ def test_long_queries(name: str, tmp_path: Path) -> None:
     assert sass.count("WARPGROUP.DEPBAR") == 4, "the assembler waits for more than both products"
     shares = [int(count) for count in re.findall(r"setmaxnreg\.\w+\.sync\.aligned\.u32\s+(\d+)", ptx)]
     assert sorted(shares) == sorted(spec.register_shares or ())
+
+
+GATHERED: dict[str, dict[str, Any]] = {
+    "page 1": {"page_size": 1},
+    "page 5, head_dim 64": {"page_size": 5, "head_dim": 64},
+    "page 1, head_dim 192": {"page_size": 1, "head_dim": 192, "num_heads": 16},
+    "page 3, head_dim 256": {"page_size": 3, "head_dim": 256, "num_heads": 16},
+}
+
+
+@pytest.mark.parametrize("name", GATHERED)
+def test_gathered_tiles(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pages below 8 tokens: cp.async by the producers in place of TMA, the same loop over tiles beside them, nothing spilled."""
+    monkeypatch.setattr(limits, "UNTRIED", ())
+    fields = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128, "max_q_len": 8192, **GATHERED[name]}
+    spec = explain(ck.PagedAttentionDescriptor(1, q_dtype=torch.bfloat16, **fields).problem, PRETEND["h200"]).chosen.spec
+    assert spec.gathers and supports(spec) == []
+    ptx, sass = machine_code.dump(build, spec, tmp_path)
+    assert "cp.async.bulk" not in ptx and "cp.async.cg" in ptx and "fence.proxy.async" in ptx
+    assert not re.search(r"\b(LDL|STL)\b", sass), "registers spilled to local memory"
+    assert sass.count("HGMMA") == spec.padded_head_dim // 16 + 2 * spec.tile_n // 16
+    assert sass.count("WARPGROUP.DEPBAR") == 4, "the assembler waits for more than both products"
 
 
 @pytest.mark.parametrize("name", ["head_dim 128", "head_dim 64", "head_dim 256", "e4m3"])

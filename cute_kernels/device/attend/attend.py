@@ -15,7 +15,7 @@ from ...config.tiling import TILE_M
 from ..elements import ELEMENT_TYPES
 from ..kv.scale import SMALLEST_UNIT, Scaling, column_scales, scale_columns, settle_scales, widen_unit
 from ..mainloop.shared import Shared
-from .mask import RowMask, cuts, mask_holes, mask_rows, mask_scores, zero_outside, zero_rows
+from .mask import HOLE_BITS, RowMask, cuts, mask_holes, mask_rows, mask_scores, zero_outside, zero_rows
 from .pack_gqa import fragments
 from .query_range import pack
 from .query_rows import TilePlace
@@ -125,7 +125,7 @@ def attend_tile(
     row_tiles, products = attention.row_tiles, attention.products
     peak = settle_scales(spec, shared.scales, stage)
     scores = products.scores([rows.query for rows in row_tiles], operands[0])
-    hide_scores(spec, attention, shared, scores, stage, place, holes)
+    hide_scores(spec, attention, shared, scores, stage, place, (holes,))
     for acc_s, rows in zip(scores, row_tiles, strict=True):
         state, up = rows.state, weights_up(spec, rows.state, peak)
         online_softmax(acc_s, state.acc_o, state.row_max, state.row_sum, row_scales(rows, attention.scaling), up)
@@ -150,12 +150,12 @@ def hide_scores(
     scores: list,
     stage: Int32,
     place: TilePlace,
-    holes: Int32,
+    holes: tuple,
     cut: Boolean | None = None,
 ):
     """A tile's scores, in place, with K's scales of tokens and all that modifies them; what a row does not see becomes -inf.
 
-    cut: is_cut of the only m-tile, where it was known ahead.
+    holes: words of them. cut: is_cut of the only m-tile, where it was known ahead.
     """
     lane, row_tiles, products = cute.arch.lane_idx(), attention.row_tiles, attention.products
     if cutlass.const_expr(spec.k_token_scale):
@@ -175,9 +175,10 @@ def hide_scores(
         mask_scores(scores[0], coords, place.valid)
         if cutlass.const_expr(spec.readers == 1):
             zero_rows(spec, shared.rings[1][None, None, stage], place.valid, Int32(spec.tile_n), lane)
-    if holes != 0:
-        for acc_s in scores:
-            mask_holes(acc_s, coords, holes, spec.hole_tokens)
+    for number, word in enumerate(holes):
+        if word != 0:
+            for acc_s in scores:
+                mask_holes(acc_s, coords, word, spec.hole_tokens, first=number * HOLE_BITS * spec.hole_tokens)
 
 
 def weights_up(spec: KernelSpec, state: WarpState, peak: Int32) -> tuple[Float32, Float32] | None:

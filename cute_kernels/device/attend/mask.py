@@ -14,6 +14,7 @@ from cutlass import Boolean, Float32, Int32
 from ...config.decode import KernelSpec
 from .query_rows import KvRange, Queries, QueryBlock, Row, TilePlace, end_seen, first_seen, position_of, query_row_of
 
+HOLE_BITS = 32  # of a word of holes
 VECTOR = 8  # units of one 16-byte store
 
 
@@ -27,11 +28,17 @@ def mask_scores(acc_s: cute.Tensor, coords: cute.Tensor, valid: Int32, hidden: c
 
 @cute.jit
 def mask_holes(
-    acc_s: cute.Tensor, coords: cute.Tensor, holes: Int32, tokens: cutlass.Constexpr, hidden: cutlass.Constexpr = -math.inf
+    acc_s: cute.Tensor,
+    coords: cute.Tensor,
+    holes: Int32,
+    tokens: cutlass.Constexpr,
+    hidden: cutlass.Constexpr = -math.inf,
+    first: cutlass.Constexpr = 0,
 ):
-    """Scores of the tokens whose page is not in the pool become `hidden`. Bit b of holes stands for `tokens` tokens."""
+    """Scores of the tokens whose page is not in the pool become `hidden`. Bit b of holes stands for `tokens` from `first` on."""
     for i in cutlass.range_constexpr(cute.size(acc_s)):
-        if (holes >> (coords[i][1] // tokens)) & 1 != 0:
+        known = cutlass.const_expr(0 <= i // 4 * 8 - first < HOLE_BITS * tokens)  # four elements of an n8 step
+        if known and (holes >> ((coords[i][1] - first) // tokens)) & 1 != 0:
             acc_s[i] = Float32(hidden)
 
 

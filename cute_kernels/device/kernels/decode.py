@@ -41,6 +41,7 @@ from ..kv.scale import Scaling, merge_scaling, open_scaling
 from ..kv.source import Rows, open_row, open_row_or_nothing
 from ..mainloop.cp_async import CpAsyncMainloop
 from ..mainloop.dealt import DealtMainloop
+from ..mainloop.gather import GatherMainloop
 from ..mainloop.overlap import OverlapMainloop
 from ..mainloop.shared import Shared, allocate
 from ..mainloop.tma import TmaMainloop
@@ -66,7 +67,7 @@ def mainloop_of(spec: KernelSpec) -> TmaMainloop | CpAsyncMainloop:
     if spec.arch == "sm80":
         return CpAsyncMainloop(spec)
     if spec.dealt:
-        return DealtMainloop(spec)
+        return GatherMainloop(spec) if spec.gathers else DealtMainloop(spec)
     return OverlapMainloop(spec) if spec.overlaps else TmaMainloop(spec)
 
 
@@ -156,7 +157,12 @@ class DecodeKernel:
     def supply(self, problem: Problem, shared: Shared, role: Int32):
         """The warps that bring tiles. role: the first brings K and V, the second their tokens' scales, the last ones widen."""
         spec = self.spec
-        if role == 0:
+        if cutlass.const_expr(spec.gathers):
+            if role == 0:
+                self.mainloop.gather(problem, shared, role, leads=True)
+            elif role < spec.gatherers:
+                self.mainloop.gather(problem, shared, role, leads=False)
+        elif role == 0:
             self.mainloop.produce(problem, shared, scales=False)
         elif cutlass.const_expr(spec.widens_tiles):
             if role >= WARPGROUP:

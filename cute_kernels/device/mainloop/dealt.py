@@ -24,7 +24,7 @@ class DealtMainloop(OverlapMainloop):
             for slot in cutlass.range_constexpr(ITEMS):
                 cute.arch.mbarrier_init(item_barrier(self.spec, shared, slot), 1)
                 cute.arch.mbarrier_init(taken_barrier(self.spec, shared, slot), takers)
-        super().prepare(operands, shared)
+        OverlapMainloop.prepare(self, operands, shared)  # super() of traced code is that of the object's own class
 
     def look_ahead(self, problem: Problem, shared: Shared):
         """Nothing: what a CTA begins with is small beside what follows."""

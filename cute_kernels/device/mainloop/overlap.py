@@ -100,12 +100,12 @@ class OverlapMainloop(TmaMainloop):
             self.await_turn()
 
     @cute.jit
-    def read_holes(self, piece: Piece, i: Int32, shared: Shared) -> Int32:
-        """The holes of the piece's tile i, whose K has come: read ahead of what would wait for them."""
+    def read_holes(self, piece: Piece, i: Int32, shared: Shared) -> tuple[Int32, ...]:
+        """The words of holes of the piece's tile i, whose K has come: read ahead of what would wait for them."""
         spec, (stage, parity) = self.spec, self.place_in_ring(piece.issued + i)
         if cutlass.const_expr(spec.wide[0] is not None):  # they came with what was widened
             cute.arch.mbarrier_wait(full_barrier(spec, shared, stage), parity)
-        return read_holes(spec, shared, stage)
+        return tuple(read_holes(spec, shared, stage * spec.hole_words + word) for word in range(spec.hole_words))
 
     @cute.jit
     def weigh(self, piece: Piece, i: Int32, attention: Attention, shared: Shared, acc_s: cute.Tensor, hidden: tuple):

@@ -97,7 +97,7 @@ def allocate(spec: KernelSpec, smem) -> Shared:
     if spec.merge_floats:
         merge = merge_tensors(spec, smem.allocate_array(Float32, spec.merge_floats, byte_alignment=16))
     barriers = smem.allocate_array(Int64, barrier_count(spec))
-    shapes = spec.num_stages, crew_words(spec) + 1, SHARE_WORDS + len(row_fields(spec)), 32
+    shapes = spec.num_stages * spec.hole_words, crew_words(spec) + 1, SHARE_WORDS + len(row_fields(spec)), 32
     holes, crew, opening, pages = (smem.allocate_tensor(Int32, cute.make_layout(n), byte_alignment=16) for n in shapes)
     declined = smem.allocate_tensor(Int8, cute.make_layout(MOST_PIECES), byte_alignment=16)
     scales = make_scale_rings(spec, smem)
@@ -165,11 +165,11 @@ def narrow_barrier(spec: KernelSpec, shared: Shared, stage: Int32 | int) -> cute
 
 
 @cute.jit
-def read_holes(spec: cutlass.Constexpr, shared: Shared, stage: Int32) -> Int32:
-    """The holes of the tile in a stage, for all lanes. Only lane 0, which also frees the stage, reads them."""
+def read_holes(spec: cutlass.Constexpr, shared: Shared, word: Int32) -> Int32:
+    """The holes of the tile in a stage, or a word of them, for all lanes. Only lane 0, which also frees the stage, reads them."""
     holes = Int32(0)
     if cutlass.const_expr(spec.source == "paged"):
         if cute.arch.lane_idx() == 0:
-            holes = shared.holes[stage]
+            holes = shared.holes[word]
         holes = cute.arch.shuffle_sync(holes, 0)
     return holes

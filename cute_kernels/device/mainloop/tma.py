@@ -77,6 +77,10 @@ class TmaMainloop:
         """(K atom, K coordinates, V atom, V coordinates) of caches [pages, heads, slots, head_dim] in any strides."""
         return (*tensor_map(k, self.spec.rings[0]), *tensor_map(v, self.spec.rings[1]))
 
+    def maps(self, operands: tuple) -> tuple:
+        """The tensor maps among `operands`."""
+        return operands[0], operands[2]
+
     def from_start(self, piece: Piece, coords: cute.Tensor) -> cute.Tensor:
         """The coordinates of a cache [slots, columns, heads, pages] from where the piece's row begins in its page."""
         if self.spec.table_format != "packed":
@@ -95,7 +99,7 @@ class TmaMainloop:
         lane: an address that differs between lanes costs a loop over them.
         """
         with cute.arch.elect_one():
-            for atom in (operands[0], operands[2]):
+            for atom in self.maps(operands):
                 cpasync.prefetch_descriptor(atom)
             for stage in cutlass.range_constexpr(self.spec.num_stages):
                 for which in cutlass.range_constexpr(1 + self.spec.overlaps):
