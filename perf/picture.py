@@ -1,12 +1,12 @@
 """python -m perf.picture perf/results/h200.jsonl docs/h200.svg: the records as bars, in percent of the plain read's bandwidth.
 
-With --kv-dtype e4m3: those of a bf16 q over an e4m3 cache without scales.
+With --kv-dtype e4m3: those of a bf16 q over an e4m3 cache without scales. With --long: prompts and chunks, in TFLOPS.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -24,6 +24,7 @@ Newest = Mapping[str, Mapping[str, Record]]  # by case name, then by provider
 PROVIDERS = {
     "ours": ("cute_kernels", "#d9480f", "#ff8c42"),
     "fa3": ("FlashAttention-3", "#4f6d94", "#86a6cf"),
+    "fa4": ("flash-attn-4", "#7d8fb3", "#a3b6dd"),
     "flashinfer-fa2": ("FlashInfer fa2", "#86a0c0", "#5f7fa8"),
     "flashinfer-xqa": ("FlashInfer XQA", "#b7c6d9", "#43597a"),
     "vllm-triton": ("vLLM Triton", "#a9bfb1", "#4f6b5a"),
@@ -31,15 +32,14 @@ PROVIDERS = {
 }
 MAX_CASES = 13
 PAGES = (16, 64)  # page sizes to choose cases from: the first that has any
+LONG_PAGES = (0, 64)  # those of long queries, 0 contiguous: on others they are within some percent of these
 
 WIDTH, MARGIN = 900, 32
 BARS_LEFT, BARS_RIGHT = 172, 716
-PERCENT_RIGHT, US_RIGHT = 800, WIDTH - MARGIN
+VALUE_RIGHT, US_RIGHT = 800, WIDTH - MARGIN
 STEP, BAR, GROUP_GAP = 14, 10, 16
 TOP, FOOTER, LABEL_STEP, NOTE_STEP = 146, 56, 15, 17
 LABEL_CHARACTERS = 21  # of a line that stays left of the bars
-TICKS = (0, 25, 50, 75, 100)
-
 STYLE = """
 text { font: 12px system-ui, -apple-system, "Segoe UI", "Helvetica Neue", Arial, sans-serif; fill: #1f2328 }
 .card { fill: #ffffff; stroke: #d8dee4 }
@@ -63,11 +63,33 @@ text { fill: #e6edf3 }
 
 @dataclass(frozen=True)
 class Bar:
-    """One bar. share: percent of the plain read; where it is None, `reason` is written in the bar's place."""
+    """One bar. length: what its Measure says of the record; where it is None, `reason` is written in the bar's place."""
 
     record: Record
-    share: float | None
+    length: float | None
     reason: str
+
+
+@dataclass(frozen=True)
+class Measure:
+    """What bars show. of: their lengths, None where a record has none; written, with `unit` and so many decimals, below `head`.
+
+    ticks: of the axis, the last of which all bars have room for. limit: a tick and what is written at it, or None. lacking: why
+    a record without a reason of its own has no length.
+    """
+
+    title: str
+    of: Callable[[Record], float | None]
+    head: str
+    unit: str
+    decimals: int
+    ticks: tuple[int, ...]
+    limit: tuple[int, str] | None
+    lacking: str
+
+    def text(self, length: float) -> str:
+        """A length in words."""
+        return f"{length:.{self.decimals}f}{self.unit}"
 
 
 def newest_of(records: Iterable[Record]) -> Newest:
@@ -87,10 +109,43 @@ def share(record: Record) -> float | None:
     return None if record.us is None or record.ratio is None or record.case.long else 100 / record.ratio
 
 
-def bars(of_case: Mapping[str, Record]) -> list[Bar]:
+def rate(record: Record) -> float | None:
+    """TFLOPS of a long query. None without a time, and where the memory is the limit."""
+    return record.case.tflops(record.us.median) if record.us is not None and record.case.long else None
+
+
+READ = Measure(
+    title="Decode attention: read bandwidth reached",
+    of=share,
+    head="% of read",
+    unit="%",
+    decimals=1,
+    ticks=(0, 25, 50, 75, 100),
+    limit=(100, "plain read of the same bytes"),
+    lacking="no plain read in its run",
+)
+RATE = Measure(
+    title="Prompts and chunks: tensor-core rate reached",
+    of=rate,
+    head="TFLOPS",
+    unit="",
+    decimals=0,
+    ticks=(0, 200, 400, 600),
+    limit=None,
+    lacking="no time",
+)
+
+
+def measure_of(records: Iterable[Record]) -> Measure:
+    """What a picture of these shows: the rate where all are of long queries, which the tensor core limits."""
+    found = list(records)
+    return RATE if found and all(record.case.long for record in found) else READ
+
+
+def bars(of_case: Mapping[str, Record], measure: Measure = READ) -> list[Bar]:
     """The bars of one case, in the order of PROVIDERS."""
     found = [of_case[provider] for provider in PROVIDERS if provider in of_case]
-    return [Bar(record, share(record), record.reason or "no plain read in its run") for record in found]
+    return [Bar(record, measure.of(record), record.reason or measure.lacking) for record in found]
 
 
 def default_cases(newest: Newest, kv_dtype: str = "bf16") -> list[str]:
@@ -102,13 +157,30 @@ def default_cases(newest: Newest, kv_dtype: str = "bf16") -> list[str]:
     for page in PAGES:
         timed: dict[str, list[Record]] = {}
         for name, of_case in newest.items():
-            records = [bar.record for bar in bars(of_case) if bar.share is not None and bar.record.case.operation == "decode"]
+            records = [bar.record for bar in bars(of_case) if bar.length is not None and bar.record.case.operation == "decode"]
             if records and records[0].provider == "ours" and (records[0].dtypes, records[0].case.page_size) == (dtypes, page):
                 timed[name] = records
         best = sorted(timed, key=lambda name: (-len(timed[name]), timed[name][0].bar is None))[:MAX_CASES]
         if best:
             return [name for name in timed if name in best]
     return []
+
+
+def long_cases(newest: Newest) -> list[str]:
+    """The long queries in bf16 that we and a peer have a time of, contiguous and on pages of LONG_PAGES, at most MAX_CASES."""
+    found = []
+    for name, of_case in newest.items():
+        records = [bar.record for bar in bars(of_case, RATE) if bar.length is not None]
+        case = records[0].case if len(records) > 1 and records[0].provider == "ours" else None
+        if (
+            case
+            and case.operation == "attention"
+            and not case.mixed
+            and records[0].dtypes == "bf16"
+            and case.page_size in LONG_PAGES
+        ):
+            found.append(name)
+    return found[:MAX_CASES]
 
 
 def matching_cases(newest: Newest, patterns: Iterable[str]) -> list[str]:
@@ -122,15 +194,15 @@ def matching_cases(newest: Newest, patterns: Iterable[str]) -> list[str]:
     return list(chosen)
 
 
-def draw(cases: Sequence[Sequence[Bar]]) -> str:
+def draw(cases: Sequence[Sequence[Bar]], measure: Measure = READ) -> str:
     """The picture of several cases as SVG text: one group of bars a case. A provider without any time gets a line instead.
 
-    Raises ValueError when no provider has a time to compare with the plain read's.
+    Raises ValueError when no bar has a length.
     """
-    timed = {bar.record.provider for case in cases for bar in case if bar.share is not None}
+    timed = {bar.record.provider for case in cases for bar in case if bar.length is not None}
     groups = [group for case in cases if (group := [bar for bar in case if bar.record.provider in timed])]
     if not groups:
-        raise ValueError("no case has a time to compare with the plain read's")
+        raise ValueError(f"no case has a {measure.head}: {measure.lacking}")
     records = [bar.record for group in groups for bar in group]
     common = [trait for trait in records[0].traits if all(trait in record.traits for record in records)]
     notes = footer([bar for case in cases for bar in case], timed)
@@ -138,21 +210,21 @@ def draw(cases: Sequence[Sequence[Bar]]) -> str:
     heights = [max(STEP * len(group), LABEL_STEP * len(lines)) for group, lines in zip(groups, labels, strict=True)]
     bottom = TOP + sum(heights) + GROUP_GAP * (len(groups) - 1)
     height = bottom + FOOTER + NOTE_STEP * len(notes)
-    scale = (BARS_RIGHT - BARS_LEFT) / max(100, *(bar.share or 0 for group in groups for bar in group))
+    scale = (BARS_RIGHT - BARS_LEFT) / max(measure.ticks[-1], *(bar.length or 0 for group in groups for bar in group))
 
     svg = ElementTree.Element("svg", xmlns="http://www.w3.org/2000/svg", width=str(WIDTH), height=str(height), role="img")
     svg.set("viewBox", f"0 0 {WIDTH} {height}")
-    add(svg, "title", "Decode attention: read bandwidth reached")
+    add(svg, "title", measure.title)
     add(svg, "style", STYLE + "@media (prefers-color-scheme: dark) {" + DARK + "}\n")
     add(svg, "rect", css="card", x=0.5, y=0.5, width=WIDTH - 1, height=height - 1, rx=8)
-    add(svg, "text", "Decode attention: read bandwidth reached", css="head", x=MARGIN, y=42)
+    add(svg, "text", measure.title, css="head", x=MARGIN, y=42)
     heads = "rows x KV tokens, heads / KV heads / head_dim"
     add(svg, "text", ", ".join([*gpus(records), *common, heads]), css="muted", x=MARGIN, y=63)
     legend(svg, [provider for provider in PROVIDERS if provider in timed], y=92)
-    axis(svg, scale, TOP - 8, bottom + 8)
+    axis(svg, measure, scale, TOP - 8, bottom + 8)
     y = TOP
     for group, lines, group_height in zip(groups, labels, heights, strict=True):
-        draw_group(svg, group, lines, scale, y)
+        draw_group(svg, measure, group, lines, scale, y)
         y += group_height + GROUP_GAP
     y = bottom + FOOTER
     for note in notes:
@@ -178,18 +250,22 @@ def legend(svg: ElementTree.Element, providers: Sequence[str], y: float) -> None
         x += 16 + 6.8 * len(name) + 16
 
 
-def axis(svg: ElementTree.Element, scale: float, top: float, bottom: float) -> None:
-    """Grid, ticks, the line of the plain read at 100 percent, and the heads of the two columns of numbers."""
-    for tick in TICKS:
+def axis(svg: ElementTree.Element, measure: Measure, scale: float, top: float, bottom: float) -> None:
+    """Grid, ticks, the line of the limit, and the heads of the two columns of numbers."""
+    limit, said = measure.limit or (None, "")
+    for tick in measure.ticks:
         x = BARS_LEFT + scale * tick
-        add(svg, "line", css="limit" if tick == 100 else "grid", x1=x, x2=x, y1=top, y2=bottom)
-        add(svg, "text", f"{tick}%", css="muted small", x=x, y=bottom + 16, anchor="middle")
-    add(svg, "text", "plain read of the same bytes", css="small", x=BARS_LEFT + scale * 100, y=top - 8, anchor="end")
-    add(svg, "text", "% of read", css="muted small", x=PERCENT_RIGHT, y=top - 8, anchor="end")
+        add(svg, "line", css="limit" if tick == limit else "grid", x1=x, x2=x, y1=top, y2=bottom)
+        add(svg, "text", f"{tick}{measure.unit}", css="muted small", x=x, y=bottom + 16, anchor="middle")
+    if limit is not None:
+        add(svg, "text", said, css="small", x=BARS_LEFT + scale * limit, y=top - 8, anchor="end")
+    add(svg, "text", measure.head, css="muted small", x=VALUE_RIGHT, y=top - 8, anchor="end")
     add(svg, "text", "us", css="muted small", x=US_RIGHT, y=top - 8, anchor="end")
 
 
-def draw_group(svg: ElementTree.Element, group: Sequence[Bar], lines: Sequence[str], scale: float, y: float) -> None:
+def draw_group(
+    svg: ElementTree.Element, measure: Measure, group: Sequence[Bar], lines: Sequence[str], scale: float, y: float
+) -> None:
     """One case: its label (`lines`) at the left, a bar or a reason for each provider, and the numbers at the right."""
     for index, line in enumerate(lines):
         add(svg, "text", line, css="muted" if index else "case", x=MARGIN, y=y + 9 + LABEL_STEP * index)
@@ -197,15 +273,15 @@ def draw_group(svg: ElementTree.Element, group: Sequence[Bar], lines: Sequence[s
         name = PROVIDERS[bar.record.provider][0]
         css = "number ours" if bar.record.provider == "ours" else "number"
         row = add(svg, "g")
-        if bar.share is None:
+        if bar.length is None:
             text = shorten(f"{name}: {bar.reason}", 90, placeholder=" ...")
             add(row, "title", f"{name}: {bar.reason}")
             add(row, "text", text, css="muted small", x=BARS_LEFT + 6, y=y + 9)
         else:
-            add(row, "title", f"{name}: {bar.share:.1f}% of the plain read")
+            add(row, "title", f"{name}: {measure.text(bar.length).removesuffix('%')} {measure.head}")
             fill = f"bar-{bar.record.provider}"
-            add(row, "rect", css=fill, x=BARS_LEFT, y=y, width=scale * bar.share, height=BAR, rx=1.5)
-            add(row, "text", f"{bar.share:.1f}%", css=css, x=PERCENT_RIGHT, y=y + 9, anchor="end")
+            add(row, "rect", css=fill, x=BARS_LEFT, y=y, width=scale * bar.length, height=BAR, rx=1.5)
+            add(row, "text", measure.text(bar.length), css=css, x=VALUE_RIGHT, y=y + 9, anchor="end")
         if bar.record.us is not None:
             add(row, "text", f"{bar.record.us.median:.1f}", css=css, x=US_RIGHT, y=y + 9, anchor="end")
         y += STEP
@@ -223,10 +299,15 @@ def footer(every: Sequence[Bar], timed: set[str]) -> list[str]:
     return [
         *(f"{PROVIDERS[provider][0]}: {absent[provider]}" for provider in PROVIDERS if provider in absent),
         *(f"{PROVIDERS[provider][0]} rounds q to {rounded[provider]}." for provider in PROVIDERS if provider in rounded),
-        ", ".join(f"{PROVIDERS[p][0].split(',')[0]} {versions[p]}" for p in PROVIDERS if p in versions),
+        ", ".join(named(PROVIDERS[p][0].split(",")[0], versions[p]) for p in PROVIDERS if p in versions),
         f"{', '.join(gpus(shown))}, {commits}, {newest.time:%Y-%m-%d}. "
         "Median device time of a whole step, measured as docs/perf.md says.",
     ]
+
+
+def named(name: str, version: str) -> str:
+    """A provider with its version, which may begin with its name."""
+    return f"{name} {version.removeprefix(name).strip()}"
 
 
 def gpus(records: Sequence[Record]) -> list[str]:
@@ -253,6 +334,7 @@ def main(
         str, typer.Option(help="Globs over case names, separated by commas; empty: the most compared ones of --kv-dtype.")
     ] = "",
     kv_dtype: Annotated[str, typer.Option(help="What the caches of the most compared cases store: bf16, e4m3, e5m2.")] = "bf16",
+    long: Annotated[bool, typer.Option("--long", help="Prompts and chunks in place of decode.")] = False,
 ) -> None:
     """Draw the newest records of some cases; unusable lines are reported and left out. Exit code 2 when nothing can be drawn."""
     records, problems = read_records([results])
@@ -261,8 +343,10 @@ def main(
         print(problem, file=sys.stderr)
     try:
         patterns = [pattern.strip() for pattern in cases.split(",") if pattern.strip()]
-        chosen = matching_cases(newest, patterns) if patterns else default_cases(newest, kv_dtype)
-        picture = draw([bars(newest[name]) for name in chosen])
+        usual = long_cases(newest) if long else default_cases(newest, kv_dtype)
+        chosen = matching_cases(newest, patterns) if patterns else usual
+        measure = measure_of(record for name in chosen for record in newest[name].values())
+        picture = draw([bars(newest[name], measure) for name in chosen], measure)
     except ValueError as error:
         print(f"{results}: {error}", file=sys.stderr)
         raise typer.Exit(2) from error

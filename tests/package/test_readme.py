@@ -100,14 +100,15 @@ def test_its_commands_run(command: str, monkeypatch: pytest.MonkeyPatch, capfd) 
 
 def test_its_links_and_pictures_are_there() -> None:
     links = [link for link in re.findall(r"\]\(([^)]+)\)", README) if "://" not in link]
-    assert {"docs/h200.svg", "docs/h200-e4m3.svg"} <= set(links)
+    assert {"docs/h200.svg", "docs/h200-e4m3.svg", "docs/h200-prefill.svg"} <= set(links)
     assert all((ROOT / link).is_file() for link in links), links
-    for picture, option in (("h200", ""), ("h200-e4m3", "--kv-dtype e4m3")):
+    for picture, option in (("h200", ""), ("h200-e4m3", "--kv-dtype e4m3"), ("h200-prefill", "--long")):
         assert re.search(rf"^python -m perf\.picture perf/results/h200\.jsonl docs/{picture}\.svg *{option}", PERF, re.MULTILINE)
 
 
 def test_it_begins_with_what_it_is_then_pictures_then_demo_and_test() -> None:
-    order = ("# cute_kernels\n\nDecode", "docs/h200.svg", "docs/h200-e4m3.svg", "make demo", "make test", "## Install")
+    pictures = ("docs/h200.svg", "docs/h200-e4m3.svg", "docs/h200-prefill.svg")
+    order = ("# cute_kernels\n\nAttention", *pictures, "make demo", "make test", "## Install")
     places = [README.index(text) for text in order]
     assert places == sorted(places)
 

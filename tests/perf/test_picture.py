@@ -148,6 +148,21 @@ def test_a_picture_of_8_bit_caches(tmp_path: Path) -> None:
         draw(path, kv_dtype="int8")
 
 
+def test_a_picture_of_long_queries(tmp_path: Path) -> None:
+    """Their rates, from the operations of causal attention, without a line of the read; decode and what no peer has stay out."""
+    prompts = [attention_case(fixed(1, n), q_len=n, page_size=page) for n, page in ((8192, 64), (4096, 64), (8192, 16))]
+    path = write(tmp_path / "r.jsonl", *(record(case, "ours", 1000.0, 40.0) for case in (*prompts, CASE)))
+    write(path, record(prompts[0], "fa4", 2000.0), record(prompts[2], "fa4", 2000.0))
+    svg = draw(path, long=True)
+    tflops = 4 * 32 * 128 * 8192 * 8193 / 2 / 1e9
+    assert [text for text in texts(svg) if re.fullmatch(r"\d{3}", text)][:2] == [f"{tflops:.0f}", f"{tflops / 2:.0f}"]
+    assert bar_widths(svg) == pytest.approx([(BARS_RIGHT - BARS_LEFT) * rate / 600 for rate in (tflops, tflops / 2)], abs=0.01)
+    assert "TFLOPS" in texts(svg) and not any("read" in text for text in texts(svg))
+    assert shares(svg) == []
+    with pytest.raises(typer.Exit):
+        draw(write(tmp_path / "decode.jsonl", record(CASE, "ours", 500.0, 400.0)), long=True)
+
+
 def test_chosen_cases_say_what_they_do_not_share(tmp_path: Path) -> None:
     ragged = Case(32, 8, 128, 16, Spread("loguniform", 64, 128, 32768), "bf16", "csr", "NHD")
     long = Case(32, 8, 128, 16, Rows(((1, 131072), (31, 4096))))
