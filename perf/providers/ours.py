@@ -69,9 +69,12 @@ class Ours(OurPlan):
 
     def compile_ahead(self, cases: Sequence[Case]) -> None:
         """As CompilesAhead."""
-        facts = DeviceFacts.of(torch.device("cuda", torch.cuda.current_device()))
+        compile_ahead(self.specs(cases, DeviceFacts.of(torch.device("cuda", torch.cuda.current_device()))))
+
+    def specs(self, cases: Sequence[Case], facts: DeviceFacts) -> list[KernelSpec]:
+        """The kernels that such a device runs for `cases`, without those that no plan serves."""
         chosen = (spec_of(descriptor(case).problem, facts, self.arch) for case in cases)
-        compile_ahead(spec for spec in chosen if spec is not None)
+        return [spec for spec in chosen if spec is not None]
 
     def select(self, inputs: Inputs) -> Plan:
         """The plan for the case of `inputs`. Raises NotSupported."""
@@ -109,9 +112,9 @@ class OursPlain(Ours):
         plain = inputs.plain()
         return [replace(candidate, inputs=plain) for candidate in super().prepare(plain)]
 
-    def compile_ahead(self, cases: Sequence[Case]) -> None:
-        """As CompilesAhead."""
-        super().compile_ahead([case.plain for case in cases])
+    def specs(self, cases: Sequence[Case], facts: DeviceFacts) -> list[KernelSpec]:
+        """As Ours."""
+        return super().specs([case.plain for case in cases], facts)
 
 
 class OursParts(Ours):
@@ -141,9 +144,9 @@ class OursParts(Ours):
         }
         return [Candidate([partial(in_turn, of_set, (out, lse)) for of_set in zip(*calls, strict=True)], detail)]
 
-    def compile_ahead(self, cases: Sequence[Case]) -> None:
-        """As CompilesAhead."""
-        super().compile_ahead([part for case in cases if case.mixed for part in case.parts()])
+    def specs(self, cases: Sequence[Case], facts: DeviceFacts) -> list[KernelSpec]:
+        """As Ours."""
+        return super().specs([part for case in cases if case.mixed for part in case.parts()], facts)
 
 
 class Configured(Ours):

@@ -230,12 +230,11 @@ def test_every_case_is_served_on_the_gpu() -> None:
             assert spec is not None, served.name
 
 
-def test_the_parts_are_compiled_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[Case] = []
-    monkeypatch.setattr("perf.providers.ours.Ours.compile_ahead", lambda self, cases: asked.extend(cases))
-    OursParts().compile_ahead([attention_case(fixed(64, 8192), q_len=4), BATCH])
-    decode, chunk = BATCH.parts()
-    assert asked == [decode, chunk]
+def test_the_parts_are_compiled_ahead() -> None:
+    facts = PRETEND["h200"]
+    parts = [spec_of(descriptor(part).problem, facts) for part in BATCH.parts()]
+    assert len(parts) == 2 and None not in parts and parts[0] != parts[1]
+    assert OursParts().specs([attention_case(fixed(64, 8192), q_len=4), BATCH], facts) == parts
 
 
 def test_the_set_and_its_bars() -> None:
