@@ -1,4 +1,4 @@
-"""The semantics of attention in plain PyTorch, query row by query row. In f32 it is also the CPU variant.
+"""The semantics of attention in plain PyTorch, query row by query row. In f32 it is also the CPU variant, of f32 q in f64.
 
 A query row attends to the keys t < length that its masks show, whose page the table holds and the pool has. Only keys that some
 query row of their request may see are looked up, and a row's result is made of those that it sees itself: whatever other bytes
@@ -169,7 +169,8 @@ def cpu_variant(problem: DecodeProblem) -> Launch:
         table = PageTable(problem.table_format, (operands.table0, operands.table1, operands.table2))
         k, v = operands.k_cache.view(k_dtype), operands.v_cache.view(v_dtype)  # fp8 comes as bytes
         operands = operands._replace(k_cache=k, v_cache=v)
-        _, span = attention(operands, table, scoring, problem.query, problem.max_q_len, extras)
+        dtype = torch.float64 if operands.q.dtype == torch.float32 else torch.float32
+        _, span = attention(operands, table, scoring, problem.query, problem.max_q_len, extras, dtype)
         fault = first_bad_row(operands.q, operands.k_cache, table, span, extras.qo_indptr, problem.max_q_len)
         if fault is not None:
             record(status, fault)

@@ -119,7 +119,9 @@ def _gather_reasons(spec: KernelSpec) -> list[str]:
     reasons = []
     where = f"pages of {spec.page_size} tokens, which no TMA box brings, are gathered"
     if not spec.dealt:
-        reasons.append(f"{where} for long queries alone")
+        return [
+            f"TMA needs page_size to be a multiple of {MIN_BOX_ROWS}, got {spec.page_size}; for long queries tokens are gathered"
+        ]
     if min(spec.k_bytes, spec.v_bytes) == 1 or spec.token_scales:
         reasons.append(f"{where} from caches of 16 bits alone, and without scales a token")
     if spec.num_warps > MOST_GATHERED_WARPS:
