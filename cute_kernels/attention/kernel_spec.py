@@ -46,7 +46,7 @@ def kernel_spec(problem: DecodeProblem, arch: Arch, target: Target, config: Deco
 def block_rows(problem: DecodeProblem, arch: Arch, config: DecodeConfig) -> int:
     """Packed rows of a unit: a power of two, as many as a request may need. 0 where a request has one query row, by warps.
 
-    As many m-tiles as the warps attend to at most, one where warps read tiles of their own.
+    As many m-tiles as the warps attend to at most, one where warps read tiles of their own: on sm80 from two stages a warp on.
     """
     needed = 1 << (problem.packed_rows - 1).bit_length()
     if config.mma == "warpgroup":
@@ -54,7 +54,8 @@ def block_rows(problem: DecodeProblem, arch: Arch, config: DecodeConfig) -> int:
     if problem.query == "one":
         return 0
     tiles = most_warp_tiles(config.num_warps, problem.padded_head_dim, problem.splits)
-    most = TILE_M * (config.num_warps * tiles if arch == "sm90" else 1)
+    alone = arch == "sm80" and config.num_stages >= 2 * config.num_warps
+    most = TILE_M * (1 if alone else config.num_warps * tiles)
     return min(most, max(HALF_TILE_M, needed))
 
 

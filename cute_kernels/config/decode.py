@@ -105,6 +105,8 @@ class KernelSpec(TilingSpec):
             return 2 if self.smem_with(2) <= SMEM_BYTES[self.target] else 1
         if self.by_warpgroup:
             return 2 if self.row_tiles * self.padded_head_dim <= TWO_QUERIES and not self.widens_tiles else 1
+        if self.shares_ring:
+            return 1
         if self.splits:
             return 2 if self.row_tiles <= 2 and self.smem_with(2) <= SMEM_BYTES[self.target] else 1
         return 1 if self.row_tiles > 2 and self.holds_query else 2
@@ -171,7 +173,8 @@ class KernelSpec(TilingSpec):
         barriers += 16 if self.overlaps else 0  # full and empty ones of V alone
         wide = sum(shape.tile_bytes * shape.num_stages for shape in self.wide if shape) + 16 * self.wide_stages
         rest = MOST_PIECES + 1024  # alignment, words
-        return self.num_stages * (stage + barriers) + query + wide + 4 * self.merge_floats + rest
+        tiles, merge = self.num_stages * (stage + barriers) + wide, 4 * self.merge_floats
+        return (max(tiles, merge) if self.shares_ring else tiles + merge) + query + rest
 
 
 def grid_ctas(units: int, sm_count: int, ctas_per_sm: int) -> int:

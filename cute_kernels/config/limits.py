@@ -21,6 +21,7 @@ WIDENING_TILE_REGISTERS = {4: 188, 8: 128}
 UNTRIED = (
     "has not run on a GPU yet",
 )  # of producers that gather: taken out once tests/attention/test_gathered.py has passed there
+UNTRIED_ON_SM80 = ("has not run on a GPU yet",)  # of a ring that warps share; taken out likewise
 MOST_GATHERED_WARPS = 8  # more leave too few registers to the producers that gather tokens
 
 
@@ -84,8 +85,10 @@ def supports(spec: KernelSpec) -> list[str]:
 def cp_async_reasons(spec: TilingSpec) -> list[str]:
     """Why the cp.async mainloop cannot bring its tiles."""
     reasons = []
-    if spec.num_stages < 2 * spec.num_warps:
+    if spec.row_tiles == 1 and spec.num_stages < 2 * spec.num_warps:
         reasons.append(f"num_stages={spec.num_stages} gives a warp's cp.async ring fewer than 2 stages")
+    if spec.shares_ring and spec.num_stages < 2:
+        reasons.append(f"num_stages={spec.num_stages} gives a cp.async ring fewer than 2 stages")
     if spec.tile_n > MAX_CP_ASYNC_TILE_N:
         reasons.append(f"tile_n={spec.tile_n} exceeds {MAX_CP_ASYNC_TILE_N}, the tokens whose pages one warp looks up")
     least, most = sorted((spec.k_bytes, spec.v_bytes))
@@ -146,11 +149,21 @@ def _query_reasons(spec: KernelSpec) -> list[str]:
         reasons.append(f"block_rows={spec.block_rows} is not {HALF_TILE_M} or a multiple of {TILE_M}")
     if spec.num_warps % spec.readers or spec.row_tiles % spec.warp_tiles:
         reasons.append(f"the {spec.row_tiles} m-tiles of block_rows={spec.block_rows} do not divide num_warps={spec.num_warps}")
-    if spec.arch == "sm80" and spec.row_tiles > 1:
-        reasons.append(f"block_rows={spec.block_rows} exceeds {TILE_M}: a warp of the cp.async mainloop reads tiles of its own")
+    if spec.shares_ring:
+        reasons += _shared_ring_reasons(spec)
     if spec.unit_heads > 1:
         reasons.append(f"unit_heads={spec.unit_heads} takes one query row a request")
     return reasons
+
+
+def _shared_ring_reasons(spec: KernelSpec) -> list[str]:
+    reasons = []
+    shared = f"block_rows={spec.block_rows} on sm80 shares a ring between the warps"
+    if spec.turns != 1:
+        reasons.append(f"{shared}: all of num_warps={spec.num_warps} must attend to each tile")
+    if spec.split:
+        reasons.append(f"{shared}, which cuts no row")
+    return reasons + [f"{shared} by code that {rest}" for rest in UNTRIED_ON_SM80]
 
 
 def _warpgroup_reasons(spec: KernelSpec) -> list[str]:

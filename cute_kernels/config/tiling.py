@@ -98,6 +98,11 @@ class TilingSpec(ProblemSpec):
         return -(-self.tile_n // 32) if self.gathers else 0
 
     @property
+    def shares_ring(self) -> bool:
+        """Whether the warps of a CTA fill one ring by cp.async together, and attend to each tile of it (mainloop/block.py)."""
+        return self.arch == "sm80" and self.row_tiles > 1
+
+    @property
     def row_tiles(self) -> int:
         """M-tiles of a unit."""
         return max(1, self.block_rows // TILE_M)

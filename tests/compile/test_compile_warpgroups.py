@@ -14,6 +14,7 @@ from cute_kernels.attention.choice.heuristics import choose
 from cute_kernels.attention.kernel_spec import kernel_spec
 from cute_kernels.attention.variants import explain
 from cute_kernels.config import limits
+from cute_kernels.config.decode import SMEM_BYTES
 from cute_kernels.config.limits import supports
 from cute_kernels.config.mixed import mixed_supports
 from cute_kernels.device.mainloop.shared import barrier_count
@@ -115,6 +116,21 @@ def test_gathered_tiles(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert not re.search(r"\b(LDL|STL)\b", sass), "registers spilled to local memory"
     assert sass.count("HGMMA") == spec.padded_head_dim // 16 + 2 * spec.tile_n // 16
     assert sass.count("WARPGROUP.DEPBAR") == 4, "the assembler waits for more than both products"
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_blocks_on_sm80(head_dim: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two m-tiles a warp, one above head_dim 128, and one copy of each tile for all warps; some registers spill at 128."""
+    monkeypatch.setattr(limits, "UNTRIED_ON_SM80", ())
+    fields = {"num_heads": 16, "num_kv_heads": 8, "head_dim": head_dim, "page_size": 16, "max_q_len": 8192}
+    problem = ck.PagedAttentionDescriptor(1, q_dtype=torch.bfloat16, **fields).problem
+    spec = explain(problem, PRETEND["h200"], PlanPreference(arch="sm80")).chosen.spec
+    assert spec.shares_ring and supports(spec) == [] and 2 * spec.smem_bytes <= SMEM_BYTES["sm_90a"], "two CTAs an SM"
+    _, sass = machine_code.dump(build, spec, tmp_path)
+    steps = spec.warp_tiles * 2 * (spec.tile_n // 8) * (head_dim // 16)  # of Q K^T, and as many of P V
+    assert len(re.findall(r"\bHMMA", sass)) == steps
+    loop = re.search(r"BAR\.SYNC(?:(?!BAR\.SYNC).)*HMMA.*HMMA", sass, re.DOTALL)
+    assert loop is not None and len(re.findall(r"\b(?:LDL|STL)\b", loop[0])) <= 8, "registers spilled in the loop over tiles"
 
 
 @pytest.mark.parametrize("name", ["head_dim 128", "head_dim 64", "head_dim 256", "e4m3"])

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from ...config.decode import SMEM_BYTES, TWO_CTAS_HEAD_DIM, DecodeConfig, Partition
+from ...config.decode import MAX_CP_ASYNC_TILE_N, SMEM_BYTES, TWO_CTAS_HEAD_DIM, DecodeConfig, Partition
 from ...config.limits import most_tile_n, supports
 from ...config.tiling import TILE_M, WARPGROUP, WARPGROUP_M, Arch, MmaScope, Target, packed_rows
 from ..descriptors import DecodeProblem
-from ..kernel_spec import kernel_spec
+from ..kernel_spec import kernel_spec, units_of
 from .cost_model import cost_of, row_tokens
 
 # (bytes of K and V of a tile, most consumer warps, CTAs an SM). Tiles of 32 KB never won, nor 8 KB with 4 warps or two CTAs.
@@ -39,6 +39,7 @@ M_TILES_ROWS = 32  # packed rows: with more, warpgroups end first (docs/notes/ke
 LONG_SHAPES = ((128, 12), (96, 12), (128, 8), (112, 8), (80, 8), (64, 8), (32, 8), (64, 4), (32, 4), (16, 4))
 LONG_SHAPES_OF_8_BITS = ((80, 8), (64, 8), (32, 8), (64, 4), (32, 4), (16, 4))
 LONG_STAGES, LONG_STAGES_OF_8_BITS = 2, 3
+BLOCK_STAGES = 3  # of the ring that warps share on sm80
 FEW_TILE_N = 32
 # (tokens of a tile, consumer warps) of warpgroups; tiles of 128 end up to 15% sooner where two attend to the same ones of 16 bits
 WARPGROUP_SHAPES = ((64, 8), (32, 8), (64, 4), (32, 4), (16, 8), (16, 4))
@@ -64,6 +65,8 @@ def choose(
     """The cheapest configuration of `problem` that `supports` allows, on `sm_count` SMs; where it allows none, the cheapest."""
     if partition == "dealt":
         return long_config(problem)
+    if partition == "whole" and arch == "sm80" and fills_blocks(problem, target, sm_count):
+        return block_config(problem)
     found = [c for c in candidates(problem, arch, target, sm_count) if c.ctas_per_sm <= most_ctas_per_sm]
     specs = {c: kernel_spec(problem, arch, target, c, partition=partition) for c in found}
     ranked = sorted(specs, key=lambda c: cost_of(problem, specs[c], c.ctas_per_sm, sm_count).total_us)
@@ -123,6 +126,20 @@ def long_config(problem: DecodeProblem) -> DecodeConfig:
     shapes, stages = (LONG_SHAPES_OF_8_BITS, LONG_STAGES_OF_8_BITS) if problem.has_8_bits else (LONG_SHAPES, LONG_STAGES)
     configs = [DecodeConfig(tile_n, stages, warps, 1, 1, "warpgroup") for tile_n, warps in shapes]
     return first_fitting(problem, configs, "dealt")
+
+
+def block_config(problem: DecodeProblem) -> DecodeConfig:
+    """That of long queries on sm80: four warps that share a ring of tiles as large as lanes can look up."""
+    tile_n = min(MAX_CP_ASYNC_TILE_N, most_tile_n(problem.padded_head_dim, problem.v_dtype.element_bytes))
+    return DecodeConfig(tile_n, BLOCK_STAGES, WARPGROUP, 1)
+
+
+def fills_blocks(problem: DecodeProblem, target: Target, sm_count: int) -> bool:
+    """Whether a block of packed rows for each SM is there, and its kernel can be built."""
+    if problem.query == "one":
+        return False
+    spec = kernel_spec(problem, "sm80", target, block_config(problem), partition="whole")
+    return not supports(spec) and problem.batch_size * units_of(problem, spec) >= sm_count
 
 
 def few_config(problem: DecodeProblem, arch: Arch, target: Target, sm_count: int) -> DecodeConfig:
@@ -191,7 +208,7 @@ def ring(
     """The deepest ring within RING_BYTES, with the most warps that shared memory then allows."""
     deepest = RING_BYTES // ctas_per_sm // (tile_n * token_bytes(problem))
     for num_warps in (w for w in (8, 4, 2, 1) if w <= most_warps and (mma == "warp" or w >= WARPGROUP)):
-        shape = DecodeConfig(tile_n, num_warps, num_warps, ctas_per_sm, unit_heads, mma)
+        shape = DecodeConfig(tile_n, SHALLOWEST[arch] * num_warps, num_warps, ctas_per_sm, unit_heads, mma)
         turns = max(1, kernel_spec(problem, arch, target, shape, partition="balanced").stage_turns)
         shallowest = SHALLOWEST[arch] * turns
         for num_stages in range(max(deepest // turns * turns, shallowest), shallowest - 1, -turns):

@@ -39,6 +39,7 @@ from ..combine.combine import Columns, Parts, all_columns, combine_columns, merg
 from ..combine.partials import DECLINED, WRITTEN, open_workspace
 from ..kv.scale import Scaling, merge_scaling, open_scaling
 from ..kv.source import Rows, open_row, open_row_or_nothing
+from ..mainloop.block import BlockMainloop
 from ..mainloop.cp_async import CpAsyncMainloop
 from ..mainloop.dealt import DealtMainloop
 from ..mainloop.gather import GatherMainloop
@@ -65,7 +66,7 @@ from ..schedule.work_scheduler import Piece, Share, block_of, first_slice, follo
 def mainloop_of(spec: KernelSpec) -> TmaMainloop | CpAsyncMainloop:
     """How the machine moves tiles."""
     if spec.arch == "sm80":
-        return CpAsyncMainloop(spec)
+        return BlockMainloop(spec) if spec.shares_ring else CpAsyncMainloop(spec)
     if spec.dealt:
         return GatherMainloop(spec) if spec.gathers else DealtMainloop(spec)
     return OverlapMainloop(spec) if spec.overlaps else TmaMainloop(spec)
@@ -79,7 +80,7 @@ class DecodeKernel:
         self.mainloop = mainloop_of(spec)
         self.overlap = spec.target == "sm_90a"  # programmatic dependent launch: start while the kernel before drains
         self.divides = spec.divides_combine
-        self.fetches_late = spec.query_buffers == 1 and (spec.by_warpgroup or spec.splits)
+        self.fetches_late = spec.query_buffers == 1 and (spec.by_warpgroup or spec.splits or spec.shares_ring)
 
     @cute.jit
     def __call__(

@@ -9,11 +9,12 @@ ALIGNMENT = 1024  # bytes: that of swizzled tiles
 class Arena:
     """An allocator, as mainloop/shared.allocate takes it, of `nbytes` that are allocated already.
 
-    barriers: room for a phase's mbarriers outside of them. Memory that held an mbarrier must not be used for anything else (PTX,
-    mbarrier.inval): its state was written over what the next phase had copied there, and the scales of a tile were NaN.
+    barriers: room for a phase's mbarriers outside of them, None where it has none. Memory that held an mbarrier must not be used
+    for anything else (PTX, mbarrier.inval): its state was written over what the next phase had copied there, and the scales of a
+    tile were NaN.
     """
 
-    def __init__(self, base: cute.Pointer, nbytes: int, barriers: cute.Pointer):
+    def __init__(self, base: cute.Pointer, nbytes: int, barriers: cute.Pointer | None = None):
         self.base, self.nbytes, self.barriers, self.offset = base, nbytes, barriers, 0
 
     def allocate_array(self, element_type, count: int, byte_alignment: int = 8) -> cute.Pointer:

@@ -41,6 +41,7 @@ class CpAsyncMainloop:
         self.spec = spec
         self.producer_warps = 0
         self.depth = spec.num_stages // spec.num_warps
+        self.parts = 1  # warps that bring a tile together
 
     def operands(self, k: cute.Tensor, v: cute.Tensor) -> tuple:
         """(K, V) caches [pages, heads, slots, head_dim] in any strides."""
@@ -103,7 +104,7 @@ class CpAsyncMainloop:
             position = self.first_token(piece, token_tile) + cute.arch.lane_idx()
             if cutlass.const_expr(spec.source == "paged"):
                 holes = find_holes(position, piece.keys, 1, pages, num_pages, piece.index, problem.status)
-                if cute.arch.lane_idx() == 0:
+                if self.leads():
                     shared.holes[stage] = holes
             inside = is_seen(piece.keys, position, 1) and pages >= 0 and pages < num_pages
             position = slot_start(spec, piece.row) + position
@@ -114,8 +115,12 @@ class CpAsyncMainloop:
             columns = (spec.head_dim,) if alike else (spec.head_dim, spec.v_head_dim)
             for caches, width in zip((both,) if alike else ((one,) for one in both), columns, strict=True):
                 tokens = TileTokens(piece.row, piece.keys, piece.kv_head, self.first_token(piece, token_tile))
-                fetch_tokens(spec, caches, width, num_pages, tokens, stage, pages)
+                fetch_tokens(spec, caches, width, num_pages, tokens, stage, pages, self.parts)
         cute.arch.cp_async_commit_group()
+
+    def leads(self) -> Boolean:
+        """Whether this thread writes what is one for a tile."""
+        return cute.arch.lane_idx() == 0
 
 
 @cute.jit
@@ -127,16 +132,18 @@ def fetch_tokens(
     tokens: TileTokens,
     stage: Int32,
     pages: Int32,
+    parts: cutlass.Constexpr = 1,
 ):
     """A warp starts the loads of a tile. caches: (cache, ring, RingShape) of those with elements of one size.
 
-    columns: of a token's head. Lane l of `pages` has the page of the tile's token l.
+    columns: of a token's head. Lane l of `pages` has the page of the tile's token l. parts: of that many warps, which share them.
     """
     element_bytes = cutlass.const_expr(caches[0][0].element_type.width // 8)
     vector = cutlass.const_expr(spec.vector_bytes // element_bytes)
     per_token = cutlass.const_expr(caches[0][2].units * UNIT_BYTES // spec.vector_bytes)
-    for i in cutlass.range(-(-spec.tile_n * per_token // 32), unroll=4):
-        index = i * 32 + cute.arch.lane_idx()
+    for i in cutlass.range(-(-spec.tile_n * per_token // (32 * parts)), unroll=4):
+        turn = i if cutlass.const_expr(parts == 1) else i * parts + cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        index = turn * 32 + cute.arch.lane_idx()
         token, column = index // per_token, index % per_token * vector
         page = cute.arch.shuffle_sync(pages, token)
         if token < spec.tile_n:

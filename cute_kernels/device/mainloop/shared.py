@@ -13,6 +13,7 @@ from ..elements import ELEMENT_TYPES
 from ..kv.scale import ScaleRing, make_scale_rings
 from ..kv.source import row_fields
 from . import tile
+from .arena import Arena, arena_of
 
 ITEMS = 2  # that lie in shared memory: the one that is attended to and the next (schedule/dealing.py)
 NEWS = 2  # mbarriers for what the producer finds out for the share's end: crew_barrier, announced_barrier
@@ -88,14 +89,19 @@ def allocate_tiles(smem, spec: KernelSpec, shapes: tuple) -> tuple:
 
 def allocate(spec: KernelSpec, smem) -> Shared:
     """Lays out the CTA's shared memory. smem: an allocator."""
-    rings = allocate_tiles(smem, spec, spec.rings)
+    tiles, states = smem, smem
+    if spec.shares_ring:  # no tile is under way while the states of a piece's end are
+        nbytes = max(spec.num_stages * spec.tile_bytes, 4 * spec.merge_floats)
+        base = arena_of(smem, nbytes)
+        tiles, states = (Arena(base, nbytes) for _ in range(2))
+    rings = allocate_tiles(tiles, spec, spec.rings)
     wide = allocate_tiles(smem, spec, spec.wide)
     query = smem.allocate_tensor(
         ELEMENT_TYPES[spec.element_type], query_layout(spec), byte_alignment=1024 if spec.by_warpgroup else 128
     )
     merge: tuple = ()
     if spec.merge_floats:
-        merge = merge_tensors(spec, smem.allocate_array(Float32, spec.merge_floats, byte_alignment=16))
+        merge = merge_tensors(spec, states.allocate_array(Float32, spec.merge_floats, byte_alignment=16))
     barriers = smem.allocate_array(Int64, barrier_count(spec))
     shapes = spec.num_stages * spec.hole_words, crew_words(spec) + 1, SHARE_WORDS + len(row_fields(spec)), 32
     holes, crew, opening, pages = (smem.allocate_tensor(Int32, cute.make_layout(n), byte_alignment=16) for n in shapes)
