@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import pytest
 
+from cute_kernels.attention.choice.heuristics import block_config
 from cute_kernels.attention.variants import explain
 from cute_kernels.config import limits
 from cute_kernels.planning.variants import PRETEND, PlanPreference
@@ -37,6 +38,14 @@ def test_whose_warps_share_a_ring(described: Case, tried: None, monkeypatch: pyt
     assert spec.block_rows == (128 if spec.padded_head_dim <= 128 else 64)
     monkeypatch.setattr(limits, "UNTRIED_ON_SM80", ("waits",))
     assert explain(problem, facts, preference).chosen.spec.block_rows == 16
+
+
+@pytest.mark.parametrize(("name", "warps", "ctas_per_sm"), [("long", 2, 1), ("long_d64", 4, 1)])
+def test_blocks_of_a_device_with_less_memory(name: str, warps: int, ctas_per_sm: int, tried: None) -> None:
+    """99 KB of shared memory a CTA hold what two warps share at head_dim 128, and what four do at 64."""
+    described = next(c for c in LONG if c.name == name)
+    config = block_config(described.descriptor().problem, "sm_80", 1)
+    assert config is not None and (config.num_warps, config.ctas_per_sm) == (warps, ctas_per_sm)
 
 
 @pytest.mark.gpu

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 from ...config.decode import MAX_CP_ASYNC_TILE_N, SMEM_BYTES, TWO_CTAS_HEAD_DIM, DecodeConfig, Partition
 from ...config.limits import most_tile_n, supports
 from ...config.tiling import TILE_M, WARPGROUP, WARPGROUP_M, Arch, MmaScope, Target, packed_rows
@@ -39,7 +41,7 @@ M_TILES_ROWS = 32  # packed rows: with more, warpgroups end first (docs/notes/ke
 LONG_SHAPES = ((128, 12), (96, 12), (128, 8), (112, 8), (80, 8), (64, 8), (32, 8), (64, 4), (32, 4), (16, 4))
 LONG_SHAPES_OF_8_BITS = ((80, 8), (64, 8), (32, 8), (64, 4), (32, 4), (16, 4))
 LONG_STAGES, LONG_STAGES_OF_8_BITS = 2, 3
-BLOCK_STAGES = 3  # of the ring that warps share on sm80
+BLOCK_STAGES, BLOCK_WARPS = 3, (4, 2)  # of the ring that warps share on sm80: two where 99 KB hold no more
 FEW_TILE_N = 32
 # (tokens of a tile, consumer warps) of warpgroups; tiles of 128 end up to 15% sooner where two attend to the same ones of 16 bits
 WARPGROUP_SHAPES = ((64, 8), (32, 8), (64, 4), (32, 4), (16, 8), (16, 4))
@@ -65,8 +67,10 @@ def choose(
     """The cheapest configuration of `problem` that `supports` allows, on `sm_count` SMs; where it allows none, the cheapest."""
     if partition == "dealt":
         return long_config(problem)
-    if partition == "whole" and arch == "sm80" and fills_blocks(problem, target, sm_count):
-        return block_config(problem)
+    if partition == "whole" and arch == "sm80":
+        shared = block_config(problem, target, sm_count)
+        if shared is not None:
+            return shared
     found = [c for c in candidates(problem, arch, target, sm_count) if c.ctas_per_sm <= most_ctas_per_sm]
     specs = {c: kernel_spec(problem, arch, target, c, partition=partition) for c in found}
     ranked = sorted(specs, key=lambda c: cost_of(problem, specs[c], c.ctas_per_sm, sm_count).total_us)
@@ -128,18 +132,21 @@ def long_config(problem: DecodeProblem) -> DecodeConfig:
     return first_fitting(problem, configs, "dealt")
 
 
-def block_config(problem: DecodeProblem) -> DecodeConfig:
-    """That of long queries on sm80: four warps that share a ring of tiles as large as lanes can look up."""
-    tile_n = min(MAX_CP_ASYNC_TILE_N, most_tile_n(problem.padded_head_dim, problem.v_dtype.element_bytes))
-    return DecodeConfig(tile_n, BLOCK_STAGES, WARPGROUP, 1)
+def block_config(problem: DecodeProblem, target: Target, sm_count: int) -> DecodeConfig | None:
+    """That of long queries on sm80, whose warps share a ring; None where none can be built, or SMs would be without a block.
 
-
-def fills_blocks(problem: DecodeProblem, target: Target, sm_count: int) -> bool:
-    """Whether a block of packed rows for each SM is there, and its kernel can be built."""
+    Two CTAs an SM where shared memory has room for both: one waits at a barrier each tile.
+    """
     if problem.query == "one":
-        return False
-    spec = kernel_spec(problem, "sm80", target, block_config(problem), partition="whole")
-    return not supports(spec) and problem.batch_size * units_of(problem, spec) >= sm_count
+        return None
+    tile_n = min(MAX_CP_ASYNC_TILE_N, most_tile_n(problem.padded_head_dim, problem.v_dtype.element_bytes))
+    for num_warps, ctas_per_sm in product(BLOCK_WARPS, (2, 1)):
+        config = DecodeConfig(tile_n, BLOCK_STAGES, num_warps, ctas_per_sm)
+        spec = kernel_spec(problem, "sm80", target, config, partition="whole")
+        fits = not supports(spec) and ctas_per_sm * spec.smem_bytes <= SMEM_BYTES[target]
+        if fits and problem.batch_size * units_of(problem, spec) >= sm_count:
+            return config
+    return None
 
 
 def few_config(problem: DecodeProblem, arch: Arch, target: Target, sm_count: int) -> DecodeConfig:
