@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from operator import attrgetter
 from pathlib import Path
 from textwrap import shorten, wrap
 from typing import Annotated
@@ -24,7 +25,7 @@ Newest = Mapping[str, Mapping[str, Record]]  # by case name, then by provider
 PROVIDERS = {
     "ours": ("cute_kernels", "#d9480f", "#ff8c42"),
     "fa3": ("FlashAttention-3", "#4f6d94", "#86a6cf"),
-    "fa4": ("flash-attn-4", "#7d8fb3", "#a3b6dd"),
+    "fa4": ("flash-attn-4", "#5b8c85", "#7fb8ae"),
     "flashinfer-fa2": ("FlashInfer fa2", "#86a0c0", "#5f7fa8"),
     "flashinfer-xqa": ("FlashInfer XQA", "#b7c6d9", "#43597a"),
     "vllm-triton": ("vLLM Triton", "#a9bfb1", "#4f6b5a"),
@@ -74,14 +75,15 @@ class Bar:
 class Measure:
     """What bars show. of: their lengths, None where a record has none; written, with `unit` and so many decimals, below `head`.
 
-    ticks: of the axis, the last of which all bars have room for. limit: a tick and what is written at it, or None. lacking: why
-    a record without a reason of its own has no length.
+    words: what a length is, behind it. ticks: of the axis, the last of which all bars have room for. limit: a tick and what is
+    written at it, or None. lacking: why a record without a reason of its own has no length.
     """
 
     title: str
     of: Callable[[Record], float | None]
     head: str
     unit: str
+    words: str
     decimals: int
     ticks: tuple[int, ...]
     limit: tuple[int, str] | None
@@ -109,16 +111,12 @@ def share(record: Record) -> float | None:
     return None if record.us is None or record.ratio is None or record.case.long else 100 / record.ratio
 
 
-def rate(record: Record) -> float | None:
-    """TFLOPS of a long query. None without a time, and where the memory is the limit."""
-    return record.case.tflops(record.us.median) if record.us is not None and record.case.long else None
-
-
 READ = Measure(
     title="Decode attention: read bandwidth reached",
     of=share,
     head="% of read",
     unit="%",
+    words="of the plain read",
     decimals=1,
     ticks=(0, 25, 50, 75, 100),
     limit=(100, "plain read of the same bytes"),
@@ -126,20 +124,15 @@ READ = Measure(
 )
 RATE = Measure(
     title="Prompts and chunks: tensor-core rate reached",
-    of=rate,
+    of=attrgetter("tflops"),
     head="TFLOPS",
     unit="",
+    words="TFLOPS",
     decimals=0,
     ticks=(0, 200, 400, 600),
     limit=None,
     lacking="no time",
 )
-
-
-def measure_of(records: Iterable[Record]) -> Measure:
-    """What a picture of these shows: the rate where all are of long queries, which the tensor core limits."""
-    found = list(records)
-    return RATE if found and all(record.case.long for record in found) else READ
 
 
 def bars(of_case: Mapping[str, Record], measure: Measure = READ) -> list[Bar]:
@@ -170,15 +163,11 @@ def long_cases(newest: Newest) -> list[str]:
     """The long queries in bf16 that we and a peer have a time of, contiguous and on pages of LONG_PAGES, at most MAX_CASES."""
     found = []
     for name, of_case in newest.items():
-        records = [bar.record for bar in bars(of_case, RATE) if bar.length is not None]
-        case = records[0].case if len(records) > 1 and records[0].provider == "ours" else None
-        if (
-            case
-            and case.operation == "attention"
-            and not case.mixed
-            and records[0].dtypes == "bf16"
-            and case.page_size in LONG_PAGES
-        ):
+        timed = [bar.record for bar in bars(of_case, RATE) if bar.length is not None]
+        if len(timed) < 2 or timed[0].provider != "ours":
+            continue
+        case = timed[0].case
+        if case.operation == "attention" and not case.mixed and timed[0].dtypes == "bf16" and case.page_size in LONG_PAGES:
             found.append(name)
     return found[:MAX_CASES]
 
@@ -278,7 +267,7 @@ def draw_group(
             add(row, "title", f"{name}: {bar.reason}")
             add(row, "text", text, css="muted small", x=BARS_LEFT + 6, y=y + 9)
         else:
-            add(row, "title", f"{name}: {measure.text(bar.length).removesuffix('%')} {measure.head}")
+            add(row, "title", f"{name}: {measure.text(bar.length)} {measure.words}")
             fill = f"bar-{bar.record.provider}"
             add(row, "rect", css=fill, x=BARS_LEFT, y=y, width=scale * bar.length, height=BAR, rx=1.5)
             add(row, "text", measure.text(bar.length), css=css, x=VALUE_RIGHT, y=y + 9, anchor="end")
@@ -343,9 +332,8 @@ def main(
         print(problem, file=sys.stderr)
     try:
         patterns = [pattern.strip() for pattern in cases.split(",") if pattern.strip()]
-        usual = long_cases(newest) if long else default_cases(newest, kv_dtype)
+        usual, measure = (long_cases(newest), RATE) if long else (default_cases(newest, kv_dtype), READ)
         chosen = matching_cases(newest, patterns) if patterns else usual
-        measure = measure_of(record for name in chosen for record in newest[name].values())
         picture = draw([bars(newest[name], measure) for name in chosen], measure)
     except ValueError as error:
         print(f"{results}: {error}", file=sys.stderr)

@@ -12,7 +12,7 @@ from textwrap import shorten
 from typing import Any, Literal, TypeVar
 
 from cute_kernels.planning.variants import PRETEND, DeviceFacts
-from perf.cases import FLOORS, Bar, Case, Mixed, Rows, Spread, short
+from perf.cases import FLOORS, PLAIN, READ, Bar, Case, Mixed, Rows, Spread, short
 from perf.correctness import GateResult, Tolerance
 from perf.measure import DEVICE, IN_STREAM
 from perf.record import SCHEMA, ratio_field
@@ -85,6 +85,12 @@ class Record:
     def run(self) -> tuple[object, ...]:
         """What records share whose times were taken interleaved: the device, the state of the checkout, the case, the time."""
         return (self.gpu, self.machine, self.revision, self.name, self.time)
+
+    @property
+    def tflops(self) -> float | None:
+        """The rate of a long query; None where it computes something else, has no time, or is limited by the memory."""
+        computes = self.us is not None and self.provider not in (PLAIN, READ)
+        return self.case.tflops(self.us.median) if self.us and computes and self.case.long else None
 
     @property
     def machine(self) -> str | None:

@@ -132,6 +132,11 @@ class KernelSpec(TilingSpec):
         return max(states, combine)
 
     @property
+    def ring_bytes(self) -> int:
+        """Bytes of K and V tiles; where warps share their ring at least those of the states, which lie there at a piece's end."""
+        return max(self.num_stages * self.tile_bytes, 4 * self.merge_floats if self.shares_ring else 0)
+
+    @property
     def column_pairs(self) -> int:
         """Neighbouring pairs of columns that a thread stores together: two where a state has more pairs than the CTA threads."""
         if self.by_warpgroup:
@@ -162,10 +167,9 @@ class KernelSpec(TilingSpec):
 
     def smem_with(self, query_buffers: int) -> int:
         """smem_bytes with so many queries."""
-        stage = self.tile_bytes + self.token_scales * self.tile_n * SCALE_BYTES
-        barriers = (
-            2 * 8 + 4 + 4 * self.scale_groups * self.token_scales
-        )  # full, empty, the tile's holes, where in its words the scales are
+        scales = self.token_scales * self.tile_n * SCALE_BYTES
+        barriers = 2 * 8 + 4 * self.hole_words  # full, empty, the tile's holes
+        barriers += 4 * self.scale_groups * self.token_scales  # where in their words the scales are
         query = query_buffers * self.row_tiles * TILE_M * self.padded_head_dim * self.q_bytes
         query += 2 * (self.row_tiles - 1) * TILE_M * 4  # the inverses of further m-tiles
         query += 1024 if self.by_warpgroup else 0  # alignment
@@ -173,8 +177,8 @@ class KernelSpec(TilingSpec):
         barriers += 16 if self.overlaps else 0  # full and empty ones of V alone
         wide = sum(shape.tile_bytes * shape.num_stages for shape in self.wide if shape) + 16 * self.wide_stages
         rest = MOST_PIECES + 1024  # alignment, words
-        tiles, merge = self.num_stages * (stage + barriers) + wide, 4 * self.merge_floats
-        return (max(tiles, merge) if self.shares_ring else tiles + merge) + query + rest
+        merge = 0 if self.shares_ring else 4 * self.merge_floats
+        return self.ring_bytes + self.num_stages * (scales + barriers) + query + wide + merge + rest
 
 
 def grid_ctas(units: int, sm_count: int, ctas_per_sm: int) -> int:

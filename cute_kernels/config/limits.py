@@ -18,10 +18,9 @@ SOFTCAP_REGISTERS = {12: 8}  # fewer where the loop computes a soft cap's tangen
 WIDENING_TILE_REGISTERS = {4: 188, 8: 128}
 
 
-UNTRIED = (
-    "has not run on a GPU yet",
-)  # of producers that gather: taken out once tests/attention/test_gathered.py has passed there
-UNTRIED_ON_SM80 = ("has not run on a GPU yet",)  # of a ring that warps share; taken out likewise
+# of producers that gather, and of a ring that warps share: each is taken out once its test has passed on a GPU,
+# tests/attention/test_gathered.py and test_shared_ring.py
+UNTRIED = UNTRIED_ON_SM80 = ("has not run on a GPU yet",)
 MOST_GATHERED_WARPS = 8  # more leave too few registers to the producers that gather tokens
 
 

@@ -95,7 +95,7 @@ class TilingSpec(ProblemSpec):
     @property
     def gatherers(self) -> int:
         """Warps that bring tiles, where they do so token by token: each has 32 tokens of every tile."""
-        return -(-self.tile_n // 32) if self.gathers else 0
+        return self.token_groups if self.gathers else 0
 
     @property
     def shares_ring(self) -> bool:
@@ -231,7 +231,12 @@ class TilingSpec(ProblemSpec):
     @property
     def scale_groups(self) -> int:
         """Groups of 32 tokens of a tile, two at least: each has a word of which tokens' scales lie where (device/kv/scale.py)."""
-        return max(2, -(-self.tile_n // 32))
+        return max(2, self.token_groups)
+
+    @property
+    def token_groups(self) -> int:
+        """Groups of as many tokens of a tile as a warp has lanes."""
+        return -(-self.tile_n // 32)
 
     @property
     def holds_query(self) -> bool:

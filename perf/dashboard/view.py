@@ -17,9 +17,8 @@ from perf.records import Problem, Record
 
 OURS = "ours"
 NOT_MEASURED = "not measured"
-# provider -> label, colours in the light and the dark: those of the picture, and the peers of long queries
+# provider -> label, colours in the light and the dark: those of the pictures, and further peers of long queries
 PROVIDERS = PICTURED | {
-    "fa4": ("flash-attn-4", "#5b8c85", "#7fb8ae"),
     "flashinfer-fa3": ("FlashInfer fa3", "#7d7aa8", "#a5a1d6"),
     "cudnn": ("cuDNN", "#9a8c5e", "#c4b680"),
 }
@@ -268,19 +267,13 @@ def result(record: Record, runs: Runs) -> Result:
         error_ratio=gate.error / gate.torch_error if gate and gate.error is not None and gate.torch_error else None,
         relative_error=gate.relative_error if gate else None,
         faster=runs.over_ours(record, DEVICE),
-        tflops=rate(record),
+        tflops=record.tflops,
         in_stream=runs.us_of(record, IN_STREAM),
         in_stream_faster=runs.over_ours(record, IN_STREAM),
         reason=record.reason,
         details=details(record),
         source=f"{record.path.name}:{record.line}",
     )
-
-
-def rate(record: Record) -> float | None:
-    """TFLOPS of a long query's record; None where it computes something else, has no time, or is limited by the memory."""
-    computes = record.us is not None and record.provider not in (PLAIN, READ)
-    return record.case.tflops(record.us.median) if record.us and computes and record.case.long else None
 
 
 def details(record: Record) -> str:

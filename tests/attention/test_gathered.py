@@ -16,9 +16,9 @@ from cute_kernels.config import limits
 from cute_kernels.planning.variants import PRETEND, PlanPreference
 from tests.attention.test_long_queries import HEADS, ROWS
 from tests.support.attention_cases import Case, case, make_attention
-from tests.support.attention_harness import assert_close, assert_padding, run, select
-from tests.support.harness import assert_bitwise, device_of
-from tests.support.inputs import INT_MAX, NAN
+from tests.support.attention_harness import assert_close, assert_every_row, run, select
+from tests.support.harness import device_of
+from tests.support.inputs import INT_MAX
 
 EVERYTHING = {"window_left": 100, "softcap": 3.0, "alibi": True, "sinks": True}
 
@@ -82,11 +82,7 @@ def test_every_row_of_gathered_tiles(described: Case, sm_count: int, tried: None
     """Right row by row beside NaN in all memory that is not theirs, and the same bits again."""
     plan, inputs = select(described, "sm90", sm_count=sm_count), make_attention(described, "cuda")
     assert plan.explain().chosen.spec.gathers, plan.explain()
-    result = run(plan, inputs)
-    assert_close(inputs, result)
-    assert_padding(inputs, result, NAN)
-    for _ in range(20):
-        assert_bitwise(run(plan, inputs), result)
+    assert_every_row(plan, inputs, again=20)
 
 
 @pytest.mark.gpu

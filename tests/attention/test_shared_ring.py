@@ -14,9 +14,7 @@ from cute_kernels.planning.variants import PRETEND, PlanPreference
 from tests.attention.test_gathered import CASES as SMALL_PAGES
 from tests.attention.test_long_queries import LONG, PATTERNS, patterned
 from tests.support.attention_cases import Case, make_attention
-from tests.support.attention_harness import assert_close, assert_padding, run, select
-from tests.support.harness import assert_bitwise
-from tests.support.inputs import NAN
+from tests.support.attention_harness import assert_close, assert_every_row, run, select
 
 CASES = (*LONG, *SMALL_PAGES)
 
@@ -56,11 +54,7 @@ def test_every_row_of_shared_tiles(described: Case, sm_count: int, tried: None) 
     plan, inputs = select(described, "sm80", sm_count=sm_count), make_attention(described, "cuda")
     if sm_count == 1:
         assert plan.explain().chosen.spec.shares_ring, plan.explain()
-    result = run(plan, inputs)
-    assert_close(inputs, result)
-    assert_padding(inputs, result, NAN)
-    for _ in range(20):
-        assert_bitwise(run(plan, inputs), result)
+    assert_every_row(plan, inputs, again=20)
 
 
 @pytest.mark.gpu

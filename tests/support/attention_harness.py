@@ -9,7 +9,7 @@ from torch import Tensor
 
 import cute_kernels as ck
 from tests.support.attention_cases import AttentionInputs, Case
-from tests.support.harness import device_of
+from tests.support.harness import assert_bitwise, device_of
 from tests.support.inputs import NAN
 from tests.support.tolerance import Tolerance, check_states
 
@@ -124,6 +124,15 @@ def assert_close(
     if rows:
         exact, lse, same = (torch.cat(t) for t in zip(*(attend(inputs, b) for b in requests), strict=True))
         check_states((result[0][rows], result[1][rows]), (exact, lse), same, rows, tolerance)
+
+
+def assert_every_row(plan: ck.PagedAttentionPlan, inputs: AttentionInputs, again: int = 1) -> None:
+    """A run is right row by row, beside NaN in all memory that is not its rows', and has the same bits so often again."""
+    result = run(plan, inputs)
+    assert_close(inputs, result)
+    assert_padding(inputs, result, NAN)
+    for _ in range(again):
+        assert_bitwise(run(plan, inputs), result)
 
 
 def assert_padding(inputs: AttentionInputs, result: Result, fill: float) -> None:

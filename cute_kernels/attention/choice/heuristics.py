@@ -68,7 +68,7 @@ def choose(
     if partition == "dealt":
         return long_config(problem)
     if partition == "whole" and arch == "sm80":
-        shared = block_config(problem, target, sm_count)
+        shared = block_config(problem, target, sm_count, most_ctas_per_sm)
         if shared is not None:
             return shared
     found = [c for c in candidates(problem, arch, target, sm_count) if c.ctas_per_sm <= most_ctas_per_sm]
@@ -132,7 +132,9 @@ def long_config(problem: DecodeProblem) -> DecodeConfig:
     return first_fitting(problem, configs, "dealt")
 
 
-def block_config(problem: DecodeProblem, target: Target, sm_count: int) -> DecodeConfig | None:
+def block_config(
+    problem: DecodeProblem, target: Target, sm_count: int, most_ctas_per_sm: int = MOST_CTAS_PER_SM
+) -> DecodeConfig | None:
     """That of long queries on sm80, whose warps share a ring; None where none can be built, or SMs would be without a block.
 
     Two CTAs an SM where shared memory has room for both: one waits at a barrier each tile.
@@ -140,7 +142,7 @@ def block_config(problem: DecodeProblem, target: Target, sm_count: int) -> Decod
     if problem.query == "one":
         return None
     tile_n = min(MAX_CP_ASYNC_TILE_N, most_tile_n(problem.padded_head_dim, problem.v_dtype.element_bytes))
-    for num_warps, ctas_per_sm in product(BLOCK_WARPS, (2, 1)):
+    for num_warps, ctas_per_sm in product(BLOCK_WARPS, range(most_ctas_per_sm, 0, -1)):
         config = DecodeConfig(tile_n, BLOCK_STAGES, num_warps, ctas_per_sm)
         spec = kernel_spec(problem, "sm80", target, config, partition="whole")
         fits = not supports(spec) and ctas_per_sm * spec.smem_bytes <= SMEM_BYTES[target]

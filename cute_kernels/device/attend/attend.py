@@ -171,7 +171,7 @@ def hide_scores(
                 mask_rows(acc_s, coords, rows.mask, place.token, spec.tile_n)
         if cutlass.const_expr(spec.readers == 1):
             zero_outside(spec, shared.rings[1][None, None, stage], place, lane)
-    elif place.valid < spec.tile_n:
+    elif is_cut(spec, row_tiles[0], place) if cutlass.const_expr(cut is None) else cut:
         mask_scores(scores[0], coords, place.valid)
         if cutlass.const_expr(spec.readers == 1):
             zero_rows(spec, shared.rings[1][None, None, stage], place.valid, Int32(spec.tile_n), lane)

@@ -91,9 +91,8 @@ def allocate(spec: KernelSpec, smem) -> Shared:
     """Lays out the CTA's shared memory. smem: an allocator."""
     tiles, states = smem, smem
     if spec.shares_ring:  # no tile is under way while the states of a piece's end are
-        nbytes = max(spec.num_stages * spec.tile_bytes, 4 * spec.merge_floats)
-        base = arena_of(smem, nbytes)
-        tiles, states = (Arena(base, nbytes) for _ in range(2))
+        base = arena_of(smem, spec.ring_bytes)
+        tiles, states = (Arena(base, spec.ring_bytes) for _ in range(2))
     rings = allocate_tiles(tiles, spec, spec.rings)
     wide = allocate_tiles(smem, spec, spec.wide)
     query = smem.allocate_tensor(
