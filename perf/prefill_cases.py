@@ -13,6 +13,7 @@ PAGES = (16, 64, 128)
 CONTIGUOUS: dict[str, object] = {"page_size": 0, "table_format": "none"}
 PROMPT_BAR = Bar("ratio", 1.0, beside=FA4)
 PAGED_BARS = {16: Bar("ratio", 1 / 1.07, beside=FA4), 64: Bar("ratio", 1 / 1.07, beside=FA4), 128: None}
+SMALL_PAGE = 1  # no TMA box brings it
 OTHER_HEADS = ((64, 8, 64), (32, 8, 96), (16, 8, 256))
 STORAGE: tuple[tuple[EightBit | None, Scale | None], ...] = (("e4m3", None), ("int8", "token-f16"))
 
@@ -22,12 +23,16 @@ CHUNK_BAR = Bar("ratio", 1 / 1.05, beside=FA4, peer=FA3)
 
 
 def prefill_cases() -> dict[Case, Bar | None]:
-    """Prompts of one request, causal: contiguous and over pages, other head_dims, and 8-bit caches, which have no bar."""
+    """Prompts of one request, causal: contiguous and over pages, other head_dims, and 8-bit caches.
+
+    Pages of one token and 8 bits have no bar: theirs are other cases of the set.
+    """
     found: dict[Case, Bar | None] = {}
     for tokens in LENGTHS:
         found[attention_case(fixed(1, tokens), q_len=tokens, **CONTIGUOUS)] = PROMPT_BAR
         for page in PAGES:
             found[attention_case(fixed(1, tokens), q_len=tokens, page_size=page)] = PAGED_BARS[page]
+    found[attention_case(fixed(1, 8 * K), q_len=8 * K, page_size=SMALL_PAGE)] = None
     for heads, kv_heads, head_dim in OTHER_HEADS:
         shape = {"num_heads": heads, "num_kv_heads": kv_heads, "head_dim": head_dim}
         found[attention_case(fixed(1, 8 * K), q_len=8 * K, **shape, **CONTIGUOUS)] = PROMPT_BAR

@@ -20,6 +20,8 @@ import torch
 import cute_kernels as ck
 from cute_kernels.attention.choice import tuned
 from cute_kernels.config.decode import DecodeConfig
+from tests.attention.test_gathered import CASES as GATHERED
+from tests.attention.test_long_queries import LONG
 from tests.support.attention_cases import CASES as ATTENTION_CASES
 from tests.support.attention_cases import F32_CASES, make_attention
 from tests.support.attention_harness import assert_close as assert_attention_close
@@ -174,8 +176,12 @@ ATTENTION = {
         "prefill_int8",
         "lengths",
         "packed_everything",
+        "page_1_uniform",
+        "page_5_d96",
+        "page_7_d80_everything",
     ),
     ("sm80", "balanced"): ("everything", "tree_2_words", "int8_token_scales_packed"),
+    ("sm80", "dealt"): ("page_5_d96", "page_1_everything", "long_d256"),
 }
 MERGES = (
     ("sm90", ck.MergeStatesDescriptor(3, 4, 5, 64, BF16)),
@@ -233,9 +239,10 @@ def decode(case: Case) -> None:
 
 def attention(name: str, arch: str, partition: str) -> None:
     """A case of several query rows, masks or functions of a score, compared with f64."""
-    inputs = make_attention(next(case for case in (*ATTENTION_CASES, *F32_CASES) if case.name == name))
+    inputs = make_attention(next(case for case in (*ATTENTION_CASES, *F32_CASES, *GATHERED, *LONG) if case.name == name))
     plan = select_attention(inputs.case, arch, **PREFERENCES[partition])
-    assert partition != "dealt" or plan.explain().chosen.spec.dealt, plan.explain()
+    spec = plan.explain().chosen.spec
+    assert partition != "dealt" or spec.dealt or spec.shares_ring, plan.explain()
     table = inputs.table._replace(operands=tuple(t if t is None else t.cuda() for t in inputs.table.operands))
     scales, extras = ({k: t if t is None else t.cuda() for k, t in given.items()} for given in (inputs.scales, inputs.extras))
     on_gpu = replace(inputs, q=inputs.q.cuda(), k=inputs.k.cuda(), v=inputs.v.cuda(), table=table, scales=scales, extras=extras)

@@ -83,6 +83,11 @@ class KernelSpec(TilingSpec):
         return self.partition == "dealt"
 
     @property
+    def most_pieces(self) -> int:
+        """Bytes of which each is for a piece of a cut row (device/schedule/crew.py); a few where none is cut."""
+        return 16 if self.dealt else MOST_PIECES
+
+    @property
     def divides_combine(self) -> bool:
         """Whether the CTAs of a cut row divide its combine (device/schedule/crew.py)."""
         return self.partition == "balanced"
@@ -176,7 +181,7 @@ class KernelSpec(TilingSpec):
         barriers += 8 if self.readers > 1 else 0  # zeroed
         barriers += 16 if self.overlaps else 0  # full and empty ones of V alone
         wide = sum(shape.tile_bytes * shape.num_stages for shape in self.wide if shape) + 16 * self.wide_stages
-        rest = MOST_PIECES + 1024  # alignment, words
+        rest = self.most_pieces + 1024  # alignment, words
         merge = 0 if self.shares_ring else 4 * self.merge_floats
         return self.ring_bytes + self.num_stages * (scales + barriers) + query + wide + merge + rest
 

@@ -17,10 +17,6 @@ OVERLAP_TILE_REGISTERS = {4: 188, 8: 188, 12: 128}
 SOFTCAP_REGISTERS = {12: 8}  # fewer where the loop computes a soft cap's tangents
 WIDENING_TILE_REGISTERS = {4: 188, 8: 128}
 
-
-# of producers that gather, and of a ring that warps share: each is taken out once its test has passed on a GPU,
-# tests/attention/test_gathered.py and test_shared_ring.py
-UNTRIED = UNTRIED_ON_SM80 = ("has not run on a GPU yet",)
 MOST_GATHERED_WARPS = 8  # more leave too few registers to the producers that gather tokens
 
 
@@ -128,7 +124,7 @@ def _gather_reasons(spec: KernelSpec) -> list[str]:
         reasons.append(f"{where} from caches of 16 bits alone, and without scales a token")
     if spec.num_warps > MOST_GATHERED_WARPS:
         reasons.append(f"{where} beside {MOST_GATHERED_WARPS} warps at most, got num_warps={spec.num_warps}")
-    return reasons + [f"{where} by code that {rest}" for rest in UNTRIED]
+    return reasons
 
 
 def _split_reasons(spec: KernelSpec) -> list[str]:
@@ -162,7 +158,7 @@ def _shared_ring_reasons(spec: KernelSpec) -> list[str]:
         reasons.append(f"{shared}: all of num_warps={spec.num_warps} must attend to each tile")
     if spec.split:
         reasons.append(f"{shared}, which cuts no row")
-    return reasons + [f"{shared} by code that {rest}" for rest in UNTRIED_ON_SM80]
+    return reasons
 
 
 def _warpgroup_reasons(spec: KernelSpec) -> list[str]:

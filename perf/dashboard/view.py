@@ -21,6 +21,7 @@ NOT_MEASURED = "not measured"
 PROVIDERS = PICTURED | {
     "flashinfer-fa3": ("FlashInfer fa3", "#7d7aa8", "#a5a1d6"),
     "cudnn": ("cuDNN", "#9a8c5e", "#c4b680"),
+    "fa2": ("FlashAttention-2", "#6b7a99", "#9fb0d0"),
 }
 FLOOR_LABELS = {READ: "plain read", COPY: "plain copy", WGMMA: "WGMMA loop"}
 OWN = {PLAIN: "our plain decode", PARTS: "our plans in turn"}  # beside ours: what it is held against

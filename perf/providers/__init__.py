@@ -15,7 +15,7 @@ from perf.providers.flashinfer import FlashInferFa2, FlashInferXqa
 from perf.providers.flashinfer_attention import Fa2Attention, Fa3Attention, XqaAttention
 from perf.providers.ours import Ours, OursAttention, OursParts, OursPlain, OursSm80, OursSm80Attention
 from perf.providers.read import Read, ReadAttention
-from perf.providers.sdpa import Cudnn, Sdpa
+from perf.providers.sdpa import Cudnn, FlashAttention2, Sdpa
 from perf.providers.vllm_triton import VllmTriton
 from perf.providers.weights import OursSm80Weights, OursWeights, ReadWeights
 from perf.providers.wgmma import Wgmma
@@ -26,7 +26,7 @@ OURS_ATTENDING: tuple[type[Provider], ...] = (OursAttention, OursPlain, OursPart
 FLOORS_OF_ATTENTION: tuple[type[Provider], ...] = (ReadAttention, Wgmma)
 PEER_ATTENDERS: tuple[type[Provider], ...] = (
     *(Fa2Attention, Fa3Attention, XqaAttention),
-    *(FlashAttention3Attention, FlashAttention4, Cudnn),
+    *(FlashAttention3Attention, FlashAttention4, Cudnn, FlashAttention2),
 )
 ATTENDERS: tuple[type[Provider], ...] = (*OURS_ATTENDING, *FLOORS_OF_ATTENTION, *PEER_ATTENDERS)
 APPENDERS: tuple[type[Provider], ...] = (OursAppend, OursSm80Append, Copy)

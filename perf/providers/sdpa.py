@@ -48,20 +48,16 @@ class Sdpa:
         return call
 
 
-class Cudnn:
-    """cuDNN's attention through PyTorch: whole causal prompts over contiguous keys."""
+class PromptBySdpa:
+    """A backend of PyTorch's SDPA: whole causal prompts over contiguous keys."""
 
-    name: ClassVar[str] = "cudnn"
     operation: ClassVar[Operation] = "attention"
     tolerance: ClassVar[Tolerance | None] = PEERS
     reads_unused: ClassVar[bool] = False
-    backend: ClassVar[SDPBackend] = SDPBackend.CUDNN_ATTENTION
+    backend: ClassVar[SDPBackend]
 
     def available(self) -> str | None:
         return require_sm90()
-
-    def version(self) -> str:
-        return f"cuDNN {torch.backends.cudnn.version()}, PyTorch {torch.__version__}"
 
     def prepare(self, inputs: Inputs) -> Sequence[Candidate]:
         case = inputs.case
@@ -80,3 +76,23 @@ class Cudnn:
                 s.q.transpose(1, 2), s.k, s.v, is_causal=True, scale=softmax_scale, enable_gqa=True
             )
         return out.transpose(1, 2), None
+
+
+class Cudnn(PromptBySdpa):
+    """cuDNN's attention through PyTorch."""
+
+    name: ClassVar[str] = "cudnn"
+    backend: ClassVar[SDPBackend] = SDPBackend.CUDNN_ATTENTION
+
+    def version(self) -> str:
+        return f"cuDNN {torch.backends.cudnn.version()}, PyTorch {torch.__version__}"
+
+
+class FlashAttention2(PromptBySdpa):
+    """FlashAttention-2 (Dao 2023) as PyTorch carries it: what the SM80 variant is held against."""
+
+    name: ClassVar[str] = "fa2"
+    backend: ClassVar[SDPBackend] = SDPBackend.FLASH_ATTENTION
+
+    def version(self) -> str:
+        return f"PyTorch {torch.__version__}"

@@ -1,7 +1,4 @@
-"""Long queries over pages that no TMA box can bring: producer warps gather tokens one by one (mainloop/gather.py).
-
-Plans leave such pages to sm80 until these tests have passed on a GPU (limits.UNTRIED), which each of them sets aside.
-"""
+"""Long queries over pages that no TMA box can bring: producer warps gather tokens one by one (mainloop/gather.py)."""
 
 from __future__ import annotations
 
@@ -12,7 +9,6 @@ import torch
 
 import cute_kernels as ck
 from cute_kernels.attention.variants import explain
-from cute_kernels.config import limits
 from cute_kernels.planning.variants import PRETEND, PlanPreference
 from tests.attention.test_long_queries import HEADS, ROWS
 from tests.support.attention_cases import Case, case, make_attention
@@ -41,27 +37,17 @@ CASES = (
 )
 
 
-@pytest.fixture
-def tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plans may take what has not run on a GPU yet."""
-    monkeypatch.setattr(limits, "UNTRIED", ())
-
-
 @pytest.mark.parametrize("described", CASES, ids=str)
-def test_which_pages_are_gathered(described: Case, tried: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a GPU: a plan on one SM gathers, with a producer for 32 tokens of a tile; and does not before it was tried."""
+def test_which_pages_are_gathered(described: Case) -> None:
+    """Without a GPU: a plan on one SM gathers, with a producer for 32 tokens of a tile."""
     problem, facts = described.descriptor().problem, PlanPreference(sm_count=1).part_of(PRETEND["h200"])
     spec = explain(problem, facts).chosen.spec
     assert spec.gathers and spec.dealt and spec.arch == "sm90"
     assert spec.gatherers == -(-spec.tile_n // 32) and (spec.hole_tokens, spec.hole_words) == (1, spec.gatherers)
-    monkeypatch.setattr(limits, "UNTRIED", ("waits",))
-    explanation = explain(problem, facts)
-    assert explanation.chosen.arch == "sm80"
-    assert any("waits" in reason for candidate in explanation.candidates for reason in candidate.reasons)
 
 
 @pytest.mark.parametrize("fields", [{"kv_dtype": ck.KVDtype.E4M3}, {"max_q_len": 8}], ids=str)
-def test_what_is_not_gathered(fields: dict[str, object], tried: None) -> None:
+def test_what_is_not_gathered(fields: dict[str, object]) -> None:
     """8-bit caches, and few query rows, go to sm80; sm90 says why."""
     described = replace(CASES[0].descriptor(), **fields)
     explanation = explain(described.problem, PRETEND["h200"])
@@ -78,7 +64,7 @@ def test_gathered_pages_on_the_cpu(described: Case) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("sm_count", [1, 3])
 @pytest.mark.parametrize("described", CASES, ids=str)
-def test_every_row_of_gathered_tiles(described: Case, sm_count: int, tried: None) -> None:
+def test_every_row_of_gathered_tiles(described: Case, sm_count: int) -> None:
     """Right row by row beside NaN in all memory that is not theirs, and the same bits again."""
     plan, inputs = select(described, "sm90", sm_count=sm_count), make_attention(described, "cuda")
     assert plan.explain().chosen.spec.gathers, plan.explain()
@@ -87,7 +73,7 @@ def test_every_row_of_gathered_tiles(described: Case, sm_count: int, tried: None
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["page_1", "page_5_d96", "page_12_f16"])
-def test_gathered_holes(name: str, tried: None) -> None:
+def test_gathered_holes(name: str) -> None:
     """Pages outside the pool: their tokens count for nothing, as the CPU has it, and they are reported."""
     described = next(c for c in CASES if c.name == name)
     inputs = make_attention(described, "cuda", dead=0.5)

@@ -47,6 +47,8 @@ LONG = (
     *(long_case(f"long_{name.replace(' ', '_')}", storage) for name, storage in STORAGES.items() if storage),
     long_case("long_odd_group", {"num_heads": 21, "num_kv_heads": 3, "head_dim": 64}),
     long_case("long_uniform", {"lengths": (300, 40, 120)}, uniform=True, q_lens=(130,) * 3, max_q_len=130),
+    long_case("long_d256_uniform", {"head_dim": 256, "lengths": (300, 40, 120)}, uniform=True, q_lens=(130,) * 3, max_q_len=130),
+    long_case("long_d192_uniform", {"head_dim": 192, "lengths": (300, 40, 120)}, uniform=True, q_lens=(130,) * 3, max_q_len=130),
     long_case(
         "long_many_requests",
         {"lengths": tuple((53 * i) % 200 for i in range(80)), "max_seq_len": 200},

@@ -13,7 +13,6 @@ import cute_kernels as ck
 from cute_kernels.attention.choice.heuristics import choose
 from cute_kernels.attention.kernel_spec import kernel_spec
 from cute_kernels.attention.variants import explain
-from cute_kernels.config import limits
 from cute_kernels.config.decode import SMEM_BYTES
 from cute_kernels.config.limits import supports
 from cute_kernels.config.mixed import mixed_supports
@@ -105,9 +104,8 @@ GATHERED: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", GATHERED)
-def test_gathered_tiles(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gathered_tiles(name: str, tmp_path: Path) -> None:
     """Pages below 8 tokens: cp.async by the producers in place of TMA, the same loop over tiles beside them, nothing spilled."""
-    monkeypatch.setattr(limits, "UNTRIED", ())
     fields = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128, "max_q_len": 8192, **GATHERED[name]}
     spec = explain(ck.PagedAttentionDescriptor(1, q_dtype=torch.bfloat16, **fields).problem, PRETEND["h200"]).chosen.spec
     assert spec.gathers and supports(spec) == []
@@ -119,9 +117,8 @@ def test_gathered_tiles(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_blocks_on_sm80(head_dim: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_on_sm80(head_dim: int, tmp_path: Path) -> None:
     """Two m-tiles a warp, one above head_dim 128, and one copy of each tile for all warps; some registers spill at 128."""
-    monkeypatch.setattr(limits, "UNTRIED_ON_SM80", ())
     fields = {"num_heads": 16, "num_kv_heads": 8, "head_dim": head_dim, "page_size": 16, "max_q_len": 8192}
     problem = ck.PagedAttentionDescriptor(1, q_dtype=torch.bfloat16, **fields).problem
     spec = explain(problem, PRETEND["h200"], PlanPreference(arch="sm80")).chosen.spec

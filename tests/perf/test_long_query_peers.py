@@ -18,7 +18,7 @@ from perf.prefill_cases import CONTIGUOUS
 from perf.providers.base import Provider
 from perf.providers.flash_attention_4 import FlashAttention4
 from perf.providers.ours import OursAttention, descriptor
-from perf.providers.sdpa import Cudnn
+from perf.providers.sdpa import Cudnn, FlashAttention2, PromptBySdpa
 from perf.report import cell
 from perf.timing import Timing
 from tests.support.perf_fakes import FakeClock
@@ -106,10 +106,11 @@ def test_flash_attention_4_says_what_it_refuses(seen: list[dict], monkeypatch: p
     assert measured(FlashAttention4(), CHUNK, monkeypatch).not_supported == "head_dim 16 is not served"
 
 
-def test_cudnn_attends_to_whole_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("provider", [Cudnn, FlashAttention2])
+def test_backends_of_sdpa_attend_to_whole_prompts(provider: type[PromptBySdpa], monkeypatch: pytest.MonkeyPatch) -> None:
     """By PyTorch's math backend here, in the same call."""
-    monkeypatch.setattr(Cudnn, "backend", SDPBackend.MATH)
-    outcome = measured(Cudnn(), PROMPT, monkeypatch)
+    monkeypatch.setattr(provider, "backend", SDPBackend.MATH)
+    outcome = measured(provider(), PROMPT, monkeypatch)
     assert outcome.gate is not None and outcome.gate.passed, outcome
 
 
@@ -123,11 +124,11 @@ def test_ours_serves_both(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_sets_and_their_bars() -> None:
     prompts, chunks = select_cases(["prefill"]), select_cases(["chunks"])
-    assert (len(prompts), len(chunks)) == (19, 18)
+    assert (len(prompts), len(chunks)) == (20, 18)
     assert all(case.long for case in (*prompts, *chunks))
     barred = {case: bar_of(case) for case in (*prompts, *chunks)}
     assert {bar.beside for bar in barred.values() if bar} == {"fa4"}
-    assert all((bar is None) == (case.kv_dtype is not None or case.page_size == 128) for case, bar in barred.items())
+    assert all((bar is None) == (case.kv_dtype is not None or case.page_size in (1, 128)) for case, bar in barred.items())
 
 
 def test_a_rate_counts_what_rows_see() -> None:

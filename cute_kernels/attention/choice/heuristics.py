@@ -6,6 +6,7 @@ from itertools import product
 
 from ...config.decode import MAX_CP_ASYNC_TILE_N, SMEM_BYTES, TWO_CTAS_HEAD_DIM, DecodeConfig, Partition
 from ...config.limits import most_tile_n, supports
+from ...config.mixed import BETWEEN_BYTES
 from ...config.tiling import TILE_M, WARPGROUP, WARPGROUP_M, Arch, MmaScope, Target, packed_rows
 from ..descriptors import DecodeProblem
 from ..kernel_spec import kernel_spec, units_of
@@ -126,10 +127,12 @@ def m_tiles_shape(problem: DecodeProblem, sm_count: int) -> tuple[int, int]:
 
 
 def long_config(problem: DecodeProblem) -> DecodeConfig:
-    """That of long queries: the first shape that fits, or the last."""
+    """That of long queries: the first shape that fits, or the last. Ragged ones leave room for a mixed kernel's other phases."""
     shapes, stages = (LONG_SHAPES_OF_8_BITS, LONG_STAGES_OF_8_BITS) if problem.has_8_bits else (LONG_SHAPES, LONG_STAGES)
     configs = [DecodeConfig(tile_n, stages, warps, 1, 1, "warpgroup") for tile_n, warps in shapes]
-    return first_fitting(problem, configs, "dealt")
+    most = SMEM_BYTES["sm_90a"] - (BETWEEN_BYTES if problem.query == "ragged" else 0)
+    fits = [c for c in configs if kernel_spec(problem, "sm90", "sm_90a", c, partition="dealt").smem_bytes <= most]
+    return first_fitting(problem, fits or configs, "dealt")
 
 
 def block_config(

@@ -3,10 +3,8 @@
 Warp w of those that gather has the tokens from 32 w on of every tile, one a lane: it looks up their pages a tile ahead, and the
 address of each goes to the lanes that copy it by shuffles. A token that no query row sees, or whose page is not in the pool,
 becomes zeros. What cp.async has written is ordered before wgmma's reads by a proxy fence of its writer, so a warp arrives at a
-full barrier itself, one group behind the copies that it starts.
+full barrier itself, one group behind the copies that it starts: it owes the arrival until then.
 """
-
-from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
@@ -22,17 +20,11 @@ from ..schedule.dealing import Found, Item, find_item, meet_all, piece_of, publi
 from ..schedule.work_scheduler import Piece
 from . import tile
 from .dealt import DealtMainloop
-from .shared import Shared, full_barrier
+from .shared import Shared, full_place
 
 VECTOR_BYTES = 16  # of a copy
-
-
-@dataclass(frozen=True)
-class Tokens:
-    """32 tokens of a tile, one a lane: where each lies in K and in V, and bit l, whether that of lane l is to be read."""
-
-    sources: tuple[Int64, Int64]
-    seen: Int32
+SWIZZLE_ROWS = 8  # after as many rows a swizzle repeats
+NOTHING = -1  # is owed: else the place of a full barrier among all
 
 
 class GatherMainloop(DealtMainloop):
@@ -57,20 +49,17 @@ class GatherMainloop(DealtMainloop):
         spec, rows, batch = self.spec, problem.rows, problem.batch(self.spec)
         cute.arch.griddepcontrol_wait()
         meet_all(spec)
-        issued, turn, found = Int32(0), Int32(0), Found(Int32(0), Int32(0))
+        issued, turn, found, owed = Int32(0), Int32(0), Found(Int32(0), Int32(0)), Int32(NOTHING)
         item, found = self.next_part(problem, shared, turn, found, leads)
         while item.index < batch:
             piece = piece_of(spec, rows, item, issued)
             turn += 1
             item, found = self.next_part(problem, shared, turn, found, leads)  # consumers take it before they attend to this one
-            pages = self.lookup(problem, piece, Int32(0), part)
-            for i in cutlass.range(piece.tiles, unroll=1):
-                upcoming = self.lookup(problem, piece, i + 1, part)
-                self.bring_tile(problem, shared, piece, i, part, pages)
-                pages = upcoming
+            if piece.tiles == 0:  # consumers take this item behind the last V of the one before
+                owed = self.pay(shared, owed, 0)
+            owed = self.bring(problem, shared, piece, part, owed)
             issued += piece.tiles
-        if issued > 0:
-            self.arrive(shared, issued - 1, 1, 0)
+        self.pay(shared, owed, 0)
         if cutlass.const_expr(leads):
             inspect_requests(spec, rows, batch, problem.status)
 
@@ -95,50 +84,70 @@ class GatherMainloop(DealtMainloop):
         return find_page(self.spec, rows.tables, piece.row.start, piece.keys, token, 1, rows.num_pages)
 
     @cute.jit
-    def bring_tile(self, problem: Problem, shared: Shared, piece: Piece, i: Int32, part: Int32, pages: Int32):
-        """Starts to bring this warp's tokens of the piece's tile i, K then V, and arrives for what it brought before."""
-        spec, ordinal = self.spec, piece.issued + i
-        token, num_pages = self.token_of_lane(piece, i, part), problem.rows.num_pages
-        holes = find_holes(token, piece.keys, 1, pages, num_pages, piece.index, problem.status)
-        tokens = self.locate(problem, piece, token, pages)
-        for which in cutlass.range_constexpr(2):
-            stage = self.await_stage(shared, ordinal, which)
-            if cutlass.const_expr(which == 0) and cute.arch.lane_idx() == 0:
-                shared.holes[stage * spec.hole_words + part] = holes
-            self.copy_tokens(problem, shared, tokens, which, stage, part)
-            cute.arch.cp_async_commit_group()
-            if ordinal + which > 0:
-                self.arrive(shared, ordinal - 1 + which, 1 - which, 1)
+    def bring(self, problem: Problem, shared: Shared, piece: Piece, part: Int32, owed: Int32) -> Int32:
+        """This warp's tokens of all tiles of a piece, V of a tile behind K of the next one, as OverlapMainloop reads them."""
+        spec, rows, tiles = self.spec, problem.rows, piece.tiles
+        pages = self.lookup(problem, piece, Int32(0), part)
+        values, seen_values = Int64(0), Int32(0)  # of the tile before
+        for i in cutlass.range(tiles + cutlass.min(tiles, 1), unroll=1):
+            upcoming, token = self.lookup(problem, piece, i + 1, part), self.token_of_lane(piece, i, part)
+            (keys, following), seen = self.locate(problem, piece, token, pages)
+            if i < tiles:
+                stage = self.await_stage(shared, piece.issued + i, 0)
+                holes = find_holes(token, piece.keys, 1, pages, rows.num_pages, piece.index, problem.status)
+                if cute.arch.lane_idx() == 0:
+                    shared.holes[stage * spec.hole_words + part] = holes
+                owed = self.copy_tokens(shared, (keys, seen), 0, stage, part, owed)
+            if i > 0:
+                stage = self.await_stage(shared, piece.issued + i - 1, 1)
+                owed = self.copy_tokens(shared, (values, seen_values), 1, stage, part, owed)
+            pages, values, seen_values = upcoming, following, seen
+        return owed
 
-    def locate(self, problem: Problem, piece: Piece, token: Int32, pages: Int32) -> Tokens:
-        """Where this lane's token lies in both caches."""
+    def locate(self, problem: Problem, piece: Piece, token: Int32, pages: Int32) -> tuple[tuple[Int64, Int64], Int32]:
+        """(where this lane's token lies in K and in V, bit l: whether that of lane l is to be read)."""
         inside = is_seen(piece.keys, token, 1) & (pages >= 0) & (pages < problem.rows.num_pages)
         place = cutlass.select_(inside, pages, 0), piece.kv_head, remainder(token, self.spec.page_size), Int32(0)
         sources = tuple(Int64((cache.iterator + cute.crd2idx(place, cache.layout)).toint()) for cache in problem.caches)
-        return Tokens(sources, cute.arch.vote_ballot_sync(inside))
+        return sources, cute.arch.vote_ballot_sync(inside)
 
     @cute.jit
-    def copy_tokens(self, problem: Problem, shared: Shared, tokens: Tokens, which: cutlass.Constexpr, stage: Int32, part: Int32):
-        """Starts the copies of this warp's tokens of K (0) or V (1), 16 bytes a lane."""
-        shape = self.spec.rings[which]
-        per_token = cutlass.const_expr(shape.units * UNIT_BYTES // VECTOR_BYTES)
-        ring, source = shared.rings[which].iterator.toint(), tokens.sources[which]
-        for step in cutlass.range(per_token, unroll=4):
-            index = step * LANES + cute.arch.lane_idx()
-            token, column = quotient(index, per_token), remainder(index, per_token) * VECTOR_BYTES
-            begin, within = shuffled(source, token), part * LANES + token
-            inside = (tokens.seen >> token) & 1 != 0
-            if cutlass.const_expr(self.spec.tile_n % LANES == 0) or within < self.spec.tile_n:
-                copy_async(begin + column, ring + tile.swizzled(shape, stage, within, column), VECTOR_BYTES, inside)
+    def copy_tokens(
+        self, shared: Shared, tokens: tuple, which: cutlass.Constexpr, stage: Int32, part: Int32, owed: Int32
+    ) -> Int32:
+        """Starts the copies of this warp's tokens to a stage of K (0) or V (1), and pays what it owed; returns what it owes now.
+
+        tokens: where that of each lane lies, and which are read. Lanes share a token's row of a column block, so one shuffle
+        serves all blocks, and the distances are immediate.
+        """
+        spec, shape, lane = self.spec, self.spec.rings[which], cute.arch.lane_idx()
+        row_bytes = cutlass.const_expr(shape.column_block * UNIT_BYTES)
+        lanes = cutlass.const_expr(row_bytes // VECTOR_BYTES)  # of a token
+        at_once = cutlass.const_expr(LANES // lanes)
+        first, column = quotient(lane, lanes), remainder(lane, lanes) * VECTOR_BYTES
+        ring, source, seen = shared.rings[which].iterator.toint(), tokens[0], tokens[1] >> first
+        for token in cutlass.range_constexpr(0, LANES, at_once):
+            begin, inside = shuffled(source, token + first) + column, (seen >> token) & 1 != 0
+            repeats = cutlass.const_expr(token // SWIZZLE_ROWS * SWIZZLE_ROWS)
+            target = ring + tile.swizzled(shape, stage, part * LANES + first + (token - repeats), column) + repeats * row_bytes
+            if cutlass.const_expr(spec.tile_n % LANES == 0) or part * LANES + first + token < spec.tile_n:
+                for block in cutlass.range_constexpr(shape.units // shape.column_block):
+                    across = cutlass.const_expr(block * row_bytes)
+                    copy_async(begin + across, target + across * shape.tile_n, VECTOR_BYTES, inside)
+        cute.arch.cp_async_commit_group()
+        self.pay(shared, owed, 1)
+        return full_place(spec, stage, which)
 
     @cute.jit
-    def arrive(self, shared: Shared, ordinal: Int32, which: cutlass.Constexpr, under_way: cutlass.Constexpr):
-        """This warp's part of K (0) or V (1) of the share's tile `ordinal` is there, but for `under_way` groups started since."""
-        cute.arch.cp_async_wait_group(under_way)
-        cute.arch.fence_proxy("async.shared", space="cta")
-        cute.arch.sync_warp()
-        if cute.arch.lane_idx() == 0:
-            cute.arch.mbarrier_arrive(full_barrier(self.spec, shared, self.place_in_ring(ordinal)[0], which))
+    def pay(self, shared: Shared, owed: Int32, under_way: cutlass.Constexpr) -> Int32:
+        """Arrives at the full barrier that this warp owes, once what it is for is there: all but `under_way` groups of copies."""
+        if owed != NOTHING:
+            cute.arch.cp_async_wait_group(under_way)
+            cute.arch.fence_proxy("async.shared", space="cta")
+            cute.arch.sync_warp()
+            if cute.arch.lane_idx() == 0:
+                cute.arch.mbarrier_arrive(shared.barriers + owed)
+        return Int32(NOTHING)
 
 
 def shuffled(value: Int64, lane: Int32) -> Int64:

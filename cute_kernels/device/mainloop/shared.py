@@ -6,7 +6,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int8, Int32, Int64
 
-from ...config.decode import MOST_PIECES, KernelSpec
+from ...config.decode import KernelSpec
 from ...config.tiling import TILE_M
 from ..attend.pack_gqa import query_layout
 from ..elements import ELEMENT_TYPES
@@ -104,7 +104,7 @@ def allocate(spec: KernelSpec, smem) -> Shared:
     barriers = smem.allocate_array(Int64, barrier_count(spec))
     shapes = spec.num_stages * spec.hole_words, crew_words(spec) + 1, SHARE_WORDS + len(row_fields(spec)), 32
     holes, crew, opening, pages = (smem.allocate_tensor(Int32, cute.make_layout(n), byte_alignment=16) for n in shapes)
-    declined = smem.allocate_tensor(Int8, cute.make_layout(MOST_PIECES), byte_alignment=16)
+    declined = smem.allocate_tensor(Int8, cute.make_layout(spec.most_pieces), byte_alignment=16)
     scales = make_scale_rings(spec, smem)
     inverses = smem.allocate_tensor(Float32, cute.make_layout((TILE_M * spec.row_tiles, 2)), byte_alignment=16)
     combines = cute.make_tensor(crew.iterator + crew_words(spec), cute.make_layout(1))
@@ -121,7 +121,12 @@ def barrier_count(spec: KernelSpec) -> int:
 
 def full_barrier(spec: KernelSpec, shared: Shared, stage: Int32 | int, which: int = 0) -> cute.Pointer:
     """A stage's tile has come: its producers arrive. Where products overlap, that of K (0) or V (1); else both."""
-    return shared.barriers + (values_barriers(spec) if spec.overlaps and which else 0) + stage
+    return shared.barriers + full_place(spec, stage, which)
+
+
+def full_place(spec: KernelSpec, stage: Int32 | int, which: int = 0) -> Int32 | int:
+    """Where a full barrier is among all."""
+    return (values_barriers(spec) if spec.overlaps and which else 0) + stage
 
 
 def empty_barrier(spec: KernelSpec, shared: Shared, stage: Int32 | int, which: int = 0) -> cute.Pointer:
