@@ -181,6 +181,7 @@ class KernelSpec(TilingSpec):
         barriers += 8 if self.readers > 1 else 0  # zeroed
         barriers += 16 if self.overlaps else 0  # full and empty ones of V alone
         wide = sum(shape.tile_bytes * shape.num_stages for shape in self.wide if shape) + 16 * self.wide_stages
+        wide += self.wide_stages * (scales + 4 * self.scale_groups * self.token_scales)
         rest = self.most_pieces + 1024  # alignment, words
         merge = 0 if self.shares_ring else 4 * self.merge_floats
         return self.ring_bytes + self.num_stages * (scales + barriers) + query + wide + merge + rest

@@ -123,18 +123,24 @@ def attend_tile(
 ):
     """Adds tile `stage` to the states of the warp's m-tiles. operands: where K and V are multiplied from; holes: mask.py."""
     row_tiles, products = attention.row_tiles, attention.products
-    peak = settle_scales(spec, shared.scales, stage)
+    token_scales = scales_of(spec, shared, stage, operands[0 if spec.wide[0] is not None else 1])
+    peak = settle_scales(spec, *token_scales)
     scores = products.scores([rows.query for rows in row_tiles], operands[0])
-    hide_scores(spec, attention, shared, scores, stage, place, (holes,))
+    hide_scores(spec, attention, shared, scores, stage, token_scales, place, (holes,))
     for acc_s, rows in zip(scores, row_tiles, strict=True):
         state, up = rows.state, weights_up(spec, rows.state, peak)
         online_softmax(acc_s, state.acc_o, state.row_max, state.row_sum, row_scales(rows, attention.scaling), up)
     if cutlass.const_expr(spec.v_token_scale):
-        columns = column_scales(spec, shared.scales[1], spec.v_scale, stage)
+        columns = column_scales(spec, token_scales[0][1], spec.v_scale, token_scales[1])
         for acc_s in scores:
             scale_columns(acc_s, spec.lane_rows, columns)
     weights = [weight_operand(spec, products, acc_s) for acc_s in scores]
     products.add_values([rows.state.acc_o for rows in row_tiles], weights, operands[1])
+
+
+def scales_of(spec: KernelSpec, shared: Shared, stage: Int32, wide: Int32) -> tuple:
+    """(rings of tokens' scales, stage) of a tile for those who multiply: where it is widened, they are with the wide one."""
+    return (shared.wide_scales, wide) if spec.widens_tiles else (shared.scales, stage)
 
 
 def is_cut(spec: KernelSpec, rows: RowTile, place: TilePlace) -> Boolean:
@@ -149,17 +155,18 @@ def hide_scores(
     shared: Shared,
     scores: list,
     stage: Int32,
+    token_scales: tuple,
     place: TilePlace,
     holes: tuple,
     cut: Boolean | None = None,
 ):
     """A tile's scores, in place, with K's scales of tokens and all that modifies them; what a row does not see becomes -inf.
 
-    holes: words of them. cut: is_cut of the only m-tile, where it was known ahead.
+    token_scales: scales_of the tile. holes: words of them. cut: is_cut of the only m-tile, where it was known ahead.
     """
     lane, row_tiles, products = cute.arch.lane_idx(), attention.row_tiles, attention.products
     if cutlass.const_expr(spec.k_token_scale):
-        columns = column_scales(spec, shared.scales[0], spec.k_scale, stage)
+        columns = column_scales(spec, token_scales[0][0], spec.k_scale, token_scales[1])
         for acc_s in scores:
             scale_columns(acc_s, spec.lane_rows, columns)
     coords = products.thr_mma.partition_C(cute.make_identity_tensor((TILE_M, spec.tile_n)))

@@ -93,7 +93,7 @@ def allocate(spec: WeightsSpec) -> Shared:
     """Lays out the CTA's shared memory."""
     smem = cutlass.memory.SmemAllocator()
     tiles = allocate_tiles(smem, spec, (spec.rings[0], None))[0]
-    scales = make_scale_rings(spec, smem)[0]
+    scales = make_scale_rings(spec, smem, spec.num_stages)[0]
     query = smem.allocate_tensor(
         ELEMENT_TYPES[spec.element_type], cute.make_layout(spec.num_heads * spec.padded_head_dim), byte_alignment=128
     )

@@ -2,7 +2,8 @@
 
 One for all, or one a KV head: K's into the softmax scale, its sign into the query; V's into the output. One a token and KV head:
 K's into the columns of S, V's into those of P. A token's scale travels with its tile: the producer copies the 32-bit word that
-holds it by cp.async, and the warp that reads the tile makes it an f32.
+holds it by cp.async, and the warp that reads the tile makes it an f32. Where other warps widen the tile,
+these do so for all that read it.
 
 P is f16, and V's scales have any size: softmax weights, and so their sums and O, are kept in a unit, the power of two below the
 largest scale that the warp has met.
@@ -36,21 +37,22 @@ class Scaling:
 class ScaleRing:
     """Scales of the tokens of each stage's tile: 32-bit words [token, stage].
 
-    upper: [32 tokens, stage], bit l: an f16 scale lies in the upper half of the word of token l.
+    upper: [32 tokens, stage], bit l: an f16 scale lies in the upper half of the word of token l. Of widened tiles words are f32,
+    and `upper` has the bits of their largest magnitude.
     """
 
     words: cute.Tensor
     upper: cute.Tensor
 
 
-def make_scale_rings(spec: KernelSpec, smem) -> tuple:
+def make_scale_rings(spec: KernelSpec, smem, stages: int) -> tuple:
     """(K's, V's) rings, each None where there is no scale a token."""
     rings = []
     for form in (spec.k_scale, spec.v_scale):
         ring = None
         if form.startswith("token"):
-            words = smem.allocate_tensor(Int32, cute.make_layout((spec.tile_n, spec.num_stages)), byte_alignment=16)
-            upper = smem.allocate_tensor(Int32, cute.make_layout((spec.scale_groups, spec.num_stages)), byte_alignment=16)
+            words = smem.allocate_tensor(Int32, cute.make_layout((spec.tile_n, stages)), byte_alignment=16)
+            upper = smem.allocate_tensor(Int32, cute.make_layout((spec.scale_groups, stages)), byte_alignment=16)
             ring = ScaleRing(words, upper)
         rings.append(ring)
     return tuple(rings)
@@ -124,9 +126,15 @@ def with_scales(rings: tuple, found: list) -> list:
 def settle_scales(spec: cutlass.Constexpr, rings: tuple, stage: Int32) -> Int32:
     """Makes the scales of a tile that has come f32, each lane its own tokens; returns the bits of V's largest magnitude.
 
-    Where several warps read a tile the words stay as they came: column_scales widens them.
+    Where several warps read a tile the words stay as they came: column_scales widens them. rings, stage: those of widened tiles
+    where others widen; there is nothing left to make.
     """
     peak, alone = Int32(0), cutlass.const_expr(spec.readers == 1)
+    if cutlass.const_expr(spec.widens_tiles):
+        if cutlass.const_expr(spec.v_token_scale):
+            for group in cutlass.range_constexpr(spec.token_groups):
+                peak = cutlass.max(peak, rings[1].upper[group, stage])
+        return peak
     if cutlass.const_expr(spec.k_token_scale and alone):
         settle(rings[0], stage, spec.k_scale == "token_f16", alone)
     if cutlass.const_expr(spec.v_token_scale):
@@ -139,18 +147,36 @@ def settle_scales(spec: cutlass.Constexpr, rings: tuple, stage: Int32) -> Int32:
 @cute.jit
 def settle(ring: ScaleRing, stage: Int32, half: cutlass.Constexpr, kept: cutlass.Constexpr) -> Int32:
     """Makes this lane's scales f32, from f16 where `half`, in place where `kept`; returns the bits of their largest magnitude."""
-    lane, tokens = cute.arch.lane_idx(), cutlass.const_expr(cute.size(ring.words, mode=[0]))
     peak = Int32(0)
-    for group in cutlass.range_constexpr((tokens + LANES - 1) // LANES):
-        token = group * LANES + lane
-        if token < tokens:
-            bits = ring.words[token, stage]
-            if cutlass.const_expr(half):
-                bits = as_bits(half_to_float(bits >> (16 * ((ring.upper[group, stage] >> lane) & 1))))
-                if cutlass.const_expr(kept):
-                    ring.words[token, stage] = bits
-            peak = cutlass.max(peak, bits & MAGNITUDE)
+    for group in cutlass.range_constexpr((cute.size(ring.words, mode=[0]) + LANES - 1) // LANES):
+        peak = cutlass.max(peak, settle_group(ring, stage, group, half, (ring, stage) if kept and half else None))
     return peak
+
+
+@cute.jit
+def settle_group(ring: ScaleRing, stage: Int32, group: Int32 | int, half: cutlass.Constexpr, target: tuple | None) -> Int32:
+    """The same of a group of 32 tokens, kept in a stage of a ring, or not."""
+    lane, peak = cute.arch.lane_idx(), Int32(0)
+    token = group * LANES + lane
+    if token < cute.size(ring.words, mode=[0]):
+        bits = ring.words[token, stage]
+        if cutlass.const_expr(half):
+            bits = as_bits(half_to_float(bits >> (16 * ((ring.upper[group, stage] >> lane) & 1))))
+        if cutlass.const_expr(target is not None):
+            target[0].words[token, target[1]] = bits
+        peak = bits & MAGNITUDE
+    return peak
+
+
+@cute.jit
+def widen_scales(spec: cutlass.Constexpr, rings: tuple, stage: Int32, wide: tuple, wide_stage: Int32, warp: Int32):
+    """A warp of those that widen makes the scales of 32 tokens f32 for all that read the tile, with their largest magnitude."""
+    both = zip(rings, wide, (spec.k_scale, spec.v_scale), strict=True)
+    for ring, target, form in [one for one in both if one[0] is not None]:
+        if warp < spec.token_groups:
+            peak = warp_max(settle_group(ring, stage, warp, form == "token_f16", (target, wide_stage)))
+            if cute.arch.lane_idx() == 0:
+                target.upper[warp, wide_stage] = peak
 
 
 def find_scales(spec: KernelSpec, scales: tuple, *where) -> list:
@@ -174,7 +200,7 @@ def column_scales(spec: KernelSpec, ring: ScaleRing, form: ScaleForm, stage: Int
     for n in range(tokens // 8):
         scales[n] = pairs[cute.arch.lane_idx() % 4, n, stage]
     found = cute.make_tensor(cute.recast_ptr(scales.iterator, dtype=Float32), cute.make_layout((2, tokens // 8)))
-    if spec.readers > 1 and form == "token_f16":
+    if spec.readers > 1 and form == "token_f16" and not spec.widens_tiles:
         widen_columns(ring, found, stage)
     return found
 

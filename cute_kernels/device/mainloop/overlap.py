@@ -11,7 +11,7 @@ from cutlass import Boolean, Int32
 
 from ...config.decode import KernelSpec
 from ...config.tiling import WARPGROUP
-from ..attend.attend import Attention, hide_scores, is_cut, pack_probabilities, row_scales, weights_up
+from ..attend.attend import Attention, hide_scores, is_cut, pack_probabilities, row_scales, scales_of, weights_up
 from ..attend.bases import follow_bases, settle_bases, weigh_row
 from ..attend.pack_gqa import fragments, warpgroup_of
 from ..attend.query_rows import TilePlace, place_of_tile
@@ -116,9 +116,10 @@ class OverlapMainloop(TmaMainloop):
         follow_bases takes.
         """
         spec, stage, (rows,) = self.spec, self.place_in_ring(piece.issued + i)[0], attention.row_tiles
-        peak, factors = settle_scales(spec, shared.scales, stage), row_scales(rows, attention.scaling)
-        hide_scores(spec, attention, shared, [acc_s], stage, self.place(piece, i), *hidden)
-        if cutlass.const_expr(spec.token_scales == 0):
+        token_scales = scales_of(spec, shared, stage, self.place_in_wide(piece.issued + i)[0] if spec.widens_tiles else stage)
+        peak, factors = settle_scales(spec, *token_scales), row_scales(rows, attention.scaling)
+        hide_scores(spec, attention, shared, [acc_s], stage, token_scales, self.place(piece, i), *hidden)
+        if cutlass.const_expr(not self.all_release):
             self.release(shared, stage, 0)
         offsets, *moves = settle_bases(spec, acc_s, rows.state, factors)
         up = weights_up(spec, rows.state, peak)
@@ -128,8 +129,8 @@ class OverlapMainloop(TmaMainloop):
                 wait_for_products(0)
                 self.release_values(piece, i - 1, shared, i > 0)
         if cutlass.const_expr(spec.v_token_scale):
-            scale_columns(acc_s, spec.lane_rows, column_scales(spec, shared.scales[1], spec.v_scale, stage))
-        if cutlass.const_expr(spec.token_scales > 0):
+            scale_columns(acc_s, spec.lane_rows, column_scales(spec, token_scales[0][1], spec.v_scale, token_scales[1]))
+        if cutlass.const_expr(self.all_release):
             self.release(shared, stage, 0)
         return *moves, up
 
@@ -149,14 +150,14 @@ class OverlapMainloop(TmaMainloop):
         self.release(shared, self.place_in_ring(piece.issued + i)[0], 1, there)
         if cutlass.const_expr(spec.widens_tiles):
             wide = self.place_in_wide(piece.issued + i)[0]
-            if (cute.arch.lane_idx() == 0) & there:
+            if ((cute.arch.lane_idx() == 0) | (self.lanes_widen > 1)) & there:
                 cute.arch.mbarrier_arrive(narrow_barrier(spec, shared, wide))
 
     @cute.jit
     def release(self, shared: Shared, stage: Int32, which: cutlass.Constexpr, there: Boolean | bool = True):
         """This warp is done with K (0) or V (1) of a stage."""
         cute.arch.sync_warp()
-        if cutlass.const_expr(which == 1 or self.spec.token_scales == 0):  # else every lane, for the scales that it has read
+        if cutlass.const_expr(which == 1 or not self.all_release):  # else every lane, for the scales that it has read
             there = there & (cute.arch.lane_idx() == 0)  # a predicate: an elected lane takes a vote and a branch
         if there:
             cute.arch.mbarrier_arrive(empty_barrier(self.spec, shared, stage, which))

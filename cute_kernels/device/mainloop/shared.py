@@ -25,6 +25,7 @@ class Shared:
     """The K and V rings, swizzled, and their tokens' scales; two queries; the merge buffer; holes (attend/mask).
 
     wide: rings of K and V tiles, [token, element, stage], where a warpgroup multiplies 8-bit ones, else None.
+    wide_scales: of the tokens of those.
 
     barriers: the mbarriers, by the functions below.
 
@@ -39,6 +40,7 @@ class Shared:
     rings: tuple
     wide: tuple[cute.Tensor | None, cute.Tensor | None]
     scales: tuple[ScaleRing | None, ScaleRing | None]
+    wide_scales: tuple[ScaleRing | None, ScaleRing | None]
     query: cute.Tensor
     inverses: cute.Tensor
     merge: tuple
@@ -105,12 +107,15 @@ def allocate(spec: KernelSpec, smem) -> Shared:
     shapes = spec.num_stages * spec.hole_words, crew_words(spec) + 1, SHARE_WORDS + len(row_fields(spec)), 32
     holes, crew, opening, pages = (smem.allocate_tensor(Int32, cute.make_layout(n), byte_alignment=16) for n in shapes)
     declined = smem.allocate_tensor(Int8, cute.make_layout(spec.most_pieces), byte_alignment=16)
-    scales = make_scale_rings(spec, smem)
+    scales = make_scale_rings(spec, smem, spec.num_stages)
+    wide_scales = make_scale_rings(spec, smem, spec.wide_stages) if spec.widens_tiles else (None, None)
     inverses = smem.allocate_tensor(Float32, cute.make_layout((TILE_M * spec.row_tiles, 2)), byte_alignment=16)
     combines = cute.make_tensor(crew.iterator + crew_words(spec), cute.make_layout(1))
     end = crew, crew, combines  # opener, crew, combines
     items = smem.allocate_tensor(Int32, cute.make_layout((3 + len(row_fields(spec)), ITEMS))) if spec.dealt else None
-    return Shared(rings, wide, scales, query, inverses, merge, barriers, holes, *end, opening, pages, declined, items)
+    return Shared(
+        rings, wide, scales, wide_scales, query, inverses, merge, barriers, holes, *end, opening, pages, declined, items
+    )
 
 
 def barrier_count(spec: KernelSpec) -> int:

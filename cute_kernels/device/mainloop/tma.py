@@ -21,7 +21,7 @@ from ..attend.mask import has_outside, zero_outside
 from ..attend.pack_gqa import prefetch_query, reader_of, turn_of
 from ..attend.query_rows import Row, TilePlace, first_tile, place_of_tile
 from ..attend.widen import widen_tile
-from ..kv.scale import fetch_scales, find_scales
+from ..kv.scale import fetch_scales, find_scales, widen_scales
 from ..kv.source import (
     box_pages,
     empty_row,
@@ -68,10 +68,11 @@ class TmaMainloop:
         self.arrivals = 1 + (32 + 1 if spec.token_scales else 0), 1
         readers = spec.readers
         widening = WIDENING_WARPS if spec.widens_tiles else 0
+        self.lanes_widen = LANES if spec.widens_tiles and spec.token_scales else 1  # each for the scales that it made or read
         self.zeroes_alone = readers > 1 and spec.wide[1] is None
         # at an empty one: each lane for scales, or V's elements, that it read itself, one alone where ldmatrix reads for all
-        self.all_release = spec.token_scales > 0 or (spec.splits and self.zeroes_alone)
-        self.releases = readers * (LANES if self.all_release else 1) + widening, readers + widening
+        self.all_release = (spec.token_scales > 0 and not spec.widens_tiles) or (spec.splits and self.zeroes_alone)
+        self.releases = readers * (LANES if self.all_release else 1) + widening * self.lanes_widen, readers + widening
 
     def operands(self, k: cute.Tensor, v: cute.Tensor) -> tuple:
         """(K atom, K coordinates, V atom, V coordinates) of caches [pages, heads, slots, head_dim] in any strides."""
@@ -108,8 +109,8 @@ class TmaMainloop:
                 if cutlass.const_expr(self.spec.readers > 1):
                     cute.arch.mbarrier_init(zeroed_barrier(self.spec, shared, stage), LANES)
             for stage in cutlass.range_constexpr(self.spec.wide_stages):
-                cute.arch.mbarrier_init(widened_barrier(self.spec, shared, stage), WIDENING_WARPS)
-                cute.arch.mbarrier_init(narrow_barrier(self.spec, shared, stage), self.spec.readers)
+                cute.arch.mbarrier_init(widened_barrier(self.spec, shared, stage), WIDENING_WARPS * self.lanes_widen)
+                cute.arch.mbarrier_init(narrow_barrier(self.spec, shared, stage), self.spec.readers * self.lanes_widen)
             for news in (crew_barrier, announced_barrier):
                 cute.arch.mbarrier_init(news(self.spec, shared), 1)
         cute.arch.mbarrier_init_fence()
@@ -273,16 +274,19 @@ class TmaMainloop:
         for which in cutlass.range_constexpr(1 + spec.overlaps):
             cute.arch.mbarrier_wait(full_barrier(spec, shared, stage, which), parity)
         cute.arch.mbarrier_wait(narrow_barrier(spec, shared, wide), turn ^ 1)
+        widen_scales(spec, shared.scales, stage, shared.wide_scales, wide, warp)
         for which, (stored, seen) in enumerate(((spec.k_type, None), (spec.v_type, place))):
             if cutlass.const_expr(spec.wide[which] is not None):
                 source, target = shared.rings[which][None, None, stage], shared.wide[which][None, None, wide]
                 widen_tile(stored, source, target, seen, warp)
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.sync_warp()
-        with cute.arch.elect_one():
-            for which in cutlass.range_constexpr(1 + spec.overlaps):
-                cute.arch.mbarrier_arrive(empty_barrier(spec, shared, stage, which))
+        if (cute.arch.lane_idx() == 0) | (self.lanes_widen > 1):
+            cute.arch.mbarrier_arrive(empty_barrier(spec, shared, stage))
             cute.arch.mbarrier_arrive(widened_barrier(spec, shared, wide))
+        if cutlass.const_expr(spec.overlaps):
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive(empty_barrier(spec, shared, stage, 1))
 
     @cute.jit
     def issue_boxes(
@@ -366,7 +370,9 @@ class TmaMainloop:
                 cute.arch.mbarrier_wait(widened_barrier(spec, shared, wide), turn)
             operands = tuple(stage if cutlass.const_expr(shape is None) else wide for shape in spec.wide)
             attend_tile(spec, attention, shared, stage, operands, place, holes)
-            if cutlass.const_expr(spec.widens_tiles):
+            if cutlass.const_expr(self.lanes_widen > 1):
+                cute.arch.mbarrier_arrive(narrow_barrier(spec, shared, wide))
+            elif cutlass.const_expr(spec.widens_tiles):
                 with cute.arch.elect_one():
                     cute.arch.mbarrier_arrive(narrow_barrier(spec, shared, wide))
             if has_outside(spec, place):
