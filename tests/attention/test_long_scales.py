@@ -1,0 +1,90 @@
+"""Scales of tokens in long queries, which the warps that widen a tile make f32 for all that read it (device/kv/scale.py)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import cute_kernels as ck
+from cute_kernels.attention.variants import explain
+from cute_kernels.planning.variants import PRETEND, PlanPreference
+from tests.attention.test_long_queries import long_case
+from tests.support.attention_cases import AttentionInputs, Case, make_attention
+from tests.support.attention_harness import assert_close, assert_every_row, run, select
+
+INT8, E4M3, E5M2 = ck.KVDtype.INT8, ck.KVDtype.E4M3, ck.KVDtype.E5M2
+TOKEN, TOKEN_F16, HEAD = ck.KVScale.TOKEN, ck.KVScale.TOKEN_F16, ck.KVScale.HEAD
+EXPONENTS = {  # of what the scale of token t of n is multiplied by, to base 2
+    "as_made": lambda t, n: 0.0 * t,
+    "rising": lambda t, n: 10.0 * t / n - 8.0,
+    "falling": lambda t, n: 2.0 - 10.0 * t / n,
+    "steps": lambda t, n: 3.0 * (t // 150 % 3) - 6.0,
+    "spread": lambda t, n: -(t * 37 % 11) * 1.0,
+}
+WIDE = 5.0  # times as far where V's scales are f32: from 2**-40 to 2**10
+
+
+def of(k_dtype: ck.KVDtype, k_scale: ck.KVScale, v_dtype: ck.KVDtype, v_scale: ck.KVScale, **cache: object) -> dict[str, object]:
+    return {"kv_dtype": k_dtype, "k_scale": k_scale, "v_dtype": v_dtype, "v_scale": v_scale, **cache}
+
+
+KINDS: dict[str, tuple[dict[str, object], dict[str, object]]] = {  # fields of the cache, and of the case
+    "int8_f16": (of(INT8, TOKEN_F16, INT8, TOKEN_F16), {}),
+    "int8_f16_q_f16": (of(INT8, TOKEN_F16, INT8, TOKEN_F16, dtype=torch.float16), {}),
+    "int8_f32": (of(INT8, TOKEN, INT8, TOKEN), {}),
+    "e4m3_f32_e5m2_f32": (of(E4M3, TOKEN, E5M2, TOKEN, head_dim=64), {}),
+    "e4m3_head_int8_f16": (of(E4M3, HEAD, INT8, TOKEN_F16, head_dim=96), {}),
+    "int8_f16_everything": (
+        of(INT8, TOKEN_F16, INT8, TOKEN_F16),
+        {"window_left": 100, "softcap": 3.0, "alibi": True, "sinks": True},
+    ),
+    "e5m2_f16_e4m3_d256": (of(E5M2, TOKEN_F16, E4M3, TOKEN_F16, head_dim=256), {"causal": None}),
+}
+CASES = [(name, pattern) for name in KINDS for pattern in EXPONENTS]
+
+
+def scaled_case(name: str) -> Case:
+    cache, fields = KINDS[name]
+    return long_case(name, cache, **fields)
+
+
+def scaled(name: str, pattern: str, device: str) -> AttentionInputs:
+    """Requests whose scales follow a pattern from token to token."""
+    described = scaled_case(name)
+    inputs = make_attention(described, device)
+    for which in ("k", "v"):
+        scales = inputs.kv.scales[f"{which}_scale"]
+        if scales is None or scales.dim() < 3:
+            continue
+        far = WIDE if which == "v" and scales.dtype == torch.float32 else 1.0
+        for row, length in enumerate(described.cache.lengths):
+            token = torch.arange(length, device=device)
+            pages, slots = inputs.kv.rows[row].long()[token // described.cache.page_size], token % described.cache.page_size
+            factors = torch.exp2((EXPONENTS[pattern](token.double(), length) * far).round())
+            scales[pages, slots] = (scales[pages, slots].double() * factors[:, None]).to(scales.dtype)
+    return inputs
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_who_makes_scales_f32(name: str) -> None:
+    """Without a GPU: the plan of such a case deals its items and widens its tiles."""
+    chosen = explain(scaled_case(name).descriptor().problem, PlanPreference(sm_count=1).part_of(PRETEND["h200"])).chosen.spec
+    spec = getattr(chosen, "many", chosen)
+    assert spec.dealt and spec.widens_tiles and spec.token_scales > 0
+
+
+@pytest.mark.parametrize(("name", "pattern"), CASES)
+def test_long_scales_on_the_cpu(name: str, pattern: str) -> None:
+    """The reference, on the scales below."""
+    inputs = scaled(name, pattern, "cpu")
+    assert_close(inputs, run(select(inputs.case, "cpu"), inputs))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("name", "pattern"), CASES)
+def test_every_row_of_long_scales(name: str, pattern: str) -> None:
+    """Row by row, where the unit of the weights grows with each tile, once, or not at all, beside scales a thousandth of it."""
+    inputs = scaled(name, pattern, "cuda")
+    plan = select(inputs.case, "sm90", sm_count=1)
+    assert plan.explain().chosen.spec.dealt
+    assert_every_row(plan, inputs)
