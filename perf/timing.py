@@ -15,7 +15,8 @@ from typing import Protocol, TypeVar
 import numpy as np
 import torch
 
-MIN_CALLS = 8  # in a graph, so that the cost of the two events disappears
+from cute_kernels.bench.clock import capture
+
 WARM_UP = 2
 
 T = TypeVar("T")
@@ -93,19 +94,8 @@ class GraphClock:
     """Replays of CUDA graphs on the current device, timed with events."""
 
     def capture(self, calls: Sequence[Callable[[], object]]) -> Rotation:
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for call in calls:
-                call()
-        torch.cuda.synchronize()
-        repeats = -(-MIN_CALLS // len(calls))
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            for _ in range(repeats):
-                for call in calls:
-                    call()
-        return Rotation(graph.replay, repeats * len(calls))
+        graph, captured = capture(calls, torch.device("cuda", torch.cuda.current_device()))
+        return Rotation(graph.replay, captured)
 
     def times(self, rotations: Sequence[Rotation], replays: int) -> list[Timing]:
         for rotation in rotations:

@@ -24,19 +24,8 @@ def seconds_of(calls: Sequence[Callable[[], object]], device: torch.device, adva
     """The median time of one call, each on inputs of its own. The first calls, which may compile, are not in it."""
     if device.type != "cuda":
         return _on_cpu(calls, advance)
-    side = torch.cuda.Stream(device)
-    side.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(side):
-        for call in calls:
-            call()
-    torch.cuda.synchronize(device)
+    graph, captured = capture(calls, device)
     advance()
-    repeats = -(-CALLS // len(calls))
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(repeats):
-            for call in calls:
-                call()
     graph.replay()
     times = []
     for _ in range(REPLAYS):
@@ -45,9 +34,26 @@ def seconds_of(calls: Sequence[Callable[[], object]], device: torch.device, adva
         graph.replay()
         end.record()
         end.synchronize()
-        times.append(begin.elapsed_time(end) / 1e3 / (repeats * len(calls)))
+        times.append(begin.elapsed_time(end) / 1e3 / captured)
         advance()
     return median(times)
+
+
+def capture(calls: Sequence[Callable[[], object]], device: torch.device) -> tuple[torch.cuda.CUDAGraph, int]:
+    """(one graph of whole rounds of the calls, how many calls it holds: CALLS at least). Each call first runs eagerly."""
+    side = torch.cuda.Stream(device)
+    side.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(side):
+        for call in calls:
+            call()
+    torch.cuda.synchronize(device)
+    repeats = -(-CALLS // len(calls))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(repeats):
+            for call in calls:
+                call()
+    return graph, repeats * len(calls)
 
 
 def _on_cpu(calls: Sequence[Callable[[], object]], advance: Advance) -> float:
