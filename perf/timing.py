@@ -94,7 +94,7 @@ class GraphClock:
     """Replays of CUDA graphs on the current device, timed with events."""
 
     def capture(self, calls: Sequence[Callable[[], object]]) -> Rotation:
-        graph, captured = capture(calls, torch.device("cuda", torch.cuda.current_device()))
+        graph, captured = capture(calls)
         return Rotation(graph.replay, captured)
 
     def times(self, rotations: Sequence[Rotation], replays: int) -> list[Timing]:

@@ -39,8 +39,11 @@ def seconds_of(calls: Sequence[Callable[[], object]], device: torch.device, adva
     return median(times)
 
 
-def capture(calls: Sequence[Callable[[], object]], device: torch.device) -> tuple[torch.cuda.CUDAGraph, int]:
-    """(one graph of whole rounds of the calls, how many calls it holds: CALLS at least). Each call first runs eagerly."""
+def capture(calls: Sequence[Callable[[], object]], device: torch.device | None = None) -> tuple[torch.cuda.CUDAGraph, int]:
+    """(one graph of whole rounds of the calls, how many calls it holds: CALLS at least). Each call first runs eagerly.
+
+    device: the current one where it is None.
+    """
     side = torch.cuda.Stream(device)
     side.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(side):

@@ -80,10 +80,10 @@ def device(monkeypatch) -> Device:
 
     stream = SimpleNamespace(wait_stream=lambda other: None)
     for name, replacement in {
-        "Stream": lambda: stream,
-        "current_stream": lambda: stream,
+        "Stream": lambda device=None: stream,
+        "current_stream": lambda device=None: stream,
         "stream": on,
-        "synchronize": lambda: made.order.append("synchronize"),
+        "synchronize": lambda device=None: made.order.append("synchronize"),
         "CUDAGraph": lambda: Graph(made),
         "graph": capturing,
         "Event": lambda enable_timing: Event(made),
