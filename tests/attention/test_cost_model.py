@@ -364,7 +364,8 @@ def test_every_choice_is_supported_or_none_is(
 
 
 TOKEN = ck.KVScale.TOKEN_F16
-LONG_MEASURED = {  # us; one H200, records of 4e587f328: (batch, query rows, tokens, heads, KV heads, head_dim, cache)
+# us; one H200, records of 4e587f328, int8 of 4c358b105: (batch, query rows, tokens, heads, KV heads, head_dim, cache)
+LONG_MEASURED = {
     (1, 4 * K, 4 * K, 32, 8, 128, None): 241.5,
     (1, 8 * K, 8 * K, 32, 8, 128, None): 911.6,
     (1, 16 * K, 16 * K, 32, 8, 128, None): 3473.6,
@@ -376,7 +377,7 @@ LONG_MEASURED = {  # us; one H200, records of 4e587f328: (batch, query rows, tok
     (1, 8 * K, 8 * K, 16, 8, 256, None): 876.1,
     (1, 8 * K, 8 * K, 32, 8, 128, "e4m3"): 1080.9,
     (1, 512, 64 * K, 32, 8, 128, "e4m3"): 1035.7,
-    (1, 8 * K, 8 * K, 32, 8, 128, "int8"): 1555.3,
+    (1, 8 * K, 8 * K, 32, 8, 128, "int8"): 1372.9,
 }
 
 

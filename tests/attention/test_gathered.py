@@ -10,17 +10,15 @@ import torch
 import cute_kernels as ck
 from cute_kernels.attention.variants import explain
 from cute_kernels.planning.variants import PRETEND, PlanPreference
-from tests.attention.test_long_queries import HEADS, ROWS
-from tests.support.attention_cases import Case, case, make_attention
+from tests.attention.test_long_queries import EVERYTHING, UNIFORM_LENGTHS, UNIFORM_ROWS, long_case
+from tests.support.attention_cases import Case, make_attention
 from tests.support.attention_harness import assert_close, assert_every_row, run, select
 from tests.support.harness import device_of
 from tests.support.inputs import INT_MAX
 
-EVERYTHING = {"window_left": 100, "softcap": 3.0, "alibi": True, "sinks": True}
-
 
 def paged(name: str, page_size: int, cache: dict[str, object] | None = None, **fields: object) -> Case:
-    return case(name, {**HEADS, "page_size": page_size, **(cache or {})}, **{**ROWS, **fields})
+    return long_case(name, {"page_size": page_size, **(cache or {})}, **fields)
 
 
 CASES = (
@@ -33,7 +31,7 @@ CASES = (
     paged("page_1_nhd_csr", 1, {"order": "NHD"}, table="csr"),
     paged("page_1_everything", 1, **EVERYTHING),
     paged("page_7_d80_everything", 7, {"head_dim": 80}, **EVERYTHING),
-    paged("page_1_uniform", 1, {"lengths": (300, 40, 120)}, uniform=True, q_lens=(130,) * 3, max_q_len=130),
+    paged("page_1_uniform", 1, UNIFORM_LENGTHS, **UNIFORM_ROWS),
 )
 
 

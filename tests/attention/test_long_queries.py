@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import Tensor
 
 import cute_kernels as ck
 from cute_kernels.attention.variants import explain
@@ -22,6 +23,9 @@ WARPGROUP_ROWS = 16  # packed rows: with more, warpgroups attend and items are d
 SHORT = [c for c in CASES if c.tma and (c.q_lens != (1,) * c.batch or not c.uniform)]
 HEADS = {"num_heads": 8, "num_kv_heads": 2, "head_dim": 128, "lengths": (300, 40, 7, 900, 64), "max_seq_len": 1000}
 ROWS = {"q_lens": (300, 1, 7, 200, 64), "max_q_len": 300}
+UNIFORM_LENGTHS = {"lengths": (300, 40, 120)}
+UNIFORM_ROWS = {"uniform": True, "q_lens": (130,) * 3, "max_q_len": 130}
+EVERYTHING = {"window_left": 100, "softcap": 3.0, "alibi": True, "sinks": True}
 SETS, REPLAYS = 8, 1_000
 
 
@@ -36,7 +40,7 @@ LONG = (
     long_case("long_page_8", {"page_size": 8}),
     long_case("long_f16", {"dtype": torch.float16}),
     *(long_case(f"long_d{d}", {"head_dim": d}) for d in (64, 80, 96, 192, 256)),
-    long_case("long_everything", window_left=100, softcap=3.0, alibi=True, sinks=True),
+    long_case("long_everything", **EVERYTHING),
     long_case("long_top_left", causal="top_left"),
     long_case("long_no_mask", causal=None),
     long_case("long_both_windows", causal=None, window_left=30, window_right=9),
@@ -46,9 +50,8 @@ LONG = (
     long_case("long_base_2", {"lse_base": "2"}),
     *(long_case(f"long_{name.replace(' ', '_')}", storage) for name, storage in STORAGES.items() if storage),
     long_case("long_odd_group", {"num_heads": 21, "num_kv_heads": 3, "head_dim": 64}),
-    long_case("long_uniform", {"lengths": (300, 40, 120)}, uniform=True, q_lens=(130,) * 3, max_q_len=130),
-    long_case("long_d256_uniform", {"head_dim": 256, "lengths": (300, 40, 120)}, uniform=True, q_lens=(130,) * 3, max_q_len=130),
-    long_case("long_d192_uniform", {"head_dim": 192, "lengths": (300, 40, 120)}, uniform=True, q_lens=(130,) * 3, max_q_len=130),
+    long_case("long_uniform", UNIFORM_LENGTHS, **UNIFORM_ROWS),
+    *(long_case(f"long_d{d}_uniform", {"head_dim": d, **UNIFORM_LENGTHS}, **UNIFORM_ROWS) for d in (256, 192)),
     long_case(
         "long_many_requests",
         {"lengths": tuple((53 * i) % 200 for i in range(80)), "max_seq_len": 200},
@@ -164,6 +167,13 @@ KINDS = {"bf16": {}, "f16": {"dtype": torch.float16}, "e4m3": STORAGES["e4m3"]}
 PATTERNS = [(pattern, kind) for pattern in LOGITS for kind in KINDS if kind != "e4m3" or "far" not in pattern]  # e4m3 ends at 448
 
 
+def places_of(inputs: AttentionInputs, row: int) -> tuple[Tensor, Tensor, Tensor]:
+    """(number, page, slot) of each token of a request."""
+    cache, table = inputs.case.cache, inputs.kv.rows[row].long()
+    token = torch.arange(cache.lengths[row], device=table.device)
+    return token, table[token // cache.page_size], token % cache.page_size
+
+
 def patterned(pattern: str, kind: str, device: str, **fields: object) -> AttentionInputs:
     """Requests whose logits follow a pattern from key to key, with what is random beside it, but where that would be rounded."""
     described = long_case(f"{pattern}_{kind}", {**KINDS[kind], "softmax_scale": 1.0}, **fields)
@@ -171,8 +181,7 @@ def patterned(pattern: str, kind: str, device: str, **fields: object) -> Attenti
     inputs.q[: sum(described.q_lens)] *= 0.0 if "far" in pattern else 0.08
     inputs.q[: sum(described.q_lens), :, 0] = QUERY
     for row, length in enumerate(described.cache.lengths):
-        token = torch.arange(length, device=device)
-        pages, slots = inputs.kv.rows[row].long()[token // described.cache.page_size], token % described.cache.page_size
+        token, pages, slots = places_of(inputs, row)
         logits = LOGITS[pattern](token.double(), length) / QUERY
         inputs.kv.k[pages, :, slots, 0] = logits[:, None].to(inputs.kv.k.dtype)
     return inputs

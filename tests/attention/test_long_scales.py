@@ -8,7 +8,7 @@ import torch
 import cute_kernels as ck
 from cute_kernels.attention.variants import explain
 from cute_kernels.planning.variants import PRETEND, PlanPreference
-from tests.attention.test_long_queries import long_case
+from tests.attention.test_long_queries import EVERYTHING, long_case, places_of
 from tests.support.attention_cases import AttentionInputs, Case, make_attention
 from tests.support.attention_harness import assert_close, assert_every_row, run, select
 
@@ -34,10 +34,7 @@ KINDS: dict[str, tuple[dict[str, object], dict[str, object]]] = {  # fields of t
     "int8_f32": (of(INT8, TOKEN, INT8, TOKEN), {}),
     "e4m3_f32_e5m2_f32": (of(E4M3, TOKEN, E5M2, TOKEN, head_dim=64), {}),
     "e4m3_head_int8_f16": (of(E4M3, HEAD, INT8, TOKEN_F16, head_dim=96), {}),
-    "int8_f16_everything": (
-        of(INT8, TOKEN_F16, INT8, TOKEN_F16),
-        {"window_left": 100, "softcap": 3.0, "alibi": True, "sinks": True},
-    ),
+    "int8_f16_everything": (of(INT8, TOKEN_F16, INT8, TOKEN_F16), EVERYTHING),
     "e5m2_f16_e4m3_d256": (of(E5M2, TOKEN_F16, E4M3, TOKEN_F16, head_dim=256), {"causal": None}),
 }
 CASES = [(name, pattern) for name in KINDS for pattern in EXPONENTS]
@@ -58,8 +55,7 @@ def scaled(name: str, pattern: str, device: str) -> AttentionInputs:
             continue
         far = WIDE if which == "v" and scales.dtype == torch.float32 else 1.0
         for row, length in enumerate(described.cache.lengths):
-            token = torch.arange(length, device=device)
-            pages, slots = inputs.kv.rows[row].long()[token // described.cache.page_size], token % described.cache.page_size
+            token, pages, slots = places_of(inputs, row)
             factors = torch.exp2((EXPONENTS[pattern](token.double(), length) * far).round())
             scales[pages, slots] = (scales[pages, slots].double() * factors[:, None]).to(scales.dtype)
     return inputs

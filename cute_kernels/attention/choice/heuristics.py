@@ -130,9 +130,7 @@ def long_config(problem: DecodeProblem) -> DecodeConfig:
     """That of long queries: the first shape that fits, or the last. Ragged ones leave room for a mixed kernel's other phases."""
     shapes, stages = (LONG_SHAPES_OF_8_BITS, LONG_STAGES_OF_8_BITS) if problem.has_8_bits else (LONG_SHAPES, LONG_STAGES)
     configs = [DecodeConfig(tile_n, stages, warps, 1, 1, "warpgroup") for tile_n, warps in shapes]
-    most = SMEM_BYTES["sm_90a"] - (BETWEEN_BYTES if problem.query == "ragged" else 0)
-    fits = [c for c in configs if kernel_spec(problem, "sm90", "sm_90a", c, partition="dealt").smem_bytes <= most]
-    return first_fitting(problem, fits or configs, "dealt")
+    return first_fitting(problem, configs, "dealt", spare=BETWEEN_BYTES if problem.query == "ragged" else 0)
 
 
 def block_config(
@@ -169,12 +167,16 @@ def warpgroup_config(problem: DecodeProblem) -> DecodeConfig:
     return first_fitting(problem, configs, "balanced")
 
 
-def first_fitting(problem: DecodeProblem, configs: list[DecodeConfig], partition: Partition) -> DecodeConfig:
-    """The first of some configurations of warpgroups, with more than one stage, that can be built; else the last."""
-    fitting = (
-        c for c in configs if c.num_stages > 1 and not supports(kernel_spec(problem, "sm90", "sm_90a", c, partition=partition))
-    )
-    return next(fitting, configs[-1])
+def first_fitting(problem: DecodeProblem, configs: list[DecodeConfig], partition: Partition, spare: int = 0) -> DecodeConfig:
+    """The first of some configurations of warpgroups, with more than one stage, that can be built; else the last.
+
+    spare: bytes of shared memory that it leaves.
+    """
+    for config in configs:
+        spec = kernel_spec(problem, "sm90", "sm_90a", config, partition=partition)
+        if config.num_stages > 1 and not supports(spec) and spec.smem_bytes + spare <= SMEM_BYTES["sm_90a"]:
+            return config
+    return configs[-1]
 
 
 def pairs_heads(problem: DecodeProblem, arch: Arch) -> bool:

@@ -55,13 +55,17 @@ class DealtMainloop(OverlapMainloop):
 
     def next_item(self, problem: Problem, shared: Shared, turn: Int32, found: Found, scales: bool) -> tuple[Item, Found, Int32]:
         """(the item of a round, where to search for the next, pages_of it)."""
-        spec, rows = self.spec, problem.rows
-        if scales:
-            item = take_item(spec, shared, turn)
-        else:
-            item, found = find_item(spec, rows, problem.batch(spec), turn, found)
-            publish_item(spec, shared, item, turn)
-        return item, found, pages_of(spec, rows, item)
+        item, found = self.find_or_take(problem, shared, turn, found, leads=not scales)
+        return item, found, pages_of(self.spec, problem.rows, item)
+
+    def find_or_take(self, problem: Problem, shared: Shared, turn: Int32, found: Found, leads: bool) -> tuple[Item, Found]:
+        """(the item of a round, where to search for the next). leads: whether this warp finds it for all."""
+        spec = self.spec
+        if not leads:
+            return take_item(spec, shared, turn), found
+        item, found = find_item(spec, problem.rows, problem.batch(spec), turn, found)
+        publish_item(spec, shared, item, turn)
+        return item, found
 
     @cute.jit
     def widen(self, problem: Problem, shared: Shared, warp: Int32):

@@ -16,7 +16,7 @@ from ..kv.source import find_holes, find_page, inspect_requests, is_seen
 from ..problem import Problem
 from ..ptx.cp_async import copy_async
 from ..ptx.registers import LANES, quotient, remainder
-from ..schedule.dealing import Found, Item, find_item, meet_all, piece_of, publish_item, take_item
+from ..schedule.dealing import Found, meet_all, piece_of
 from ..schedule.work_scheduler import Piece
 from . import tile
 from .dealt import DealtMainloop
@@ -50,11 +50,13 @@ class GatherMainloop(DealtMainloop):
         cute.arch.griddepcontrol_wait()
         meet_all(spec)
         issued, turn, found, owed = Int32(0), Int32(0), Found(Int32(0), Int32(0)), Int32(NOTHING)
-        item, found = self.next_part(problem, shared, turn, found, leads)
+        item, found = self.find_or_take(problem, shared, turn, found, leads)
         while item.index < batch:
             piece = piece_of(spec, rows, item, issued)
             turn += 1
-            item, found = self.next_part(problem, shared, turn, found, leads)  # consumers take it before they attend to this one
+            item, found = self.find_or_take(
+                problem, shared, turn, found, leads
+            )  # consumers take it before they attend to this one
             if piece.tiles == 0:  # consumers take this item behind the last V of the one before
                 owed = self.pay(shared, owed, 0)
             owed = self.bring(problem, shared, piece, part, owed)
@@ -62,15 +64,6 @@ class GatherMainloop(DealtMainloop):
         self.pay(shared, owed, 0)
         if cutlass.const_expr(leads):
             inspect_requests(spec, rows, batch, problem.status)
-
-    def next_part(self, problem: Problem, shared: Shared, turn: Int32, found: Found, leads: bool) -> tuple[Item, Found]:
-        """The item of a round, and where to search for the next."""
-        spec = self.spec
-        if leads:
-            item, found = find_item(spec, problem.rows, problem.batch(spec), turn, found)
-            publish_item(spec, shared, item, turn)
-            return item, found
-        return take_item(spec, shared, turn), found
 
     def token_of_lane(self, piece: Piece, i: Int32, part: Int32) -> Int32:
         """The token of the piece's tile i that this lane looks up: past the range where the tile has none for it."""
