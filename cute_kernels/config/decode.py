@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from .tiling import TILE_M, WARPGROUP, WIDENING_WARPS, MmaScope, RingShape, TilingSpec
+from .tiling import TILE_M, MmaScope, RingShape, TilingSpec
 
 Partition = Literal["whole", "balanced", "invariant", "dealt"]
 
@@ -39,7 +39,6 @@ SLOTS: dict[Partition, int] = {  # partial states that a CTA may leave in the wo
 LINE_BYTES = 128  # of a cache line
 LINE_WORDS = 8  # words of a state in a cache line: fewer columns are not worth a CTA (device/combine/combine.py)
 PARTS_IN_FLIGHT = 4  # parts that a thread of the combine waits for together: few rows have more, and each costs instructions
-LONG_SCALE_WARPS = 1  # of long queries; up to 3 have room, which have not run yet (docs/notes/kernel-log.md)
 MOST_PIECES = 512  # of a row whose combine is divided; beyond, the CTA of its last piece does it alone
 MANY_ROWS = 32  # packed rows: with more, and so many columns for each CTA of a crew, a thread combines one pair at a time
 TWO_QUERIES = 4 * 128  # m-tiles x padded head_dim of a query that has two buffers, where warpgroups read it from shared memory
@@ -82,18 +81,6 @@ class KernelSpec(TilingSpec):
     def dealt(self) -> bool:
         """Whether blocks of query rows, each with all its keys, are dealt to the CTAs (device/schedule/dealing.py)."""
         return self.partition == "dealt"
-
-    @property
-    def scale_warps(self) -> int:
-        """Warps that bring the scales of tokens: each those of 32 tokens at a time."""
-        return min(LONG_SCALE_WARPS if self.dealt else 1, self.token_groups) if self.token_scales else 0
-
-    @property
-    def busy_warps(self) -> frozenset[int]:
-        """Those of `warps` that have work; the others only hand registers over."""
-        producers = self.gatherers or 1 + self.scale_warps
-        widening = self.num_warps + WARPGROUP
-        return frozenset((*range(self.num_warps + producers), *range(widening, widening + WIDENING_WARPS * self.widens_tiles)))
 
     @property
     def most_pieces(self) -> int:

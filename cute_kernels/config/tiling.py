@@ -137,6 +137,13 @@ class TilingSpec(ProblemSpec):
         return self.num_warps + WARPGROUP + (WIDENING_WARPS if self.widens_tiles else 0)
 
     @property
+    def busy_warps(self) -> frozenset[int]:
+        """Those of `warps` that have work; the others only hand registers over."""
+        producers = self.gatherers or (2 if self.token_scales else 1)
+        widening = self.num_warps + WARPGROUP
+        return frozenset((*range(self.num_warps + producers), *range(widening, widening + WIDENING_WARPS * self.widens_tiles)))
+
+    @property
     def register_shares(self) -> tuple[int, int] | None:
         """Registers of a thread that attends and of another, where warpgroups exchange them; None where all have as many."""
         if self.widens_tiles:

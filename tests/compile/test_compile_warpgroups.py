@@ -13,11 +13,9 @@ import cute_kernels as ck
 from cute_kernels.attention.choice.heuristics import choose
 from cute_kernels.attention.kernel_spec import kernel_spec
 from cute_kernels.attention.variants import explain
-from cute_kernels.config import decode
 from cute_kernels.config.decode import SMEM_BYTES
 from cute_kernels.config.limits import supports
 from cute_kernels.config.mixed import mixed_supports
-from cute_kernels.config.tiling import WIDENING_WARPS
 from cute_kernels.device.mainloop.shared import barrier_count
 from cute_kernels.device.tracing.decode import build
 from cute_kernels.device.tracing.mixed import build_mixed
@@ -97,21 +95,6 @@ def test_long_queries(name: str, tmp_path: Path) -> None:
     assert sass.count("WARPGROUP.DEPBAR") == 4, "the assembler waits for more than both products"
     shares = [int(count) for count in re.findall(r"setmaxnreg\.\w+\.sync\.aligned\.u32\s+(\d+)", ptx)]
     assert sorted(shares) == sorted(spec.register_shares or ())
-
-
-def test_three_warps_bring_scales(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of long queries: each has a copy for K and one for V a tile of 80 tokens, and spills nothing, where one warp has three."""
-    fields = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128, "page_size": 16, "max_q_len": 8192, **INT8_TOKEN}
-    problem = ck.PagedAttentionDescriptor(1, query_format="uniform", q_dtype=torch.bfloat16, max_seq_len=8192, **fields).problem
-    copies = []
-    for warps in (1, 3):
-        monkeypatch.setattr(decode, "LONG_SCALE_WARPS", warps)
-        spec = explain(problem, PRETEND["h200"]).chosen.spec
-        assert spec.scale_warps == warps and len(spec.busy_warps) == spec.num_warps + 1 + warps + WIDENING_WARPS
-        _, sass = machine_code.dump(build, spec, tmp_path / str(warps))
-        assert not re.search(r"\b(LDL|STL)\b", sass), "registers spilled to local memory"
-        copies.append(len(re.findall(r"LDGSTS\.E \[", sass)))
-    assert copies[0] - copies[1] == 4
 
 
 GATHERED: dict[str, dict[str, Any]] = {

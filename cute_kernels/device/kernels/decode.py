@@ -156,7 +156,7 @@ class DecodeKernel:
 
     @cute.jit
     def supply(self, problem: Problem, shared: Shared, role: Int32):
-        """The warps that bring tiles. role: the first brings K and V, some behind it tokens' scales, the last ones widen."""
+        """The warps that bring tiles. role: the first brings K and V, the second their tokens' scales, the last ones widen."""
         spec = self.spec
         if cutlass.const_expr(spec.gathers):
             if role == 0:
@@ -168,16 +168,9 @@ class DecodeKernel:
         elif cutlass.const_expr(spec.widens_tiles):
             if role >= WARPGROUP:
                 self.mainloop.widen(problem, shared, role - WARPGROUP)
-            elif cutlass.const_expr(spec.scale_warps > 0):
-                self.supply_scales(problem, shared, role)
+            elif role == 1 and cutlass.const_expr(spec.token_scales > 0):
+                self.mainloop.produce(problem, shared, scales=True)
         elif cutlass.const_expr(spec.token_scales > 0):
-            self.mainloop.produce(problem, shared, scales=True)
-
-    @cute.jit
-    def supply_scales(self, problem: Problem, shared: Shared, role: Int32):
-        """The warps behind the first: some bring the scales of tokens."""
-        brings = role == 1 if cutlass.const_expr(self.spec.scale_warps == 1) else role <= self.spec.scale_warps
-        if brings:
             self.mainloop.produce(problem, shared, scales=True)
 
     @cute.jit

@@ -103,19 +103,18 @@ def find_scale(spec: cutlass.Constexpr, scales, page: Int32, position: Int32, kv
 def fetch_scales(rings: tuple, found: list, stage: Int32):
     """Each lane starts to copy the words that hold its tokens' scales, or zeros; lane 0 stores which half of them.
 
-    found: (32 tokens of the tile, [K's, V's] by find_scale, None where rings has None) each.
+    found: for each 32 tokens of the tile [K's, V's] by find_scale, None where rings has None.
     """
-    for i in cutlass.range_constexpr(len(found)):
-        token = found[i][0] * LANES + cute.arch.lane_idx()
-        for ring, (address, inside, _) in with_scales(rings, found[i][1]):
+    for group in cutlass.range_constexpr(len(found)):
+        token = group * LANES + cute.arch.lane_idx()
+        for ring, (address, inside, _) in with_scales(rings, found[group]):
             if token < cute.size(ring.words, mode=[0]):
                 target = ring.words.iterator + cute.crd2idx((token, stage), ring.words.layout)
                 copy_async(address & ~Int64(SCALE_BYTES - 1), target.toint(), SCALE_BYTES, inside)
     if cute.arch.lane_idx() == 0:  # once, behind all copies: a branch between them makes two of one
-        for i in cutlass.range_constexpr(len(found)):
-            for ring, (_, _, upper) in with_scales(rings, found[i][1]):
-                if found[i][0] * LANES < cute.size(ring.words, mode=[0]):
-                    ring.upper[found[i][0], stage] = upper
+        for group in cutlass.range_constexpr(len(found)):
+            for ring, (_, _, upper) in with_scales(rings, found[group]):
+                ring.upper[group, stage] = upper
 
 
 def with_scales(rings: tuple, found: list) -> list:

@@ -109,8 +109,7 @@ class CpAsyncMainloop:
             inside = is_seen(piece.keys, position, 1) and pages >= 0 and pages < num_pages
             position = slot_start(spec, piece.row) + position
             if cutlass.const_expr(spec.token_scales > 0):
-                found = find_scales(spec, problem.scales, pages, position, piece.kv_head, inside)
-                fetch_scales(shared.scales, [(0, found)], stage)
+                fetch_scales(shared.scales, [find_scales(spec, problem.scales, pages, position, piece.kv_head, inside)], stage)
             both = tuple(zip(problem.caches, shared.rings, spec.rings, strict=True))
             alike = spec.k_bytes == spec.v_bytes and spec.head_dim == spec.v_head_dim
             columns = (spec.head_dim,) if alike else (spec.head_dim, spec.v_head_dim)

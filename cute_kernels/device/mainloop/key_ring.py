@@ -86,7 +86,7 @@ def bring_scales(
     lane, num_pages = cute.arch.lane_idx(), problem.rows.num_pages
     page, position = cute.arch.shuffle_sync(pages, quotient(lane, spec.hole_tokens)), token + lane
     inside = is_seen(tiles.keys, position, 1) & (page >= 0) & (page < num_pages)
-    fetch_scales((rings.scales, None), [(0, find_scales(spec, problem.scales, page, position, head, inside))], stage)
+    fetch_scales((rings.scales, None), [find_scales(spec, problem.scales, page, position, head, inside)], stage)
 
 
 class TmaKeys:

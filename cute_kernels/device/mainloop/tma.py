@@ -65,7 +65,7 @@ class TmaMainloop:
         self.ahead_warp = spec.num_warps + (-1 if spec.token_scales else 1)
         self.boxes = spec.tile_n // spec.box_rows
         # at a full barrier: K and V, a lane's scales, their flags; scales come with K where V has barriers of its own
-        self.arrivals = 1 + (LANES + 1) * spec.scale_warps, 1
+        self.arrivals = 1 + (32 + 1 if spec.token_scales else 0), 1
         readers = spec.readers
         widening = WIDENING_WARPS if spec.widens_tiles else 0
         self.lanes_widen = LANES if spec.widens_tiles and spec.token_scales else 1  # each for the scales that it made or read
@@ -342,20 +342,15 @@ class TmaMainloop:
             cute.arch.mbarrier_arrive(full_barrier(self.spec, shared, stage))
 
     def find_scales(self, problem: Problem, piece: Piece, i: Int32, head: int, pages: Int32, lane: Int32) -> list:
-        """Where the scales of the piece's tile i are, those that this warp brings: (32 tokens, [K's, V's]) each.
-
-        Its pages are in the lanes from `lane` on.
-        """
+        """Where the scales of the piece's tile i are: [K's, V's] of each 32 tokens. Its pages are in the lanes from `lane` on."""
         spec, num_pages, found = self.spec, problem.rows.num_pages, []
-        part = cute.arch.make_warp_uniform(cute.arch.warp_idx()) - (spec.num_warps + 1) if spec.scale_warps > 1 else 0
-        for first in range(0, spec.token_groups, spec.scale_warps):
-            group = first + part
-            token = group * LANES + cute.arch.lane_idx()
+        for token in range(0, spec.tile_n, 32):
+            token += cute.arch.lane_idx()
             page = cute.arch.shuffle_sync(pages, lane + cutlass.min(token // spec.box_rows, self.boxes - 1))
             position = self.tile_at(piece, i) * spec.tile_n + token
             inside = is_seen(piece.keys, position, 1) & (page >= 0) & (page < num_pages)
             position = slot_start(spec, piece.row) + position
-            found.append((group, find_scales(spec, problem.scales, page, position, piece.kv_head + head, inside)))
+            found.append(find_scales(spec, problem.scales, page, position, piece.kv_head + head, inside))
         return found
 
     @cute.jit

@@ -42,7 +42,7 @@ class Found:
 
 def helpers(spec: KernelSpec) -> int:
     """Warps beside those that attend which take items from the producer."""
-    return max(spec.scale_warps, spec.gatherers - 1) + (WIDENING_WARPS if spec.widens_tiles else 0)
+    return max(int(spec.token_scales > 0), spec.gatherers - 1) + (WIDENING_WARPS if spec.widens_tiles else 0)
 
 
 def meet_all(spec: KernelSpec):
