@@ -40,6 +40,8 @@ LINE_BYTES = 128  # of a cache line
 LINE_WORDS = 8  # words of a state in a cache line: fewer columns are not worth a CTA (device/combine/combine.py)
 PARTS_IN_FLIGHT = 4  # parts that a thread of the combine waits for together: few rows have more, and each costs instructions
 MOST_PIECES = 512  # of a row whose combine is divided; beyond, the CTA of its last piece does it alone
+ITEMS = 2  # that lie in shared memory: the one that is attended to and the next (device/schedule/dealing.py)
+NEWS = 2  # mbarriers for what the producer finds out for the share's end: crew_barrier, announced_barrier
 MANY_ROWS = 32  # packed rows: with more, and so many columns for each CTA of a crew, a thread combines one pair at a time
 TWO_QUERIES = 4 * 128  # m-tiles x padded head_dim of a query that has two buffers, where warpgroups read it from shared memory
 MAX_CP_ASYNC_TILE_N = 32  # each lane of a warp looks up the page of one token of the tile
@@ -166,6 +168,12 @@ class KernelSpec(TilingSpec):
         return 2 if self.arch == "sm90" and self.num_warps <= 4 and two else 1
 
     @property
+    def barrier_count(self) -> int:
+        """mbarriers: of the stages of both rings, of news for a share's end, of items (device/mainloop/shared.py)."""
+        tiles = (2 + (self.readers > 1) + 2 * self.overlaps) * self.num_stages + 2 * self.wide_stages * (1 + self.overlaps)
+        return tiles + NEWS + (2 * ITEMS if self.dealt else 0)
+
+    @property
     def smem_bytes(self) -> int:
         """Shared memory of one CTA in bytes: rings of tiles and their scales, two queries, the merge, barriers, and 1 KiB."""
         return self.smem_with(self.query_buffers)
@@ -180,7 +188,8 @@ class KernelSpec(TilingSpec):
         query += 1024 if self.by_warpgroup else 0  # alignment
         barriers += 8 if self.readers > 1 else 0  # zeroed
         barriers += 16 if self.overlaps else 0  # full and empty ones of V alone
-        wide = sum(shape.tile_bytes * shape.num_stages for shape in self.wide if shape) + 16 * self.wide_stages
+        wide = sum(shape.tile_bytes * shape.num_stages for shape in self.wide if shape)
+        wide += 16 * self.wide_stages * (1 + self.overlaps)
         wide += self.wide_stages * (scales + 4 * self.scale_groups * self.token_scales)
         rest = self.most_pieces + 1024  # alignment, words
         merge = 0 if self.shares_ring else 4 * self.merge_floats

@@ -15,7 +15,7 @@ LONG_WARPGROUP_HEAD_DIM, SHORT_TILE_N = 128, 32  # above, a warpgroup's tiles ha
 # that widen beside them fewer. Above, registers spill, or ptxas puts a wait behind each wgmma (read from SASS)
 OVERLAP_TILE_REGISTERS = {4: 188, 8: 188, 12: 128}
 SOFTCAP_REGISTERS = {12: 8}  # fewer where the loop computes a soft cap's tangents
-WIDENING_TILE_REGISTERS = {4: 188, 8: 128}
+WIDENING_TILE_REGISTERS = {4: 188, 8: 148}
 
 MOST_GATHERED_WARPS = 8  # more leave too few registers to the producers that gather tokens
 

@@ -9,7 +9,7 @@ from .limits import supports
 from .problem import ElementType
 from .tiling import Arch, Target
 
-BETWEEN_BYTES = 2048  # of shared memory behind that of the phases: whether a phase has any request, and its mbarriers
+BETWEEN_BYTES = 2048  # of shared memory that a last phase leaves to the others: for their mbarriers, but for very many stages
 ALIGNMENT = 128
 
 
@@ -82,9 +82,15 @@ class MixedSpec:
         return -(-most // ALIGNMENT) * ALIGNMENT
 
     @property
+    def between_bytes(self) -> int:
+        """Shared memory behind that: the mbarriers of all phases, and whether each has any request."""
+        needed = 8 * sum(phase.barrier_count for phase in self.phases) + 4 * len(self.phases)
+        return -(-needed // ALIGNMENT) * ALIGNMENT
+
+    @property
     def smem_bytes(self) -> int:
         """Shared memory of one CTA in bytes."""
-        return self.union_bytes + BETWEEN_BYTES
+        return self.union_bytes + self.between_bytes
 
 
 def mixed_supports(spec: MixedSpec) -> list[str]:

@@ -20,6 +20,7 @@ WARPGROUP_M = WARPGROUP * TILE_M  # packed query rows of its tile: 16 are each w
 WIDENING_WARPS = 4  # those that make 16 bits of 8, where a warpgroup multiplies
 # registers of a thread that attends and of the others, by warps that attend: where others widen, and where products overlap
 WIDENING_REGISTERS = {4: (232, 136), 8: (176, 80)}
+WIDENING_OVERLAP_REGISTERS = {4: (232, 136), 8: (200, 56)}  # the same where both do: tiles are larger
 OVERLAP_REGISTERS = {8: (224, 56), 12: (160, 32)}
 GATHER_REGISTERS = {4: (216, 72), 8: (216, 72)}  # the same where the others bring tiles token by token
 MIN_BOX_ROWS = 8  # rows of one 128-byte swizzle atom: the smallest page part that one TMA box may bring
@@ -147,7 +148,7 @@ class TilingSpec(ProblemSpec):
     def register_shares(self) -> tuple[int, int] | None:
         """Registers of a thread that attends and of another, where warpgroups exchange them; None where all have as many."""
         if self.widens_tiles:
-            return WIDENING_REGISTERS.get(self.num_warps)
+            return (WIDENING_OVERLAP_REGISTERS if self.overlaps else WIDENING_REGISTERS).get(self.num_warps)
         if self.gathers:
             return GATHER_REGISTERS.get(self.num_warps)
         exchanged = self.overlaps or (self.splits and self.arch == "sm90")
@@ -203,8 +204,8 @@ class TilingSpec(ProblemSpec):
 
     @property
     def wide_stages(self) -> int:
-        """Widened tiles: each turn reads one, or where products overlap two, while the next is widened. 0 where none is."""
-        return max(2, self.turns + 1) + self.overlaps if self.widens_tiles else 0
+        """Widened tiles: each turn reads one while the next is widened, K and V one by one where products overlap. 0: none is."""
+        return max(2, self.turns + 1) if self.widens_tiles else 0
 
     @property
     def box_rows(self) -> int:

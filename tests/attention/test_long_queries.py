@@ -26,6 +26,7 @@ ROWS = {"q_lens": (300, 1, 7, 200, 64), "max_q_len": 300}
 UNIFORM_LENGTHS = {"lengths": (300, 40, 120)}
 UNIFORM_ROWS = {"uniform": True, "q_lens": (130,) * 3, "max_q_len": 130}
 EVERYTHING = {"window_left": 100, "softcap": 3.0, "alibi": True, "sinks": True}
+EIGHT_BITS = (("e4m3", 32, 16), ("e4m3", 64, 64), ("e4m3", 96, 64), ("e4m3", 192, 8), ("e4m3", 256, 16), ("int8 token", 256, 64))
 SETS, REPLAYS = 8, 1_000
 
 
@@ -49,6 +50,11 @@ LONG = (
     long_case("long_lengths", table="lengths"),
     long_case("long_base_2", {"lse_base": "2"}),
     *(long_case(f"long_{name.replace(' ', '_')}", storage) for name, storage in STORAGES.items() if storage),
+    *(
+        long_case(f"long_{name.replace(' ', '_')}_d{d}", {**STORAGES[name], "head_dim": d, "page_size": page_size})
+        for name, d, page_size in EIGHT_BITS
+    ),
+    long_case("long_e4m3_window", STORAGES["e4m3"], window_left=100),
     long_case("long_odd_group", {"num_heads": 21, "num_kv_heads": 3, "head_dim": 64}),
     long_case("long_uniform", UNIFORM_LENGTHS, **UNIFORM_ROWS),
     *(long_case(f"long_d{d}_uniform", {"head_dim": d, **UNIFORM_LENGTHS}, **UNIFORM_ROWS) for d in (256, 192)),

@@ -40,8 +40,8 @@ M_TILES_ROWS = 32  # packed rows: with more, warpgroups end first (docs/notes/ke
 # (tokens of a tile, consumer warps) of long queries, over 16 bits and over 8: the first that fits. Timed on an H200 at 8k: three
 # warpgroups at head_dim 64 and 96, two above; 8 bits on larger tiles have too few stages (docs/notes/kernel-log.md)
 LONG_SHAPES = ((128, 12), (96, 12), (128, 8), (112, 8), (80, 8), (64, 8), (32, 8), (64, 4), (32, 4), (16, 4))
-LONG_SHAPES_OF_8_BITS = ((80, 8), (64, 8), (32, 8), (64, 4), (32, 4), (16, 4))
-LONG_STAGES, LONG_STAGES_OF_8_BITS = 2, 3
+LONG_SHAPES_OF_8_BITS = ((112, 8), (96, 8), (80, 8), (64, 8), (32, 8), (64, 4), (32, 4), (16, 4))
+LONG_STAGES = 2
 BLOCK_STAGES, BLOCK_WARPS = 3, (4, 2)  # of the ring that warps share on sm80: two where 99 KB hold no more
 FEW_TILE_N = 32
 # (tokens of a tile, consumer warps) of warpgroups; tiles of 128 end up to 15% sooner where two attend to the same ones of 16 bits
@@ -128,8 +128,8 @@ def m_tiles_shape(problem: DecodeProblem, sm_count: int) -> tuple[int, int]:
 
 def long_config(problem: DecodeProblem) -> DecodeConfig:
     """That of long queries: the first shape that fits, or the last. Ragged ones leave room for a mixed kernel's other phases."""
-    shapes, stages = (LONG_SHAPES_OF_8_BITS, LONG_STAGES_OF_8_BITS) if problem.has_8_bits else (LONG_SHAPES, LONG_STAGES)
-    configs = [DecodeConfig(tile_n, stages, warps, 1, 1, "warpgroup") for tile_n, warps in shapes]
+    shapes = LONG_SHAPES_OF_8_BITS if problem.has_8_bits else LONG_SHAPES
+    configs = [DecodeConfig(tile_n, LONG_STAGES, warps, 1, 1, "warpgroup") for tile_n, warps in shapes]
     return first_fitting(problem, configs, "dealt", spare=BETWEEN_BYTES if problem.query == "ragged" else 0)
 
 
@@ -162,7 +162,7 @@ def few_config(problem: DecodeProblem, arch: Arch, target: Target, sm_count: int
 
 def warpgroup_config(problem: DecodeProblem) -> DecodeConfig:
     """That of a unit with several m-tiles: the largest tiles of which shared memory holds enough, two warpgroups before one."""
-    shapes = OVERLAP_SHAPES if problem.packed_rows > WARPGROUP_M and not problem.has_8_bits else WARPGROUP_SHAPES
+    shapes = OVERLAP_SHAPES if problem.packed_rows > WARPGROUP_M else WARPGROUP_SHAPES
     configs = [ring(problem, tile_n, warps, 1, "sm90", "sm_90a", 1, "warpgroup") for tile_n, warps in shapes]
     return first_fitting(problem, configs, "balanced")
 

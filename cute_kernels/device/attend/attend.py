@@ -126,7 +126,7 @@ def attend_tile(
     token_scales = scales_of(spec, shared, stage, operands[0 if spec.wide[0] is not None else 1])
     peak = settle_scales(spec, *token_scales)
     scores = products.scores([rows.query for rows in row_tiles], operands[0])
-    hide_scores(spec, attention, shared, scores, stage, token_scales, place, (holes,))
+    hide_scores(spec, attention, shared, scores, stage, key_columns(spec, token_scales), place, (holes,))
     for acc_s, rows in zip(scores, row_tiles, strict=True):
         state, up = rows.state, weights_up(spec, rows.state, peak)
         online_softmax(acc_s, state.acc_o, state.row_max, state.row_sum, row_scales(rows, attention.scaling), up)
@@ -143,6 +143,12 @@ def scales_of(spec: KernelSpec, shared: Shared, stage: Int32, wide: Int32) -> tu
     return (shared.wide_scales, wide) if spec.widens_tiles else (shared.scales, stage)
 
 
+def key_columns(spec: KernelSpec, token_scales: tuple) -> cute.Tensor | None:
+    """K's scales of this lane's columns of a tile, None where there is none a token. token_scales: scales_of the tile."""
+    rings, stage = token_scales
+    return column_scales(spec, rings[0], spec.k_scale, stage) if spec.k_token_scale else None
+
+
 def is_cut(spec: KernelSpec, rows: RowTile, place: TilePlace) -> Boolean:
     """Whether some row of an m-tile does not see all of a tile."""
     return place.valid < spec.tile_n if spec.plain else cuts(rows.mask, place.token, spec.tile_n)
@@ -155,18 +161,17 @@ def hide_scores(
     shared: Shared,
     scores: list,
     stage: Int32,
-    token_scales: tuple,
+    columns: cute.Tensor | None,
     place: TilePlace,
     holes: tuple,
     cut: Boolean | None = None,
 ):
     """A tile's scores, in place, with K's scales of tokens and all that modifies them; what a row does not see becomes -inf.
 
-    token_scales: scales_of the tile. holes: words of them. cut: is_cut of the only m-tile, where it was known ahead.
+    columns: key_columns of the tile. holes: words of them. cut: is_cut of the only m-tile, where it was known ahead.
     """
     lane, row_tiles, products = cute.arch.lane_idx(), attention.row_tiles, attention.products
-    if cutlass.const_expr(spec.k_token_scale):
-        columns = column_scales(spec, token_scales[0][0], spec.k_scale, token_scales[1])
+    if cutlass.const_expr(columns is not None):
         for acc_s in scores:
             scale_columns(acc_s, spec.lane_rows, columns)
     coords = products.thr_mma.partition_C(cute.make_identity_tensor((TILE_M, spec.tile_n)))

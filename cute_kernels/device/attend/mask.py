@@ -12,6 +12,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
 
 from ...config.decode import KernelSpec
+from ...config.tiling import RingShape
 from .query_rows import KvRange, Queries, QueryBlock, Row, TilePlace, end_seen, first_seen, position_of, query_row_of
 
 HOLE_BITS = 32  # of a word of holes
@@ -55,8 +56,8 @@ def zero_rows(spec: cutlass.Constexpr, tile: cute.Tensor, valid: Int32, stop: In
     cute.arch.sync_warp()
 
 
-def has_outside(spec: KernelSpec, place: TilePlace) -> Boolean:
-    """Whether a tile has tokens outside the range that is seen."""
+def has_outside(spec: KernelSpec | RingShape, place: TilePlace) -> Boolean:
+    """Whether a tile of `spec` has tokens outside the range that is seen."""
     outside = place.valid < spec.tile_n
     return outside if place.skip is None else outside | (place.skip > 0)
 

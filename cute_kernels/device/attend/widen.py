@@ -1,52 +1,126 @@
-"""Tiles of 8 bits made 16 in shared memory, where wgmma reads them: exactly, by warps that do nothing else."""
+"""Tiles of 8 bits made 16 in shared memory, where wgmma reads them: exactly, by warps that do nothing else.
+
+What these warps issue, the products wait for (docs/notes/kernel-log.md), so a thread finds its places once a tile: a few turns
+on it is whole swizzles further down, in the same columns.
+"""
+
+import math
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32
 
-from ...config.tiling import WIDENING_WARPS
+from ...config.problem import UNIT_BYTES
+from ...config.tiling import WIDENING_WARPS, RingShape
 from ..kv.codec import HALVES, decode
+from ..mainloop.tile import SWIZZLE_ROWS, swizzled
 from ..ptx.registers import LANES
+from .mask import has_outside
 from .query_rows import TilePlace
 
-UNITS = 4  # of a thread's load, 8 elements, which it stores as 16 bytes: then neither meets a bank twice
+THREADS = WIDENING_WARPS * LANES
+NARROW_BYTES, WIDE_BYTES = 8, 16  # of a thread's load and of its store: then neither meets a bank twice
 TOGETHER = 8  # loads of a thread before the first store, past which the compiler moves none
+MOST_PLACES = 4  # that a thread keeps
 
 
-@cute.jit
-def widen_tile(stored: cutlass.Constexpr, source: cute.Tensor, target: cute.Tensor, seen: TilePlace | None, warp: Int32):
-    """Writes a tile [token, unit of two 8-bit elements] as [token, element] of f16. seen: zeros are written outside, or None.
+def per_row(narrow: RingShape) -> int:
+    """Loads of a row of a tile."""
+    return narrow.units * UNIT_BYTES // NARROW_BYTES
 
-    warp: which of the WIDENING_WARPS this one is.
+
+def turns_of(narrow: RingShape) -> int:
+    """Loads of a thread, of a tile."""
+    return -(-narrow.tile_n * per_row(narrow) // THREADS)
+
+
+def places_of(narrow: RingShape) -> int:
+    """The turns after which a thread is whole swizzles and slabs further down. All of them, if that takes over MOST_PLACES."""
+    rows = math.lcm(SWIZZLE_ROWS, narrow.box_rows if narrow.units > narrow.column_block else 1)
+    turns = turns_of(narrow)
+    fitting = (count for count in range(1, MOST_PLACES + 1) if count * THREADS % (rows * per_row(narrow)) == 0)
+    return min(next(fitting, turns), turns)
+
+
+class Places:
+    """Where a thread loads and stores in each turn: those of the first turns, and how far apart later ones are.
+
+    shapes: of the (narrow, wide) tiles; source, target: their addresses. warp: which of the WIDENING_WARPS the thread is in.
     """
-    per_row = cutlass.const_expr(cute.size(source, mode=[1]) // UNITS)
-    threads, work = WIDENING_WARPS * LANES, cute.size(source, mode=[0]) * per_row
-    narrow, wide = cute.zipped_divide(source, (1, UNITS)), cute.zipped_divide(target, (1, 2 * UNITS))
-    thread = warp * LANES + cute.arch.lane_idx()
-    turns = cutlass.const_expr(-(-work // threads))
-    for begin in cutlass.range_constexpr(0, turns, TOGETHER):
-        count = cutlass.const_expr(min(TOGETHER, turns - begin))
-        found = cute.make_rmem_tensor((UNITS, count), narrow.element_type)
-        for i in cutlass.range_constexpr(count):
-            index = cutlass.min(thread + (begin + i) * threads, work - 1)
-            cute.autovec_copy(narrow[(0, None), (index // per_row, index % per_row)], found[None, i])
-        for i in cutlass.range_constexpr(count):
-            index = thread + (begin + i) * threads
-            if cutlass.const_expr(work % threads == 0) or index < work:
-                place = index // per_row, index % per_row
-                cute.autovec_copy(widened(stored, found[None, i], wide.element_type, seen, place[0]), wide[(0, None), place])
+
+    def __init__(self, shapes: tuple[RingShape, RingShape], source: Int32, target: Int32, warp: Int32):
+        self.narrow, self.wide = shapes
+        self.first, self.thread = source, warp * LANES + cute.arch.lane_idx()
+        self.count = places_of(self.narrow)
+        self.rows_apart = self.count * THREADS // per_row(self.narrow)
+        indices = [turn * THREADS + self.thread for turn in range(self.count)]
+        places = [(index // per_row(self.narrow), index % per_row(self.narrow)) for index in indices]
+        self.rows = [row for row, _ in places]
+        self.sources = [source + swizzled(self.narrow, 0, row, place * NARROW_BYTES) for row, place in places]
+        self.targets = [target + swizzled(self.wide, 0, row, place * WIDE_BYTES) for row, place in places]
+
+    def inside(self, turn: int) -> Boolean:
+        """Whether a turn has work for the thread."""
+        work = self.narrow.tile_n * per_row(self.narrow)
+        return Boolean(True) if (turn + 1) * THREADS <= work else self.thread + turn * THREADS < work
+
+    def row(self, turn: int) -> Int32:
+        """The row of a turn, past the tile where there is none."""
+        return self.rows[turn % self.count] + turn // self.count * self.rows_apart
+
+    def target(self, turn: int) -> Int32:
+        """The address of a store."""
+        apart = self.rows_apart * self.wide.column_block * UNIT_BYTES
+        return self.targets[turn % self.count] + turn // self.count * apart
+
+    def load(self, turn: int) -> cute.Tensor:
+        """A turn's elements, four a word; others where it has none."""
+        apart = self.rows_apart * self.narrow.tile_bytes // self.narrow.tile_n
+        address = self.sources[turn % self.count] + turn // self.count * apart
+        address = cutlass.select_(self.inside(turn), address, self.first)
+        words = cute.make_rmem_tensor(NARROW_BYTES // 4, Int32)
+        pointer = cute.make_ptr(Int32, address, cute.AddressSpace.smem, assumed_align=NARROW_BYTES)
+        cute.autovec_copy(cute.make_tensor(pointer, cute.make_layout(NARROW_BYTES // 4)), words)
+        return words
 
 
 @cute.jit
-def widened(stored: cutlass.Constexpr, units: cute.Tensor, element_type: cutlass.Constexpr, seen, token: Int32) -> cute.Tensor:
-    """The elements of a token's units."""
-    made = cute.make_rmem_tensor(2 * UNITS, element_type)
-    source, target = cute.recast_tensor(units, Int32), cute.recast_tensor(made, Int32)
-    for word in cutlass.range_constexpr(UNITS // 2):
-        target[2 * word], target[2 * word + 1] = decode(stored, True, source[word], HALVES)
-    if cutlass.const_expr(seen is not None) and is_outside(seen, token):
-        target.fill(0)
-    return made
+def widen_tile(stored: cutlass.Constexpr, shapes: cutlass.Constexpr, source: Int32, target: Int32, warp: Int32):
+    """Writes a tile of 8-bit elements as one of f16. Operands: as Places."""
+    turns = cutlass.const_expr(turns_of(shapes[0]))
+    places = Places(shapes, source, target, warp)
+    for begin in cutlass.range_constexpr(0, turns, TOGETHER):
+        some = range(begin, min(begin + TOGETHER, turns))
+        loaded = [places.load(turn) for turn in some]
+        for turn, words in zip(some, loaded, strict=True):
+            store(widened(stored, words), places.target(turn), places.inside(turn))
+
+
+@cute.jit
+def zero_widened(shapes: cutlass.Constexpr, target: Int32, seen: TilePlace, warp: Int32):
+    """Writes zeros over what no row sees of a widened tile, each thread over what it has written."""
+    if has_outside(shapes[0], seen):
+        zero(Places(shapes, target, target, warp), seen)
+
+
+def zero(places: Places, seen: TilePlace):
+    """The same, where there is something."""
+    for turn in range(turns_of(places.narrow)):
+        outside = is_outside(seen, places.row(turn))
+        store([Int32(0)] * (WIDE_BYTES // 4), places.target(turn), outside & places.inside(turn))
+
+
+def widened(stored: str, words: cute.Tensor) -> list[Int32]:
+    """Elements of 8 bits, four a word, as words of two of f16."""
+    return [half for i in range(cute.size(words)) for half in decode(stored, True, words[i], HALVES)]
+
+
+@cute.jit
+def store(words: list, address: Int32, inside: Boolean):
+    """Stores 16 bytes, where there are any."""
+    if inside:
+        text = "st.shared.v4.b32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};"
+        cute.arch.inline_ptx(text, read_only_args=[address, *words])
 
 
 def is_outside(place: TilePlace, token: Int32) -> Boolean:

@@ -18,7 +18,7 @@ from ..attend.query_rows import served
 from ..combine.partials import state_bytes
 from ..kv.source import Rows
 from ..mainloop.arena import Arena, arena_of
-from ..mainloop.shared import allocate, barrier_count
+from ..mainloop.shared import allocate
 from ..problem import Problem
 from ..ptx.barriers import ATTENDING, BETWEEN, sync_branches
 from ..ptx.registers import LANES
@@ -66,7 +66,7 @@ class MixedKernel(AttentionKernel):
         base = arena_of(smem, spec.union_bytes)
         present = smem.allocate_tensor(Int32, cute.make_layout(len(self.phases)), byte_alignment=8)
         shared = tuple(
-            allocate(phase.spec, Arena(base, spec.union_bytes, smem.allocate_array(Int64, barrier_count(phase.spec))))
+            allocate(phase.spec, Arena(base, spec.union_bytes, smem.allocate_array(Int64, phase.spec.barrier_count)))
             for phase in self.phases
         )
         queries, scores = self.phases[0].name_further(q, further)

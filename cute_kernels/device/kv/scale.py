@@ -9,6 +9,7 @@ P is f16, and V's scales have any size: softmax weights, and so their sums and O
 largest scale that the warp has met. So a token whose scale is below 2**-28 of the largest in its tile loses bits.
 """
 
+import math
 from dataclasses import dataclass, replace
 
 import cutlass
@@ -38,20 +39,23 @@ class ScaleRing:
     """Scales of the tokens of each stage's tile: 32-bit words [token, stage].
 
     upper: [32 tokens, stage], bit l: an f16 scale lies in the upper half of the word of token l. Of widened tiles words are f32,
-    and `upper` has the bits of their largest magnitude.
+    those of a lane's columns of an accumulator beside each other, and `upper` has the bits of their largest magnitude.
     """
 
     words: cute.Tensor
     upper: cute.Tensor
 
 
-def make_scale_rings(spec: KernelSpec, smem, stages: int) -> tuple:
-    """(K's, V's) rings, each None where there is no scale a token."""
-    rings = []
+def make_scale_rings(spec: KernelSpec, smem, stages: int, widened: bool = False) -> tuple:
+    """(K's, V's) rings, each None where there is no scale a token. widened: of widened tiles."""
+    rings, layout = [], cute.make_layout((spec.tile_n, stages))
+    if widened:  # a token is (column of a pair, pair of an n8 step, step)
+        steps = spec.tile_n // 8
+        layout = cute.make_layout(((2, 4, steps), stages), stride=((1, 2 * steps, 2), spec.tile_n))
     for form in (spec.k_scale, spec.v_scale):
         ring = None
         if form.startswith("token"):
-            words = smem.allocate_tensor(Int32, cute.make_layout((spec.tile_n, stages)), byte_alignment=16)
+            words = smem.allocate_tensor(Int32, layout, byte_alignment=16)
             upper = smem.allocate_tensor(Int32, cute.make_layout((spec.scale_groups, stages)), byte_alignment=16)
             ring = ScaleRing(words, upper)
         rings.append(ring)
@@ -194,14 +198,26 @@ def half_to_float(bits: Int32) -> Float32:
 def column_scales(spec: KernelSpec, ring: ScaleRing, form: ScaleForm, stage: Int32) -> cute.Tensor:
     """The scales of this lane's columns of an accumulator [column pair, n8], f32 in registers."""
     tokens = cute.size(ring.words, mode=[0])
+    if spec.widens_tiles:
+        return own_scales(ring, tokens // 4, stage)
     layout = cute.make_layout((4, tokens // 8, cute.size(ring.words, mode=[1])), stride=(1, 4, tokens // 2))
     pairs = cute.make_tensor(cute.recast_ptr(ring.words.iterator, dtype=Int64), layout)
     scales = cute.make_rmem_tensor(tokens // 8, Int64)
     for n in range(tokens // 8):
         scales[n] = pairs[cute.arch.lane_idx() % 4, n, stage]
     found = cute.make_tensor(cute.recast_ptr(scales.iterator, dtype=Float32), cute.make_layout((2, tokens // 8)))
-    if spec.readers > 1 and form == "token_f16" and not spec.widens_tiles:
+    if spec.readers > 1 and form == "token_f16":
         widen_columns(ring, found, stage)
+    return found
+
+
+def own_scales(ring: ScaleRing, count: int, stage: Int32) -> cute.Tensor:
+    """As column_scales, of a widened tile: the lane's `count` scales lie beside each other."""
+    found = cute.make_rmem_tensor((2, count // 2), Float32)
+    place = (cute.arch.lane_idx() % 4 + 4 * stage) * count
+    align = math.gcd(16, 4 * count)
+    source = cute.make_ptr(Float32, (ring.words.iterator + place).toint(), cute.AddressSpace.smem, assumed_align=align)
+    cute.autovec_copy(cute.make_tensor(source, cute.make_layout((2, count // 2))), found)
     return found
 
 

@@ -4,13 +4,14 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32
 
+from ...config.decode import ITEMS
 from ..kv.source import empty_row, inspect_requests
 from ..problem import Problem
 from ..ptx.registers import LANES
 from ..schedule.dealing import Found, Item, find_item, helpers, meet_all, pages_of, piece_of, publish_item, take_item
 from ..schedule.work_scheduler import Piece
 from .overlap import OverlapMainloop
-from .shared import ITEMS, Shared, item_barrier, taken_barrier
+from .shared import Shared, item_barrier, taken_barrier
 
 
 class DealtMainloop(OverlapMainloop):

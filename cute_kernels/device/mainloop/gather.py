@@ -23,7 +23,6 @@ from .dealt import DealtMainloop
 from .shared import Shared, full_place
 
 VECTOR_BYTES = 16  # of a copy
-SWIZZLE_ROWS = 8  # after as many rows a swizzle repeats
 NOTHING = -1  # is owed: else the place of a full barrier among all
 
 
@@ -121,7 +120,7 @@ class GatherMainloop(DealtMainloop):
         ring, source, seen = shared.rings[which].iterator.toint(), tokens[0], tokens[1] >> first
         for token in cutlass.range_constexpr(0, LANES, at_once):
             begin, inside = shuffled(source, token + first) + column, (seen >> token) & 1 != 0
-            repeats = cutlass.const_expr(token // SWIZZLE_ROWS * SWIZZLE_ROWS)
+            repeats = cutlass.const_expr(token // tile.SWIZZLE_ROWS * tile.SWIZZLE_ROWS)
             target = ring + tile.swizzled(shape, stage, part * LANES + first + (token - repeats), column) + repeats * row_bytes
             if cutlass.const_expr(spec.tile_n % LANES == 0) or part * LANES + first + token < spec.tile_n:
                 for block in cutlass.range_constexpr(shape.units // shape.column_block):

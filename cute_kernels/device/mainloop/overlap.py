@@ -11,7 +11,7 @@ from cutlass import Boolean, Int32
 
 from ...config.decode import KernelSpec
 from ...config.tiling import WARPGROUP
-from ..attend.attend import Attention, hide_scores, is_cut, pack_probabilities, row_scales, scales_of, weights_up
+from ..attend.attend import Attention, hide_scores, is_cut, key_columns, pack_probabilities, row_scales, scales_of, weights_up
 from ..attend.bases import follow_bases, settle_bases, weigh_row
 from ..attend.pack_gqa import fragments, warpgroup_of
 from ..attend.query_rows import TilePlace, place_of_tile
@@ -42,6 +42,9 @@ class OverlapMainloop(TmaMainloop):
             for i in cutlass.range(0, tiles, unroll=1):
                 stage, holes = self.operand(shared, piece, i, 0), self.read_holes(piece, i, shared)
                 cut = is_cut(self.spec, attention.row_tiles[0], self.place(piece, i))
+                scales = self.read_scales(piece, i, attention, shared)
+                if cutlass.const_expr(self.spec.wide[0] is not None):  # of what came, holes were left to read
+                    self.release(empty_barrier(self.spec, shared, self.place_in_ring(piece.issued + i)[0]), False)
                 self.await_turn()
                 attention.products.start_scores(acc_s, attention.row_tiles[0].query, stage)
                 if i > 0:
@@ -51,7 +54,7 @@ class OverlapMainloop(TmaMainloop):
                 else:
                     self.pass_turn()
                     wait_for_products(0)
-                moves = self.weigh(piece, i, attention, shared, acc_s, (holes, cut))
+                moves = self.weigh(piece, i, attention, shared, acc_s, scales, (holes, cut))
                 pack_probabilities(self.spec, p, acc_s)
                 follow_bases(attention.row_tiles[0].state.acc_o, *moves)
             self.start_values(piece, tiles - 1, attention, shared, p)
@@ -71,7 +74,7 @@ class OverlapMainloop(TmaMainloop):
             cute.arch.mbarrier_wait(full_barrier(spec, shared, stage, which), parity)
         else:
             stage, parity = self.place_in_wide(ordinal)
-            cute.arch.mbarrier_wait(widened_barrier(spec, shared, stage), parity)
+            cute.arch.mbarrier_wait(widened_barrier(spec, shared, stage, which), parity)
         return stage
 
     @cute.jit
@@ -107,22 +110,36 @@ class OverlapMainloop(TmaMainloop):
             cute.arch.mbarrier_wait(full_barrier(spec, shared, stage), parity)
         return tuple(read_holes(spec, shared, stage * spec.hole_words + word) for word in range(spec.hole_words))
 
+    def read_scales(self, piece: Piece, i: Int32, attention: Attention, shared: Shared) -> tuple:
+        """(scales_of the piece's tile i, K's of this lane's columns, weights_up), read while the warpgroup waits for its turn."""
+        spec, state, ordinal = self.spec, attention.row_tiles[0].state, piece.issued + i
+        wide, turn = self.place_in_wide(ordinal) if spec.widens_tiles else (0, 0)
+        if spec.widens_tiles and spec.wide[0] is None and spec.token_scales:  # nothing else waits for what comes with K
+            cute.arch.mbarrier_wait(widened_barrier(spec, shared, wide), turn)
+        token_scales = scales_of(spec, shared, self.place_in_ring(ordinal)[0], wide)
+        peak = settle_scales(spec, *token_scales)
+        return token_scales, key_columns(spec, token_scales), weights_up(spec, state, peak)
+
     @cute.jit
-    def weigh(self, piece: Piece, i: Int32, attention: Attention, shared: Shared, acc_s: cute.Tensor, hidden: tuple):
-        """The scores of the piece's tile i, in place, as weights times V's scales of tokens. hidden: (its holes, is_cut).
+    def weigh(
+        self, piece: Piece, i: Int32, attention: Attention, shared: Shared, acc_s: cute.Tensor, scales: tuple, hidden: tuple
+    ):
+        """The scores of the piece's tile i, in place, as weights times V's scales of tokens.
+
+        scales: read_scales of the tile; hidden: (its holes, is_cut).
 
         P V of the tile before is waited for among the exponentials, so that they hide the conversion of P, and no branch stands
         between them. Where bases move nothing is waited for: that is a warp's own affair, a wait is its warpgroup's. Returns what
         follow_bases takes.
         """
         spec, stage, (rows,) = self.spec, self.place_in_ring(piece.issued + i)[0], attention.row_tiles
-        token_scales = scales_of(spec, shared, stage, self.place_in_wide(piece.issued + i)[0] if spec.widens_tiles else stage)
-        peak, factors = settle_scales(spec, *token_scales), row_scales(rows, attention.scaling)
-        hide_scores(spec, attention, shared, [acc_s], stage, token_scales, self.place(piece, i), *hidden)
-        if cutlass.const_expr(not self.all_release):
-            self.release(shared, stage, 0)
+        token_scales, columns, up = scales
+        hide_scores(spec, attention, shared, [acc_s], stage, columns, self.place(piece, i), *hidden)
+        factors = row_scales(rows, attention.scaling)
+        reads_again = cutlass.const_expr(self.all_release or spec.v_token_scale)
+        if cutlass.const_expr(not reads_again):
+            self.release_keys(piece, i, shared)
         offsets, *moves = settle_bases(spec, acc_s, rows.state, factors)
-        up = weights_up(spec, rows.state, peak)
         for r in cutlass.range_constexpr(len(factors)):
             weigh_row(acc_s, rows.state, r, factors[r], offsets[r], up)
             if cutlass.const_expr(r == 0):
@@ -130,8 +147,8 @@ class OverlapMainloop(TmaMainloop):
                 self.release_values(piece, i - 1, shared, i > 0)
         if cutlass.const_expr(spec.v_token_scale):
             scale_columns(acc_s, spec.lane_rows, column_scales(spec, token_scales[0][1], spec.v_scale, token_scales[1]))
-        if cutlass.const_expr(self.all_release):
-            self.release(shared, stage, 0)
+        if cutlass.const_expr(reads_again):
+            self.release_keys(piece, i, shared)
         return *moves, up
 
     @cute.jit
@@ -143,21 +160,27 @@ class OverlapMainloop(TmaMainloop):
             self.zero_for_readers(shared, stage, parity, self.place(piece, i))
         attention.products.start_values(attention.row_tiles[0].state.acc_o, fragments(p), stage)
 
-    @cute.jit
+    def release_keys(self, piece: Piece, i: Int32, shared: Shared):
+        """This warp is done with K of the piece's tile i as it is multiplied, and with its scales."""
+        spec, (stage, _) = self.spec, self.place_in_ring(piece.issued + i)
+        if spec.wide[0] is None:
+            self.release(empty_barrier(spec, shared, stage), self.all_release)
+        if spec.widens_tiles:
+            self.release(narrow_barrier(spec, shared, self.place_in_wide(piece.issued + i)[0]), self.lanes_widen > 1)
+
     def release_values(self, piece: Piece, i: Int32, shared: Shared, there: Boolean | bool = True):
         """This warp is done with V of the piece's tile i, if it is there."""
-        spec = self.spec
-        self.release(shared, self.place_in_ring(piece.issued + i)[0], 1, there)
-        if cutlass.const_expr(spec.widens_tiles):
-            wide = self.place_in_wide(piece.issued + i)[0]
-            if ((cute.arch.lane_idx() == 0) | (self.lanes_widen > 1)) & there:
-                cute.arch.mbarrier_arrive(narrow_barrier(spec, shared, wide))
+        spec, (stage, _) = self.spec, self.place_in_ring(piece.issued + i)
+        if spec.wide[1] is None:
+            self.release(empty_barrier(spec, shared, stage, 1), False, there)
+        if spec.widens_tiles:
+            self.release(narrow_barrier(spec, shared, self.place_in_wide(piece.issued + i)[0], 1), False, there)
 
     @cute.jit
-    def release(self, shared: Shared, stage: Int32, which: cutlass.Constexpr, there: Boolean | bool = True):
-        """This warp is done with K (0) or V (1) of a stage."""
+    def release(self, barrier: cute.Pointer, by_lane: cutlass.Constexpr, there: Boolean | bool = True):
+        """This warp is done with what a barrier stands for. by_lane: every lane arrives, for what it has read itself."""
         cute.arch.sync_warp()
-        if cutlass.const_expr(which == 1 or not self.all_release):  # else every lane, for the scales that it has read
+        if cutlass.const_expr(not by_lane):
             there = there & (cute.arch.lane_idx() == 0)  # a predicate: an elected lane takes a vote and a branch
         if there:
-            cute.arch.mbarrier_arrive(empty_barrier(self.spec, shared, stage, which))
+            cute.arch.mbarrier_arrive(barrier)

@@ -6,7 +6,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int8, Int32, Int64
 
-from ...config.decode import KernelSpec
+from ...config.decode import ITEMS, NEWS, KernelSpec
 from ...config.tiling import TILE_M
 from ..attend.pack_gqa import query_layout
 from ..elements import ELEMENT_TYPES
@@ -15,8 +15,6 @@ from ..kv.source import row_fields
 from . import tile
 from .arena import Arena, arena_of
 
-ITEMS = 2  # that lie in shared memory: the one that is attended to and the next (schedule/dealing.py)
-NEWS = 2  # mbarriers for what the producer finds out for the share's end: crew_barrier, announced_barrier
 SHARE_WORDS = 7  # of a share, but for what a CTA knows of it by itself
 
 
@@ -103,12 +101,12 @@ def allocate(spec: KernelSpec, smem) -> Shared:
     merge: tuple = ()
     if spec.merge_floats:
         merge = merge_tensors(spec, states.allocate_array(Float32, spec.merge_floats, byte_alignment=16))
-    barriers = smem.allocate_array(Int64, barrier_count(spec))
+    barriers = smem.allocate_array(Int64, spec.barrier_count)
     shapes = spec.num_stages * spec.hole_words, crew_words(spec) + 1, SHARE_WORDS + len(row_fields(spec)), 32
     holes, crew, opening, pages = (smem.allocate_tensor(Int32, cute.make_layout(n), byte_alignment=16) for n in shapes)
     declined = smem.allocate_tensor(Int8, cute.make_layout(spec.most_pieces), byte_alignment=16)
     scales = make_scale_rings(spec, smem, spec.num_stages)
-    wide_scales = make_scale_rings(spec, smem, spec.wide_stages) if spec.widens_tiles else (None, None)
+    wide_scales = make_scale_rings(spec, smem, spec.wide_stages, widened=True) if spec.widens_tiles else (None, None)
     inverses = smem.allocate_tensor(Float32, cute.make_layout((TILE_M * spec.row_tiles, 2)), byte_alignment=16)
     combines = cute.make_tensor(crew.iterator + crew_words(spec), cute.make_layout(1))
     end = crew, crew, combines  # opener, crew, combines
@@ -116,12 +114,6 @@ def allocate(spec: KernelSpec, smem) -> Shared:
     return Shared(
         rings, wide, scales, wide_scales, query, inverses, merge, barriers, holes, *end, opening, pages, declined, items
     )
-
-
-def barrier_count(spec: KernelSpec) -> int:
-    """Those of the functions below."""
-    tiles = (2 + (spec.readers > 1) + 2 * spec.overlaps) * spec.num_stages + 2 * spec.wide_stages
-    return tiles + NEWS + (2 * ITEMS if spec.dealt else 0)
 
 
 def full_barrier(spec: KernelSpec, shared: Shared, stage: Int32 | int, which: int = 0) -> cute.Pointer:
@@ -141,7 +133,7 @@ def empty_barrier(spec: KernelSpec, shared: Shared, stage: Int32 | int, which: i
 
 def values_barriers(spec: KernelSpec) -> int:
     """Where those begin that V has alone: behind all others."""
-    return barrier_count(spec) - 2 * spec.num_stages
+    return spec.barrier_count - 2 * spec.num_stages
 
 
 def item_barrier(spec: KernelSpec, shared: Shared, slot: Int32 | int) -> cute.Pointer:
@@ -169,14 +161,14 @@ def zeroed_barrier(spec: KernelSpec, shared: Shared, stage: Int32 | int) -> cute
     return shared.barriers + 2 * spec.num_stages + NEWS + stage
 
 
-def widened_barrier(spec: KernelSpec, shared: Shared, stage: Int32 | int) -> cute.Pointer:
-    """A stage of the wide rings has its tile: the warps that widen arrive."""
-    return shared.barriers + 3 * spec.num_stages + NEWS + stage
+def widened_barrier(spec: KernelSpec, shared: Shared, stage: Int32 | int, which: int = 0) -> cute.Pointer:
+    """A stage of the wide rings has its tile: the warps that widen arrive. As full_barrier; scales come with K."""
+    return shared.barriers + 3 * spec.num_stages + NEWS + (2 * spec.wide_stages if spec.overlaps and which else 0) + stage
 
 
-def narrow_barrier(spec: KernelSpec, shared: Shared, stage: Int32 | int) -> cute.Pointer:
-    """A stage of the wide rings is free: its readers arrive."""
-    return widened_barrier(spec, shared, stage) + spec.wide_stages
+def narrow_barrier(spec: KernelSpec, shared: Shared, stage: Int32 | int, which: int = 0) -> cute.Pointer:
+    """A stage of the wide rings is free: its readers arrive. As full_barrier; scales go with K."""
+    return widened_barrier(spec, shared, stage, which) + spec.wide_stages
 
 
 @cute.jit

@@ -14,6 +14,7 @@ from ...config.problem import UNIT_BYTES
 from ...config.tiling import RingShape
 
 SWIZZLE_BITS = {64: 3, 32: 2, 16: 1}
+SWIZZLE_ROWS = 8  # after as many rows a swizzle repeats
 
 
 def swizzle(shape: RingShape) -> cute.Swizzle:
@@ -75,10 +76,19 @@ def transposed(ring: cute.Tensor) -> cute.Tensor:
 
 
 def swizzled(shape: RingShape, stage: Int32 | int, token: Int32, column: Int32) -> Int32:
-    """Byte offset in a ring of one slab a tile of a token's byte `column`: ring_layout with the swizzle applied."""
+    """Byte offset in a ring of a token's byte `column`: ring_layout with the swizzle applied."""
     row_bytes = shape.column_block * UNIT_BYTES
-    offset = (column // row_bytes * shape.tile_n + token) * row_bytes + column % row_bytes
+    rows, before = shape.tile_n, 0
+    if not shape.by_block and shape.box_rows < shape.tile_n and shape.units > shape.column_block:
+        rows, before = shape.box_rows, token // shape.box_rows * (shape.box_rows * shape.units * UNIT_BYTES)
+        token = token % rows
+    offset = before + (column // row_bytes * rows + token) * row_bytes + column % row_bytes
     return stage * shape.tile_bytes + spread(shape, offset)
+
+
+def address(ring: cute.Tensor, shape: RingShape, stage: Int32) -> Int32:
+    """That of a stage's tile."""
+    return Int32(ring.iterator.toint()) + stage * shape.tile_bytes
 
 
 def spread(shape: RingShape, offset: Int32) -> Int32:

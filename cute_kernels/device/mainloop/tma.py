@@ -20,7 +20,7 @@ from ..attend.attend import Attention, attend_tile
 from ..attend.mask import has_outside, zero_outside
 from ..attend.pack_gqa import prefetch_query, reader_of, turn_of
 from ..attend.query_rows import Row, TilePlace, first_tile, place_of_tile
-from ..attend.widen import widen_tile
+from ..attend.widen import widen_tile, zero_widened
 from ..kv.scale import fetch_scales, find_scales, widen_scales
 from ..kv.source import (
     box_pages,
@@ -72,7 +72,8 @@ class TmaMainloop:
         self.zeroes_alone = readers > 1 and spec.wide[1] is None
         # at an empty one: each lane for scales, or V's elements, that it read itself, one alone where ldmatrix reads for all
         self.all_release = (spec.token_scales > 0 and not spec.widens_tiles) or (spec.splits and self.zeroes_alone)
-        self.releases = readers * (LANES if self.all_release else 1) + widening * self.lanes_widen, readers + widening
+        of_values = readers if spec.wide[1] is None else 0  # a widened V is done with once it is widened
+        self.releases = readers * (LANES if self.all_release else 1) + widening * self.lanes_widen, of_values + widening
 
     def operands(self, k: cute.Tensor, v: cute.Tensor) -> tuple:
         """(K atom, K coordinates, V atom, V coordinates) of caches [pages, heads, slots, head_dim] in any strides."""
@@ -109,8 +110,10 @@ class TmaMainloop:
                 if cutlass.const_expr(self.spec.readers > 1):
                     cute.arch.mbarrier_init(zeroed_barrier(self.spec, shared, stage), LANES)
             for stage in cutlass.range_constexpr(self.spec.wide_stages):
-                cute.arch.mbarrier_init(widened_barrier(self.spec, shared, stage), WIDENING_WARPS * self.lanes_widen)
-                cute.arch.mbarrier_init(narrow_barrier(self.spec, shared, stage), self.spec.readers * self.lanes_widen)
+                for which in cutlass.range_constexpr(1 + self.spec.overlaps):
+                    lanes = self.lanes_widen if which == 0 else 1
+                    cute.arch.mbarrier_init(widened_barrier(self.spec, shared, stage, which), WIDENING_WARPS * lanes)
+                    cute.arch.mbarrier_init(narrow_barrier(self.spec, shared, stage, which), self.spec.readers * lanes)
             for news in (crew_barrier, announced_barrier):
                 cute.arch.mbarrier_init(news(self.spec, shared), 1)
         cute.arch.mbarrier_init_fence()
@@ -267,26 +270,32 @@ class TmaMainloop:
 
     @cute.jit
     def widen_stage(self, shared: Shared, piece: Piece, i: Int32, warp: Int32):
-        """The piece's tile i, once it has come and a stage of the wide rings is free."""
+        """The piece's tile i, once it has come and a stage of the wide rings is free; where products overlap first K, then V."""
         spec, ordinal = self.spec, piece.issued + i
         (stage, parity), (wide, turn) = self.place_in_ring(ordinal), self.place_in_wide(ordinal)
         place = place_of_tile(spec, piece.keys, piece.first + i)
         for which in cutlass.range_constexpr(1 + spec.overlaps):
+            parts = cutlass.const_expr((which,) if spec.overlaps else (0, 1))
             cute.arch.mbarrier_wait(full_barrier(spec, shared, stage, which), parity)
-        cute.arch.mbarrier_wait(narrow_barrier(spec, shared, wide), turn ^ 1)
-        widen_scales(spec, shared.scales, stage, shared.wide_scales, wide, warp)
-        for which, (stored, seen) in enumerate(((spec.k_type, None), (spec.v_type, place))):
-            if cutlass.const_expr(spec.wide[which] is not None):
-                source, target = shared.rings[which][None, None, stage], shared.wide[which][None, None, wide]
-                widen_tile(stored, source, target, seen, warp)
-        cute.arch.fence_proxy("async.shared", space="cta")
-        cute.arch.sync_warp()
-        if (cute.arch.lane_idx() == 0) | (self.lanes_widen > 1):
-            cute.arch.mbarrier_arrive(empty_barrier(spec, shared, stage))
-            cute.arch.mbarrier_arrive(widened_barrier(spec, shared, wide))
-        if cutlass.const_expr(spec.overlaps):
-            with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive(empty_barrier(spec, shared, stage, 1))
+            cute.arch.mbarrier_wait(narrow_barrier(spec, shared, wide, which), turn ^ 1)
+            if cutlass.const_expr(which == 0):
+                widen_scales(spec, shared.scales, stage, shared.wide_scales, wide, warp)
+            for part in parts:
+                self.widen_part(shared, part, stage, wide, place, warp)
+            cute.arch.fence_proxy("async.shared", space="cta")
+            cute.arch.sync_warp()
+            if (cute.arch.lane_idx() == 0) | (which == 0 and self.lanes_widen > 1):
+                cute.arch.mbarrier_arrive(empty_barrier(spec, shared, stage, which))
+                cute.arch.mbarrier_arrive(widened_barrier(spec, shared, wide, which))
+
+    def widen_part(self, shared: Shared, which: int, stage: Int32, wide: Int32, place: TilePlace, warp: Int32):
+        """K (0) or V (1) of a tile, if it has 8 bits."""
+        narrow, target = self.spec.rings[which], self.spec.wide[which]
+        if target is not None:
+            stored, into = (self.spec.k_type, self.spec.v_type)[which], tile.address(shared.wide[which], target, wide)
+            widen_tile(stored, (narrow, target), tile.address(shared.rings[which], narrow, stage), into, warp)
+            if which == 1:
+                zero_widened((narrow, target), into, place, warp)
 
     @cute.jit
     def issue_boxes(
