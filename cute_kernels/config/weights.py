@@ -16,6 +16,7 @@ TILE_N = 32  # keys of a tile: a quad's four lanes then hold eight neighbouring 
 LANE_TOKENS = TILE_N // 4  # of a tile that one lane stores
 MAX_CTAS_PER_SM = 4  # 128 registers a thread of four warps
 TARGET_CTAS_PER_SM = 3  # one opens its row while the others stream
+TARGET_OF_TOKEN_SCALES = 4  # by TMA: 1% at 64 x 8k. By cp.async registers then spill
 LEAST_CTAS_PER_SM = 2  # 1 x 8k keys are 64 chunks of four warps, less than half of an H200's SMs
 STAGES = (2, 8)  # least and most of a warp's ring
 MOST_WARPS = 4
@@ -94,7 +95,7 @@ def chunk_of(page_size: int, num_warps: int, page_mass: bool) -> int:
 
 
 def fitted(spec: WeightsSpec, batch_size: int, max_seq_len: int, sm_count: int) -> WeightsSpec:
-    """`spec` with the warps of a CTA, their chunk, and as many stages as let TARGET_CTAS_PER_SM CTAs share an SM.
+    """`spec` with the warps of a CTA, their chunk, and as many stages as let so many CTAs share an SM.
 
     Fewer warps where their chunks would be too few to give LEAST_CTAS_PER_SM to each SM. No bit of a result depends on it.
     """
@@ -104,7 +105,8 @@ def fitted(spec: WeightsSpec, batch_size: int, max_seq_len: int, sm_count: int) 
         warps, chunk = warps // 2, fewer
         fewer = chunk_of(spec.page_size, warps // 2, spec.page_mass)
     spec = replace(spec, num_warps=warps, num_stages=0, chunk=chunk)
-    room = SMEM_BYTES[spec.target] // TARGET_CTAS_PER_SM - RESERVED_BYTES - spec.smem_bytes
+    target = TARGET_OF_TOKEN_SCALES if spec.k_token_scale and spec.arch == "sm90" else TARGET_CTAS_PER_SM
+    room = SMEM_BYTES[spec.target] // target - RESERVED_BYTES - spec.smem_bytes
     least, most = STAGES
     return replace(spec, num_stages=warps * max(least, min(most, room // (warps * spec.stage_bytes))))
 

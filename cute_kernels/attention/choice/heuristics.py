@@ -38,7 +38,7 @@ M_TILES, M_TILES_OF_SHORT, M_TILES_OF_TOKEN_SCALES = (64, 8), (32, 8), (32, 4)
 SHARE_TILES = 4
 M_TILES_ROWS = 32  # packed rows: with more, warpgroups end first (docs/notes/kernel-log.md)
 # (tokens of a tile, consumer warps) of long queries, over 16 bits and over 8: the first that fits. Timed on an H200 at 8k: three
-# warpgroups at head_dim 64 and 96, two above; 8 bits on larger tiles have too few stages (docs/notes/kernel-log.md)
+# warpgroups at head_dim 64 and 96, two above (docs/notes/kernel-log.md)
 LONG_SHAPES = ((128, 12), (96, 12), (128, 8), (112, 8), (80, 8), (64, 8), (32, 8), (64, 4), (32, 4), (16, 4))
 LONG_SHAPES_OF_8_BITS = ((112, 8), (96, 8), (80, 8), (64, 8), (32, 8), (64, 4), (32, 4), (16, 4))
 LONG_STAGES = 2
@@ -47,6 +47,7 @@ FEW_TILE_N = 32
 # (tokens of a tile, consumer warps) of warpgroups; tiles of 128 end up to 15% sooner where two attend to the same ones of 16 bits
 WARPGROUP_SHAPES = ((64, 8), (32, 8), (64, 4), (32, 4), (16, 8), (16, 4))
 OVERLAP_SHAPES = ((128, 8), (112, 8), *WARPGROUP_SHAPES)
+ALONE_SHAPES = ((128, 4), *WARPGROUP_SHAPES)  # of 64 rows over 8 bits: one, whose products overlap, where no token has a scale
 PAIRED_HEAD_DIM = 128  # larger ones were not measured
 MOST_CTAS_PER_SM = 2
 LARGEST_TILE_N = {"sm90": 64, "sm80": 32}
@@ -162,7 +163,8 @@ def few_config(problem: DecodeProblem, arch: Arch, target: Target, sm_count: int
 
 def warpgroup_config(problem: DecodeProblem) -> DecodeConfig:
     """That of a unit with several m-tiles: the largest tiles of which shared memory holds enough, two warpgroups before one."""
-    shapes = OVERLAP_SHAPES if problem.packed_rows > WARPGROUP_M else WARPGROUP_SHAPES
+    alone = problem.query != "ragged" and problem.has_8_bits and not problem.has_token_scales  # a phase of a mixed kernel spills
+    shapes = OVERLAP_SHAPES if problem.packed_rows > WARPGROUP_M else ALONE_SHAPES if alone else WARPGROUP_SHAPES
     configs = [ring(problem, tile_n, warps, 1, "sm90", "sm_90a", 1, "warpgroup") for tile_n, warps in shapes]
     return first_fitting(problem, configs, "balanced")
 
