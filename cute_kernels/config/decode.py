@@ -162,10 +162,14 @@ class KernelSpec(TilingSpec):
 
     @property
     def min_ctas_per_sm(self) -> int:
-        """CTAs that an SM's registers must hold, a limit to the compiler: 168 a thread for two CTAs of five warps."""
+        """CTAs that an SM's registers must hold, a limit to the compiler: 168 a thread for two CTAs of five warps.
+
+        One where warpgroups exchange registers: their shares are of all that an SM has.
+        """
         fits = self.padded_head_dim <= TWO_CTAS_HEAD_DIM and not self.splits
         two = fits and 2 * self.smem_bytes <= SMEM_BYTES[self.target]
-        return 2 if self.arch == "sm90" and self.num_warps <= 4 and two else 1
+        alone = self.num_warps > 4 or self.register_shares is not None
+        return 2 if self.arch == "sm90" and two and not alone else 1
 
     @property
     def barrier_count(self) -> int:

@@ -28,6 +28,7 @@ UNIFORM_ROWS = {"uniform": True, "q_lens": (130,) * 3, "max_q_len": 130}
 EVERYTHING = {"window_left": 100, "softcap": 3.0, "alibi": True, "sinks": True}
 EIGHT_BITS = (("e4m3", 32, 16), ("e4m3", 64, 64), ("e4m3", 96, 64), ("e4m3", 192, 8), ("e4m3", 256, 16), ("int8 token", 256, 64))
 SETS, REPLAYS = 8, 1_000
+REGISTERS = 65_536  # of an SM
 
 
 def long_case(name: str, cache: dict[str, object] | None = None, **fields: object) -> Case:
@@ -80,6 +81,20 @@ def test_items_are_dealt(described: Case) -> None:
     assert chosen.spec is not None and chosen.spec.dealt and chosen.spec.arch == "sm90", chosen
     assert chosen.num_ctas == (1 if described.uniform else described.cache.num_kv_heads), "few query rows: a CTA for each KV head"
     assert "whole rows" in chosen.config_source
+
+
+@pytest.mark.parametrize("sm_count", [1, 3, 132])
+@pytest.mark.parametrize("described", [c for c in (*LONG, *SHORT) if packed_rows(c) > WARPGROUP_ROWS], ids=str)
+def test_exchanged_registers_are_there(described: Case, sm_count: int) -> None:
+    """Warpgroups that exchange registers are alone on an SM, and take no more than it has: the GPU stops else."""
+    facts = PRETEND["h200"]
+    preference = PlanPreference(arch="sm90", sm_count=sm_count)
+    chosen = explain(described.descriptor().problem, preference.part_of(facts), preference).chosen
+    for spec in (phase.spec for phase in chosen.phases or (chosen,)):
+        if spec.register_shares is not None:
+            attending, other = spec.register_shares
+            taken = 32 * (spec.num_warps * attending + (spec.warps - spec.num_warps) * other)
+            assert spec.min_ctas_per_sm == 1 and taken <= REGISTERS, spec
 
 
 @pytest.mark.parametrize("described", LONG, ids=str)

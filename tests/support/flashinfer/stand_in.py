@@ -91,11 +91,12 @@ def assign(references: frozenset[str]) -> None:
 
 
 def ours_where_modified(ours: Callable[..., Any], theirs: Callable[..., Any]) -> Callable[..., Any]:
-    """Tests of a window, a cap or a bias compare single calls with others that have none, or a mask: those are the reference."""
+    """A window, a cap, a bias or scales: tests compare single calls with others that have none, or a mask, the reference."""
 
     def call(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
         windowed = options.get("window_left", -1) >= 0
-        modified = windowed or options.get("logits_soft_cap") or options.get("pos_encoding_mode", "NONE") != "NONE"
+        scaled = options.get("k_scale") is not None or options.get("v_scale") is not None
+        modified = windowed or scaled or options.get("logits_soft_cap") or options.get("pos_encoding_mode", "NONE") != "NONE"
         return (ours if modified else theirs)(q, k, v, **options)
 
     return call
