@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Annotated
 
 import pytest
+import torch
 import typer
 from rich.console import Console
 from rich.table import Column, Table
@@ -114,6 +115,10 @@ class Suite:
                 yield
             except Unsupported as error:
                 pytest.skip(str(error))
+
+    def pytest_runtest_teardown(self) -> None:
+        if self.device != "cpu":
+            torch.cuda.empty_cache()  # some cases take 32 GB, and other processes run the other shares
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.when == "call" or not report.passed:
