@@ -45,12 +45,12 @@ def places_of(narrow: RingShape) -> int:
 class Places:
     """Where a thread loads and stores in each turn: those of the first turns, and how far apart later ones are.
 
-    shapes: of the (narrow, wide) tiles; source, target: their addresses. warp: which of the WIDENING_WARPS the thread is in.
+    shapes: of the (narrow, wide) tiles; source, target: their addresses. thread: of THREADS.
     """
 
-    def __init__(self, shapes: tuple[RingShape, RingShape], source: Int32, target: Int32, warp: Int32):
+    def __init__(self, shapes: tuple[RingShape, RingShape], source: Int32, target: Int32, thread: Int32):
         self.narrow, self.wide = shapes
-        self.first, self.thread = source, warp * LANES + cute.arch.lane_idx()
+        self.first, self.thread = source, thread
         self.count = places_of(self.narrow)
         self.rows_apart = self.count * THREADS // per_row(self.narrow)
         indices = [turn * THREADS + self.thread for turn in range(self.count)]
@@ -73,11 +73,14 @@ class Places:
         apart = self.rows_apart * self.wide.column_block * UNIT_BYTES
         return self.targets[turn % self.count] + turn // self.count * apart
 
+    def source(self, turn: int) -> Int32:
+        """The address of a load."""
+        apart = self.rows_apart * self.narrow.tile_bytes // self.narrow.tile_n
+        return self.sources[turn % self.count] + turn // self.count * apart
+
     def load(self, turn: int) -> cute.Tensor:
         """A turn's elements, four a word; others where it has none."""
-        apart = self.rows_apart * self.narrow.tile_bytes // self.narrow.tile_n
-        address = self.sources[turn % self.count] + turn // self.count * apart
-        address = cutlass.select_(self.inside(turn), address, self.first)
+        address = cutlass.select_(self.inside(turn), self.source(turn), self.first)
         words = cute.make_rmem_tensor(NARROW_BYTES // 4, Int32)
         pointer = cute.make_ptr(Int32, address, cute.AddressSpace.smem, assumed_align=NARROW_BYTES)
         cute.autovec_copy(cute.make_tensor(pointer, cute.make_layout(NARROW_BYTES // 4)), words)
@@ -86,9 +89,9 @@ class Places:
 
 @cute.jit
 def widen_tile(stored: cutlass.Constexpr, shapes: cutlass.Constexpr, source: Int32, target: Int32, warp: Int32):
-    """Writes a tile of 8-bit elements as one of f16. Operands: as Places."""
+    """Writes a tile of 8-bit elements as one of f16. Operands as Places; warp: which of the WIDENING_WARPS this one is."""
     turns = cutlass.const_expr(turns_of(shapes[0]))
-    places = Places(shapes, source, target, warp)
+    places = Places(shapes, source, target, warp * LANES + cute.arch.lane_idx())
     for begin in cutlass.range_constexpr(0, turns, TOGETHER):
         some = range(begin, min(begin + TOGETHER, turns))
         loaded = [places.load(turn) for turn in some]
@@ -100,7 +103,7 @@ def widen_tile(stored: cutlass.Constexpr, shapes: cutlass.Constexpr, source: Int
 def zero_widened(shapes: cutlass.Constexpr, target: Int32, seen: TilePlace, warp: Int32):
     """Writes zeros over what no row sees of a widened tile, each thread over what it has written."""
     if has_outside(shapes[0], seen):
-        zero(Places(shapes, target, target, warp), seen)
+        zero(Places(shapes, target, target, warp * LANES + cute.arch.lane_idx()), seen)
 
 
 def zero(places: Places, seen: TilePlace):
