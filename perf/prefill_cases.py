@@ -36,8 +36,8 @@ def prefill_cases() -> dict[Case, Bar | None]:
     for heads, kv_heads, head_dim in OTHER_HEADS:
         shape = {"num_heads": heads, "num_kv_heads": kv_heads, "head_dim": head_dim}
         found[attention_case(fixed(1, 8 * K), q_len=8 * K, **shape, **CONTIGUOUS)] = PROMPT_BAR
-    for (kv_dtype, kv_scale), page in product(STORAGE, PAGES[:2]):
-        found[attention_case(fixed(1, 8 * K), q_len=8 * K, page_size=page, kv_dtype=kv_dtype, kv_scale=kv_scale)] = None
+    for tokens, (kv_dtype, kv_scale), page in product(LENGTHS[1:], STORAGE, PAGES[:2]):
+        found[attention_case(fixed(1, tokens), q_len=tokens, page_size=page, kv_dtype=kv_dtype, kv_scale=kv_scale)] = None
     return found
 
 

@@ -124,7 +124,7 @@ def test_ours_serves_both(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_sets_and_their_bars() -> None:
     prompts, chunks = select_cases(["prefill"]), select_cases(["chunks"])
-    assert (len(prompts), len(chunks)) == (20, 18)
+    assert (len(prompts), len(chunks)) == (24, 18)
     assert all(case.long for case in (*prompts, *chunks))
     barred = {case: bar_of(case) for case in (*prompts, *chunks)}
     assert {bar.beside for bar in barred.values() if bar} == {"fa4"}

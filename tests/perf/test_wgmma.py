@@ -65,7 +65,7 @@ def flop_of(case: Case) -> int:
 def test_it_multiplies_as_much_as_a_case_has(shape: LoopShape) -> None:
     """A step m64nNk16 is 2 x 64 x N x 16; 4 steps a turn, 2 warpgroups on each of 132 SMs."""
     cases = [case for cases in case_sets().values() for case in cases if case.long and case.operation == "attention"]
-    assert len(cases) == 41 + 12
+    assert len(cases) == 45 + 12
     for case in cases:
         wanted = flop_of(case)
         done = shape.turns(1e12 * case.tflop, H200_SMS) * 4 * 2 * H200_SMS * 2 * 64 * shape.columns * 16
