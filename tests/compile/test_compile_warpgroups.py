@@ -37,8 +37,12 @@ CASES: dict[str, dict[str, Any]] = {
     "71 heads of one": {"num_heads": 71, "num_kv_heads": 1, "max_q_len": 1, "query_format": "uniform", "head_dim": 64},
     "e4m3, 64 rows": E4M3,
     "e4m3, 128 rows": {**E4M3, "max_q_len": 32},
+    "e4m3, 64 rows, uniform": {**E4M3, "query_format": "uniform"},
+    "e4m3, 64 rows, uniform, tree": {**E4M3, "query_format": "uniform", "tree_mask": True},
     "int8 token, 64 rows": INT8_TOKEN,
+    "int8 token, 128 rows": {**INT8_TOKEN, "max_q_len": 32},
 }
+CHOSEN = {"e4m3, 64 rows, uniform": (128, 4), "e4m3, 128 rows": (112, 8), "int8 token, 64 rows": (64, 8)}  # tiles, warps
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -47,6 +51,7 @@ def test_warpgroups(name: str, tmp_path: Path) -> None:
     problem = ck.PagedAttentionDescriptor(8, q_dtype=torch.bfloat16, max_seq_len=8192, **fields).problem
     config = choose(problem, "sm90", "sm_90a", 132)
     assert config.mma == "warpgroup"
+    assert (config.tile_n, config.num_warps) == CHOSEN.get(name, (config.tile_n, config.num_warps))
     spec = kernel_spec(problem, "sm90", "sm_90a", config, partition="balanced")
     assert supports(spec) == []
     ptx, sass = machine_code.dump(build, spec, tmp_path)
