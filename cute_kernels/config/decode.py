@@ -172,10 +172,15 @@ class KernelSpec(TilingSpec):
         return 2 if self.arch == "sm90" and two and not alone else 1
 
     @property
+    def tile_barriers(self) -> int:
+        """mbarriers of tiles: a stage is full, empty, zeroed; where products overlap V's is full, empty; and so the wide ones."""
+        stage = 2 + (self.readers > 1) + 2 * self.overlaps
+        return stage * self.num_stages + 2 * self.wide_stages * (1 + self.overlaps)
+
+    @property
     def barrier_count(self) -> int:
-        """mbarriers: of the stages of both rings, of news for a share's end, of items (device/mainloop/shared.py)."""
-        tiles = (2 + (self.readers > 1) + 2 * self.overlaps) * self.num_stages + 2 * self.wide_stages * (1 + self.overlaps)
-        return tiles + NEWS + (2 * ITEMS if self.dealt else 0)
+        """All mbarriers: of tiles, of news for a share's end, of items (device/mainloop/shared.py)."""
+        return self.tile_barriers + NEWS + (2 * ITEMS if self.dealt else 0)
 
     @property
     def smem_bytes(self) -> int:
@@ -185,19 +190,15 @@ class KernelSpec(TilingSpec):
     def smem_with(self, query_buffers: int) -> int:
         """smem_bytes with so many queries."""
         scales = self.token_scales * self.tile_n * SCALE_BYTES
-        barriers = 2 * 8 + 4 * self.hole_words  # full, empty, the tile's holes
-        barriers += 4 * self.scale_groups * self.token_scales  # where in their words the scales are
+        scales += 4 * self.scale_groups * self.token_scales  # where in their words they are
         query = query_buffers * self.row_tiles * TILE_M * self.padded_head_dim * self.q_bytes
         query += 2 * (self.row_tiles - 1) * TILE_M * 4  # the inverses of further m-tiles
         query += 1024 if self.by_warpgroup else 0  # alignment
-        barriers += 8 if self.readers > 1 else 0  # zeroed
-        barriers += 16 if self.overlaps else 0  # full and empty ones of V alone
-        wide = sum(shape.tile_bytes * shape.num_stages for shape in self.wide if shape)
-        wide += 16 * self.wide_stages * (1 + self.overlaps)
-        wide += self.wide_stages * (scales + 4 * self.scale_groups * self.token_scales)
+        wide = sum(shape.tile_bytes * shape.num_stages for shape in self.wide if shape) + self.wide_stages * scales
+        stages = self.num_stages * (scales + 4 * self.hole_words) + 8 * self.tile_barriers
         rest = self.most_pieces + 1024  # alignment, words
         merge = 0 if self.shares_ring else 4 * self.merge_floats
-        return self.ring_bytes + self.num_stages * (scales + barriers) + query + wide + merge + rest
+        return self.ring_bytes + stages + query + wide + merge + rest
 
 
 def grid_ctas(units: int, sm_count: int, ctas_per_sm: int) -> int:

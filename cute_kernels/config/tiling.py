@@ -20,7 +20,7 @@ WARPGROUP_M = WARPGROUP * TILE_M  # packed query rows of its tile: 16 are each w
 WIDENING_WARPS = 4  # those that make 16 bits of 8, where a warpgroup multiplies
 # registers of a thread that attends and of the others, by warps that attend: where others widen, and where products overlap
 WIDENING_REGISTERS = {4: (232, 136), 8: (176, 80)}
-WIDENING_OVERLAP_REGISTERS = {4: (232, 136), 8: (200, 56)}  # the same where both do: tiles are larger
+WIDENING_OVERLAP_REGISTERS = {**WIDENING_REGISTERS, 8: (200, 56)}  # the same where both do: tiles are larger
 OVERLAP_REGISTERS = {8: (224, 56), 12: (160, 32)}
 GATHER_REGISTERS = {4: (216, 72), 8: (216, 72)}  # the same where the others bring tiles token by token
 MIN_BOX_ROWS = 8  # rows of one 128-byte swizzle atom: the smallest page part that one TMA box may bring

@@ -15,8 +15,7 @@ from ..descriptors import DecodeProblem
 from ..kernel_spec import grid_ctas_of, kernel_spec, units_of
 
 ASSUMED_SEQ_LEN = 4096  # tokens a row where the descriptor gives no max_seq_len: believing a stream long costs most if wrong
-# operations a us of long queries at head_dim 128 while power limits clocks; narrower heads lose a share (records of
-# 088588c8d)
+# operations a us of long queries at head_dim 128 while power limits clocks; narrower heads lose a share (records of 088588c8d)
 PRODUCT_RATE, PRODUCT_RATE_OF_8_BITS, PRODUCT_RATE_OF_TOKEN_SCALES = 630e6, 580e6, 440e6
 NARROW_PRODUCTS = 0.2  # of it, times 128 / head_dim - 1
 LONE_COLUMNS = 128  # of the head that lone_weight is for

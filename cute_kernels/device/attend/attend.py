@@ -126,12 +126,12 @@ def attend_tile(
     token_scales = scales_of(spec, shared, stage, operands[0 if spec.wide[0] is not None else 1])
     peak = settle_scales(spec, *token_scales)
     scores = products.scores([rows.query for rows in row_tiles], operands[0])
-    hide_scores(spec, attention, shared, scores, stage, key_columns(spec, token_scales), place, (holes,))
+    hide_scores(spec, attention, shared, scores, stage, columns_of(spec, token_scales, 0), place, (holes,))
     for acc_s, rows in zip(scores, row_tiles, strict=True):
         state, up = rows.state, weights_up(spec, rows.state, peak)
         online_softmax(acc_s, state.acc_o, state.row_max, state.row_sum, row_scales(rows, attention.scaling), up)
     if cutlass.const_expr(spec.v_token_scale):
-        columns = column_scales(spec, token_scales[0][1], spec.v_scale, token_scales[1])
+        columns = columns_of(spec, token_scales, 1)
         for acc_s in scores:
             scale_columns(acc_s, spec.lane_rows, columns)
     weights = [weight_operand(spec, products, acc_s) for acc_s in scores]
@@ -143,10 +143,11 @@ def scales_of(spec: KernelSpec, shared: Shared, stage: Int32, wide: Int32) -> tu
     return (shared.wide_scales, wide) if spec.widens_tiles else (shared.scales, stage)
 
 
-def key_columns(spec: KernelSpec, token_scales: tuple) -> cute.Tensor | None:
-    """K's scales of this lane's columns of a tile, None where there is none a token. token_scales: scales_of the tile."""
+def columns_of(spec: KernelSpec, token_scales: tuple, which: int) -> cute.Tensor | None:
+    """Scales of this lane's columns of a tile, K's (0) or V's (1); None where tokens have none. token_scales: scales_of it."""
     rings, stage = token_scales
-    return column_scales(spec, rings[0], spec.k_scale, stage) if spec.k_token_scale else None
+    form = (spec.k_scale, spec.v_scale)[which]
+    return None if rings[which] is None else column_scales(spec, rings[which], form, stage)
 
 
 def is_cut(spec: KernelSpec, rows: RowTile, place: TilePlace) -> Boolean:
@@ -168,7 +169,7 @@ def hide_scores(
 ):
     """A tile's scores, in place, with K's scales of tokens and all that modifies them; what a row does not see becomes -inf.
 
-    columns: key_columns of the tile. holes: words of them. cut: is_cut of the only m-tile, where it was known ahead.
+    columns: columns_of K of the tile. holes: words of them. cut: is_cut of the only m-tile, where it was known ahead.
     """
     lane, row_tiles, products = cute.arch.lane_idx(), attention.row_tiles, attention.products
     if cutlass.const_expr(columns is not None):

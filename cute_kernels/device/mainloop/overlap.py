@@ -11,13 +11,13 @@ from cutlass import Boolean, Int32
 
 from ...config.decode import KernelSpec
 from ...config.tiling import WARPGROUP
-from ..attend.attend import Attention, hide_scores, is_cut, key_columns, pack_probabilities, row_scales, scales_of, weights_up
+from ..attend.attend import Attention, columns_of, hide_scores, is_cut, pack_probabilities, row_scales, scales_of, weights_up
 from ..attend.bases import follow_bases, settle_bases, weigh_row
 from ..attend.pack_gqa import fragments, warpgroup_of
 from ..attend.query_rows import TilePlace, place_of_tile
 from ..attend.warpgroup_mma import wait_for_products
 from ..elements import ELEMENT_TYPES
-from ..kv.scale import column_scales, scale_columns, settle_scales
+from ..kv.scale import scale_columns, settle_scales
 from ..problem import Problem
 from ..ptx.barriers import PRODUCTS
 from ..ptx.registers import LANES, remainder
@@ -118,7 +118,7 @@ class OverlapMainloop(TmaMainloop):
             cute.arch.mbarrier_wait(widened_barrier(spec, shared, wide), turn)
         token_scales = scales_of(spec, shared, self.place_in_ring(ordinal)[0], wide)
         peak = settle_scales(spec, *token_scales)
-        return token_scales, key_columns(spec, token_scales), weights_up(spec, state, peak)
+        return token_scales, columns_of(spec, token_scales, 0), weights_up(spec, state, peak)
 
     @cute.jit
     def weigh(
@@ -146,7 +146,7 @@ class OverlapMainloop(TmaMainloop):
                 wait_for_products(0)
                 self.release_values(piece, i - 1, shared, i > 0)
         if cutlass.const_expr(spec.v_token_scale):
-            scale_columns(acc_s, spec.lane_rows, column_scales(spec, token_scales[0][1], spec.v_scale, token_scales[1]))
+            scale_columns(acc_s, spec.lane_rows, columns_of(spec, token_scales, 1))
         if cutlass.const_expr(reads_again):
             self.release_keys(piece, i, shared)
         return *moves, up

@@ -91,7 +91,7 @@ def assign(references: frozenset[str]) -> None:
 
 
 def ours_where_modified(ours: Callable[..., Any], theirs: Callable[..., Any]) -> Callable[..., Any]:
-    """A window, a cap, a bias or scales: tests compare single calls with others that have none, or a mask, the reference."""
+    """Single calls with a window, a cap, a bias or scales are ours; others are what tests compare these with: the reference."""
 
     def call(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
         windowed = options.get("window_left", -1) >= 0
