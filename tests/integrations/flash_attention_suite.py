@@ -44,13 +44,16 @@ def product(values: list[Any], others: list[Any]) -> Iterator[tuple[Any, Any]]:
 
 @dataclass
 class KVCacheSuite(Suite):
-    """Chooses the cases of at most so many keys, and runs each with their loops shortened."""
+    """Chooses the cases of at most so many query rows and keys, and runs each with their loops shortened."""
 
+    most_rows: int = 0
     most_keys: int = 0
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         described: list[Any] = items
-        items[:] = [item for item in described if not self.most_keys or item.callspec.params["seqlen_k"] <= self.most_keys]
+        for limit, name in ((self.most_rows, "seqlen_q"), (self.most_keys, "seqlen_k")):
+            described = [item for item in described if not limit or item.callspec.params[name] <= limit]
+        items[:] = described
         super().pytest_collection_modifyitems(items)
 
     @pytest.hookimpl(wrapper=True)
@@ -69,6 +72,7 @@ def run(
     ],
     every: Every = 1,
     device: Annotated[str, typer.Option(help="cuda, or cpu: the test's cuda is then the CPU.")] = "cuda",
+    most_rows: Annotated[int, typer.Option(help="Leave out cases of more query rows; 0 for none.", min=0)] = 0,
     most_keys: Annotated[int, typer.Option(help="Leave out cases of more keys; 0 for none.", min=0)] = 0,
     share: Share = 0,
     shares: Shares = 1,
@@ -79,7 +83,7 @@ def run(
     folder = folder.resolve()
     sys.path.insert(0, str(folder))  # their file imports its neighbours
     put_in_place()
-    suite = KVCacheSuite((), every, share, shares, device, most_keys=most_keys)
+    suite = KVCacheSuite((), every, share, shares, device, most_rows=most_rows, most_keys=most_keys)
     options = ["-q", "--tb=short", "--noconftest", "--import-mode=importlib", "-p", "no:cacheprovider", "-p", "no:xdist"]
     options += ["-c", "/dev/null", f"--rootdir={folder}"]
     status = pytest.main([*options, f"{folder / 'test_flash_attn.py'}::{TEST}"], plugins=[suite])
