@@ -82,7 +82,7 @@ def _evaluate(
 
 def _whole_because(problem: DecodeProblem, spec: KernelSpec, num_ctas: int, preference: PlanPreference) -> tuple[Partition, str]:
     """(how, why) rows stay whole; no reason where they are divided between CTAs."""
-    limit, needed = preference.max_workspace_bytes, workspace_bytes(problem, num_ctas, spec.partition, spec.packed_rows)
+    limit, needed = preference.max_workspace_bytes, workspace_bytes(problem, num_ctas, spec.partition, spec.state_words)
     if limit is not None and needed > limit:
         return "whole", f", whole rows: cutting them needs {needed:,} workspace bytes"
     if spec.several and num_ctas == units_of(problem, spec):
@@ -133,10 +133,10 @@ def _config(
 
 
 def grid_of(problem: DecodeProblem, kernel: Candidate) -> tuple[DecodeProblem, int, Partition, int]:
-    """What a launch's workspace depends on: (problem, CTAs, partition, packed rows of a unit). The CPU variant cuts no row."""
+    """What a launch's workspace depends on: (problem, CTAs, partition, words of a state). The CPU variant cuts no row."""
     if kernel.spec is None:
         return problem, kernel.num_ctas, "whole", 0
-    return problem, kernel.num_ctas, kernel.spec.partition, kernel.spec.packed_rows
+    return problem, kernel.num_ctas, kernel.spec.partition, kernel.spec.state_words
 
 
 def regions_of(problem: DecodeProblem, chosen: Candidate) -> tuple[WorkspaceRegion, ...]:

@@ -10,23 +10,22 @@ from ..planning.workspace import REGION_ALIGNMENT, WorkspaceRegion
 from .descriptors import DecodeProblem
 
 ANNOUNCEMENT_BYTES = 4
-WORD_BYTES = 16  # two neighbouring columns, the lse and a mark
+WORD_BYTES = 16
 
 
 def workspace_regions(
-    problem: DecodeProblem, num_ctas: int, partition: Partition, packed_rows: int
+    problem: DecodeProblem, num_ctas: int, partition: Partition, state_words: int
 ) -> tuple[WorkspaceRegion, ...]:
     """The regions of a grid of `num_ctas` CTAs; none where rows stay whole or the batch is empty. Lengths do not matter.
 
-    packed_rows: of a unit (KernelSpec). partial_states: words [SLOTS num_ctas, packed_rows, padded head_dim / 2] of out, lse and
-    a mark, as device/combine/partials.py lays them out. announcements: i32 [num_ctas], of CTAs that have started, where the
+    partial_states: words of 16 bytes [SLOTS num_ctas, state_words], out, lse and marks of a unit's packed rows
+    (KernelSpec.state_words, device/combine/partials.py). announcements: i32 [num_ctas], of CTAs that have started, where the
     combine of a row is divided between them.
     """
     slots = SLOTS[partition] * num_ctas
     if slots == 0 or problem.batch_size == 0:
         return ()
-    words = slots * packed_rows * problem.padded_head_dim // 2
-    states = WorkspaceRegion("partial_states", 0, words * WORD_BYTES)
+    states = WorkspaceRegion("partial_states", 0, slots * state_words * WORD_BYTES)
     if partition == "invariant":
         return (states,)
     return states, WorkspaceRegion("announcements", states.nbytes, num_ctas * ANNOUNCEMENT_BYTES)
@@ -42,9 +41,9 @@ def joined(regions: Iterable[tuple[WorkspaceRegion, ...]]) -> tuple[WorkspaceReg
     return tuple(found)
 
 
-def workspace_bytes(problem: DecodeProblem, num_ctas: int, partition: Partition, packed_rows: int) -> int:
+def workspace_bytes(problem: DecodeProblem, num_ctas: int, partition: Partition, state_words: int) -> int:
     """Exact bytes of the workspace: the end of the last region, rounded up to 128."""
-    return end_of(workspace_regions(problem, num_ctas, partition, packed_rows))
+    return end_of(workspace_regions(problem, num_ctas, partition, state_words))
 
 
 def end_of(regions: tuple[WorkspaceRegion, ...]) -> int:

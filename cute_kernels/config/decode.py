@@ -38,11 +38,11 @@ SLOTS: dict[Partition, int] = {  # partial states that a CTA may leave in the wo
 }
 LINE_BYTES = 128  # of a cache line
 LINE_WORDS = 8  # words of a state in a cache line: fewer columns are not worth a CTA (device/combine/combine.py)
+WORDS_AN_LSE = 4  # wide words of a state for each copy of its row's lse (device/combine/partials.py)
 PARTS_IN_FLIGHT = 4  # parts that a thread of the combine waits for together: few rows have more, and each costs instructions
 MOST_PIECES = 512  # of a row whose combine is divided; beyond, the CTA of its last piece does it alone
 ITEMS = 2  # that lie in shared memory: the one that is attended to and the next (device/schedule/dealing.py)
 NEWS = 2  # mbarriers for what the producer finds out for the share's end: crew_barrier, announced_barrier
-MANY_ROWS = 32  # packed rows: with more, and so many columns for each CTA of a crew, a thread combines one pair at a time
 TWO_QUERIES = 4 * 128  # m-tiles x padded head_dim of a query that has two buffers, where warpgroups read it from shared memory
 MAX_CP_ASYNC_TILE_N = 32  # each lane of a warp looks up the page of one token of the tile
 
@@ -127,10 +127,11 @@ class KernelSpec(TilingSpec):
     def merge_floats(self) -> int:
         """f32 of the buffer in which the warps' states merge: of each warp and packed row its padded output, maximum and sum.
 
-        At least what the combine needs (device/combine/combine.py): four of each thread's pairs of columns. Warpgroups merge in
-        registers: one output of each packed row, its lse, and a maximum and a sum of each turn; with one turn nothing merges.
+        At least what the combine needs (device/combine/combine.py): of each thread's words their columns, maximum and sum.
+        Warpgroups merge in registers: one output of each packed row, its lse, and a maximum and a sum of each turn; with one turn
+        nothing merges.
         """
-        combine = self.num_warps * 4 * 32 * self.column_pairs
+        combine = self.num_warps * 32 * (self.word_columns + 2) * self.combine_words
         if self.overlaps:  # no states meet: each goes from registers to memory
             return combine if self.split else 0
         states = self.packed_rows * (self.merge_columns + 1 + 2 * self.turns)
@@ -144,16 +145,39 @@ class KernelSpec(TilingSpec):
         return max(self.num_stages * self.tile_bytes, 4 * self.merge_floats if self.shares_ring else 0)
 
     @property
-    def column_pairs(self) -> int:
-        """Neighbouring pairs of columns that a thread stores together: two where a state has more pairs than the CTA threads."""
-        if self.by_warpgroup:
-            return 4
-        return 1 if self.packed_rows * self.row_pairs <= 32 * self.num_warps else 2
+    def wide_words(self) -> bool:
+        """Whether a word of a state holds four columns (device/combine/partials.py): where it has many of them."""
+        return self.several or self.by_warpgroup
 
     @property
-    def combine_pairs(self) -> int:
-        """Those that it combines together. With 64 packed rows and 16 parts two take 2.2 us longer than one after the other."""
-        return 1 if self.packed_rows > MANY_ROWS and not self.by_warpgroup else self.column_pairs
+    def word_columns(self) -> int:
+        """Columns of a word of a state."""
+        return 4 if self.wide_words else 2
+
+    @property
+    def row_words(self) -> int:
+        """Words of a packed row's output."""
+        return self.padded_v_head_dim // self.word_columns
+
+    @property
+    def state_words(self) -> int:
+        """16 bytes of a state in the workspace: of a unit's packed rows, and the lse of wide words, 8 bytes for WORDS_AN_LSE."""
+        words = self.packed_rows * self.row_words
+        return words + (-(-words // (2 * WORDS_AN_LSE)) if self.wide_words else 0)
+
+    @property
+    def store_columns(self) -> int:
+        """Neighbouring columns that a thread stores together: four where a state has more pairs than the CTA threads."""
+        if self.by_warpgroup:
+            return 8
+        return 2 if self.packed_rows * self.padded_v_head_dim <= 64 * self.num_warps else 4
+
+    @property
+    def combine_words(self) -> int:
+        """Words that a thread combines together."""
+        if self.wide_words:
+            return 2 if self.by_warpgroup else 1
+        return self.store_columns // 2
 
     @property
     def merge_columns(self) -> int:

@@ -88,11 +88,6 @@ class ProblemSpec:
         return padded_head_dim(self.v_head_dim, min(self.k_bytes, self.v_bytes))
 
     @property
-    def row_pairs(self) -> int:
-        """Pairs of neighbouring columns of a packed row's output."""
-        return self.padded_v_head_dim // 2
-
-    @property
     def q_bytes(self) -> int:
         """Bytes of an element of q, and of out."""
         return ELEMENT_BYTES[self.element_type]

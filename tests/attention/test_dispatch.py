@@ -220,7 +220,7 @@ def test_a_forced_variant_is_taken_or_refused_never_replaced() -> None:
 def test_rows_stay_whole_where_the_workspace_is_too_small() -> None:
     free = chosen(H200, batch_size=1, max_seq_len=131_072)
     assert free.spec.partition == "balanced"
-    needed = workspace_bytes(problem(batch_size=1), free.num_ctas, "balanced", free.spec.packed_rows)
+    needed = workspace_bytes(problem(batch_size=1), free.num_ctas, "balanced", free.spec.state_words)
     assert needed > 0
     fits = chosen(H200, ck.PlanPreference(max_workspace_bytes=needed), batch_size=1, max_seq_len=131_072)
     assert fits == free
@@ -253,8 +253,8 @@ def test_batch_invariant_rows_are_cut_by_their_own_length() -> None:
     assert len(specs) == 1
     assert specs.pop().partition == "invariant"
     free = chosen(H200, ck.PlanPreference(batch_invariant=True))
-    needed = workspace_bytes(problem(), free.num_ctas, "invariant", free.spec.packed_rows)
-    assert needed > workspace_bytes(problem(), free.num_ctas, "balanced", free.spec.packed_rows)
+    needed = workspace_bytes(problem(), free.num_ctas, "invariant", free.spec.state_words)
+    assert needed > workspace_bytes(problem(), free.num_ctas, "balanced", free.spec.state_words)
     for limit, partition in ((needed, "invariant"), (needed - 1, "whole")):
         candidate = chosen(H200, ck.PlanPreference(batch_invariant=True, max_workspace_bytes=limit))
         assert (candidate.spec.partition, candidate.config) == (partition, free.config)

@@ -125,18 +125,28 @@ def test_grid_ctas() -> None:
     assert grid_ctas(200, 132, 1) == 200  # every unit needs a CTA
 
 
+def test_words_of_a_state() -> None:
+    """16 bytes: of one query row two columns of 48, padded; of several four, and 8 bytes more for each four of these words."""
+    problem = ck.PagedDecodeDescriptor(3, 6, 2, 40, 16, torch.float16).problem
+    assert kernel_of(problem).state_words == 3 * 24
+    several = ck.PagedAttentionDescriptor(3, 5, 1, 40, 16, q_dtype=torch.float16, max_q_len=4).problem
+    spec = kernel_of(several)
+    assert (spec.packed_rows, spec.state_words) == (32, 32 * 12 + 32 * 12 // 8)
+    alone = replace(kernel_of(problem), group_size=71, mma="warpgroup", block_rows=128, num_warps=8)
+    assert (alone.packed_rows, alone.state_words) == (71, 71 * 12 + 107), "the last 8 bytes of 107 words have no use"
+
+
 def test_workspace_regions() -> None:
     problem = ck.PagedDecodeDescriptor(3, 6, 2, 40, 16, torch.float16).problem
-    # 3 packed rows, head_dim padded to 48: 24 pairs of columns, 16 bytes each
     for partition, slots in (("balanced", 2), ("invariant", 2 * MAX_BLOCKS)):
-        states, *others = workspace_regions(problem, 5, partition, 3)
-        assert (states.name, states.offset, states.nbytes) == ("partial_states", 0, slots * 5 * 3 * 24 * 16)
+        states, *others = workspace_regions(problem, 5, partition, 72)
+        assert (states.name, states.offset, states.nbytes) == ("partial_states", 0, slots * 5 * 72 * 16)
         found = [(region.name, region.offset, region.nbytes) for region in others]
         assert found == ([("announcements", states.nbytes, 5 * 4)] if partition == "balanced" else [])
-        assert workspace_bytes(problem, 0, partition, 3) == 0
-    assert workspace_bytes(problem, 5, "balanced", 3) == 11_520 + 128  # a word of 4 bytes a CTA, rounded up
-    assert workspace_bytes(problem, 5, "whole", 3) == 0
-    (paired, _), (single, _) = (workspace_regions(problem, 5, "balanced", rows) for rows in (6, 3))
+        assert workspace_bytes(problem, 0, partition, 72) == 0
+    assert workspace_bytes(problem, 5, "balanced", 72) == 11_520 + 128  # a word of 4 bytes a CTA, rounded up
+    assert workspace_bytes(problem, 5, "whole", 72) == 0
+    (paired, _), (single, _) = (workspace_regions(problem, 5, "balanced", words) for words in (144, 72))
     assert paired.nbytes == 2 * single.nbytes
 
 

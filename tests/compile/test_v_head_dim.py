@@ -30,7 +30,7 @@ def test_v_may_be_narrower_than_k(name: str, tmp_path: Path) -> None:
     spec = usual_spec(**NARROW, **SPECS[name])
     assert supports(spec) == []
     wide = replace(spec, v_head_dim=192)
-    assert spec.row_pairs == 64 and wide.row_pairs == 96
+    assert spec.row_words * spec.word_columns == 128 and wide.row_words * wide.word_columns == 192
     assert spec.tile_bytes == spec.tile_n * (192 * spec.k_bytes + 128 * spec.v_bytes)
     assert spec.smem_bytes < wide.smem_bytes
     ptx, _ = machine_code.dump(build, spec, tmp_path)

@@ -306,6 +306,6 @@ def combine_us(spec: KernelSpec, costs: ArchCosts, parts: int) -> float:
     if parts == 1:
         return 0.0
     line = LINE_WORDS * (parts - 1)
-    columns = -(-spec.packed_rows * spec.row_pairs // line) * LINE_WORDS  # of one CTA, in pairs
+    columns = -(-spec.packed_rows * spec.row_words // line) * LINE_WORDS  # of one CTA, in words
     words = parts * columns / (32 * spec.num_warps)
     return costs.level_us + costs.word_us * words + costs.merge_us * spec.num_warps * (parts > PARTS_IN_FLIGHT)

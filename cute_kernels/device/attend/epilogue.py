@@ -13,7 +13,7 @@ from cutlass import Boolean, Float32, Int32
 
 from ...config.decode import LOG2_E, KernelSpec
 from ...config.tiling import TILE_M
-from ..combine.partials import send, word_at
+from ..combine.partials import columns_of_word, send, word_of_column
 from ..kv.scale import Scaling, unit_of
 from ..mainloop.tile import swizzled
 from ..ptx.registers import LANES, quotient, remainder
@@ -215,7 +215,7 @@ def stores_together(spec: KernelSpec) -> int:
 def store_final(spec: cutlass.Constexpr, merge: tuple, block: QueryBlock, out, lse, scaling: Scaling, sinks):
     """A whole row: the merged state is the result. sinks: f32 [num_heads], or None."""
     target = block_view(spec, out, block)
-    width = cutlass.const_expr(math.gcd(spec.v_head_dim, 2 * spec.column_pairs))
+    width = cutlass.const_expr(math.gcd(spec.v_head_dim, spec.store_columns))
     per_row = cutlass.const_expr(spec.v_head_dim // width)
     values = cute.make_rmem_tensor(width, out.element_type)
     for i in cutlass.range(cute.arch.thread_idx()[0], block.rows * per_row, spec.num_warps * 32, unroll=stores_together(spec)):
@@ -234,15 +234,20 @@ def store_final(spec: cutlass.Constexpr, merge: tuple, block: QueryBlock, out, l
 @cute.jit
 def store_partial(spec: cutlass.Constexpr, merge: tuple, piece: Piece, words, slot: Int32, mark: Int32, scaling: Scaling):
     """A part of a row: the merged state goes to its slot of the workspace."""
-    per_row, threads = cutlass.const_expr(spec.row_pairs), cutlass.const_expr(spec.num_warps * 32)
-    work, pairs = piece.block.rows * per_row, cutlass.const_expr(1 if spec.by_warpgroup else spec.column_pairs)
-    for index in cutlass.range(cute.arch.thread_idx()[0] * pairs, work, threads * pairs, unroll=stores_together(spec)):
-        row, values = quotient(index, per_row), cute.make_rmem_tensor((2, pairs), Float32)
+    per_row, threads = cutlass.const_expr(spec.row_words), cutlass.const_expr(spec.num_warps * 32)
+    together = cutlass.const_expr(1 if spec.wide_words else spec.combine_words)
+    for index in cutlass.range(
+        cute.arch.thread_idx()[0] * together, piece.block.rows * per_row, threads * together, unroll=stores_together(spec)
+    ):
+        row = quotient(index, per_row)
         weights, inverse, row_lse = settled_row(spec, merge, row, scaling)
-        for c in cutlass.range_constexpr(2 * pairs):
-            values[c] = merged(spec, merge[0], weights, inverse, row, 2 * remainder(index, per_row) + c)
-        for j in cutlass.range_constexpr(pairs):
-            send(word_at(words, index + j, slot), values[0, j], values[1, j], row_lse, mark)
+        values = []
+        for j in cutlass.range_constexpr(together):
+            starts, width = columns_of_word(spec, remainder(index, per_row) + j)
+            columns = [start + c for start in starts for c in range(width)]
+            values.append([merged(spec, merge[0], weights, inverse, row, column) for column in columns])
+        for j in cutlass.range_constexpr(together):
+            send(spec, words, index + j, slot, values[j], row_lse, mark)
 
 
 @dataclass(frozen=True)
@@ -277,9 +282,9 @@ def send_rows(spec: cutlass.Constexpr, settled: SettledRows, heads: Int32, words
     for r in cutlass.range_constexpr(len(settled.rows)):
         row = settled.rows[r]
         if row < heads:
-            for c in cutlass.range_constexpr(0, cute.size(outputs, mode=[1]), 2):
-                word = word_at(words, row * spec.row_pairs + settled.coords[r, c][1] // 2, slot)
-                send(word, outputs[r, c], outputs[r, c + 1], settled.lse[r], mark)
+            for c in cutlass.range_constexpr(0, cute.size(outputs, mode=[1]), spec.word_columns):
+                index = row * spec.row_words + word_of_column(spec, settled.coords[r, c][1])
+                send(spec, words, index, slot, [outputs[r, c + i] for i in range(spec.word_columns)], settled.lse[r], mark)
 
 
 @cute.jit

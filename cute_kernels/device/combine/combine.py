@@ -17,11 +17,12 @@ from ..attend.epilogue import join_sink, lse_factor
 from ..attend.pack_gqa import sync_consumers
 from ..attend.query_rows import QueryBlock, place_in
 from ..attend.softmax import finite_or_zero
-from ..ptx.registers import LANES, quotient, remainder
+from ..ptx.registers import LANES, as_float, quotient, remainder
 from ..schedule.work_scheduler import Piece
-from .partials import WRITTEN, receive, send, state_words, word_at
+from .partials import PRESENT, WRITTEN, clear, columns_of_word, is_missing, receive, without_mark
 
 IN_FLIGHT = 16  # words a thread waits for together where one CTA combines a row
+FEW_PARTS, FEW_WORDS = 2, 4  # of warpgroups: twice as many words spill, 8 us slower at 128 rows; without them 4 us at 16 rows
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ class Parts:
 
 @dataclass(frozen=True)
 class Columns:
-    """Pairs of columns [low, high) of a block of packed rows, which are laid end to end.
+    """Words [low, high) of a block of packed rows, which are laid end to end.
 
     bits: 2^bits threads lie beside each other on them (width_bits).
     """
@@ -47,37 +48,45 @@ class Columns:
     bits: Int32
 
 
-def parts_together(spec: KernelSpec) -> int:
-    """Parts that a thread waits for together."""
-    return PARTS_IN_FLIGHT if spec.divides_combine else IN_FLIGHT // spec.combine_pairs
+@dataclass(frozen=True)
+class Round:
+    """What a thread waits for together: so many words, of so many parts each."""
+
+    words: int
+    parts: int
+
+
+def usual_round(spec: KernelSpec) -> Round:
+    """Whatever the number of parts."""
+    return Round(spec.combine_words, PARTS_IN_FLIGHT if spec.divides_combine else IN_FLIGHT // spec.combine_words)
 
 
 def all_columns(spec: KernelSpec, piece: Piece, parts: Parts) -> Columns:
     """Those of a whole row."""
-    work = state_words(spec, piece.block.rows)
+    work = piece.block.rows * spec.row_words
     return Columns(piece.block, Int32(0), work, width_bits(spec, work, parts.count))
 
 
 def columns_of(spec: KernelSpec, block: QueryBlock, index: Int32, step: Int32, bits: Int32) -> Columns:
     """Those of one CTA of a crew, `step` of each: the last ones may have none."""
-    work = state_words(spec, block.rows)
+    work = block.rows * spec.row_words
     return Columns(block, cutlass.min(index * step, work), cutlass.min(index * step + step, work), bits)
 
 
 def step_of(spec: KernelSpec, heads: Int32, crew: Int32) -> Int32:
-    """Pairs of columns of each of `crew` CTAs: whole cache lines."""
-    return quotient(state_words(spec, heads) + crew * LINE_WORDS - 1, crew * LINE_WORDS) * LINE_WORDS
+    """Words of each of `crew` CTAs: whole cache lines."""
+    return quotient(heads * spec.row_words + crew * LINE_WORDS - 1, crew * LINE_WORDS) * LINE_WORDS
 
 
-def width_bits(spec: KernelSpec, columns: Int32, count: Int32) -> Int32:
-    """The logarithm of how many threads lie beside each other on pairs of columns: the others have the same of other parts.
+def width_bits(spec: KernelSpec, words: Int32, count: Int32) -> Int32:
+    """The logarithm of how many threads lie beside each other on words: the others have the same of other parts.
 
-    No fewer than the columns need, nor than lets a thread wait for all of its `count` parts together: merging costs.
+    No fewer than the words need, nor than lets a thread wait for all of its `count` parts together: merging costs.
     """
-    most = (spec.num_warps * LANES).bit_length() - 1
+    most, usual = (spec.num_warps * LANES).bit_length() - 1, usual_round(spec)
     found = Int32(most)
     for bits in range(most - 1, LINE_WORDS.bit_length() - 2, -1):
-        narrower = (columns <= spec.combine_pairs << bits) & (count > parts_together(spec) << (most - bits - 1))
+        narrower = (words <= usual.words << bits) & (count > usual.parts << (most - bits - 1))
         found = cutlass.select_(narrower, bits, found)
     return found
 
@@ -88,35 +97,69 @@ def combine_columns(spec: cutlass.Constexpr, words: cute.Tensor, parts: Parts, c
 
     scratch: (f32 of the merge buffer, bytes of the pieces that decline). sinks: f32 [num_heads], or None.
     """
-    thread, bits = cute.arch.thread_idx()[0], cute.arch.make_warp_uniform(columns.bits)
-    width = 1 << bits
-    for base in cutlass.range(columns.low, columns.high, width * spec.combine_pairs, unroll=1):
-        step, begin = 1, base + (thread & (width - 1)) * spec.combine_pairs
-        if cutlass.const_expr(spec.by_warpgroup):  # neighbours' words beside each other: with 4 pairs a thread it matters
-            step, begin = width, base + (thread & (width - 1))
-        states = gather(spec, words, parts, columns.high, begin, step, bits, scratch[1])
-        if width < spec.num_warps * LANES:
-            merge_threads(spec, states, width, scratch[0])
-        if begin < columns.high and thread < width:
-            for j in cutlass.range_constexpr(spec.combine_pairs):
-                if cutlass.const_expr(not spec.by_warpgroup) or begin + j * step < columns.high:
-                    store_pair(spec, states[None, j], columns, begin + j * step, out, lse, sinks)
+    usual, few = usual_round(spec), Round(FEW_WORDS, FEW_PARTS)
+    if cutlass.const_expr(spec.by_warpgroup and spec.divides_combine):
+        if parts.count <= FEW_PARTS:
+            combine_rounds(spec, few, words, parts, columns, scratch, out, lse, sinks)
+        else:
+            combine_rounds(spec, usual, words, parts, columns, scratch, out, lse, sinks)
+    else:
+        combine_rounds(spec, usual, words, parts, columns, scratch, out, lse, sinks)
 
 
 @cute.jit
-def gather(spec: cutlass.Constexpr, words: cute.Tensor, parts: Parts, high: Int32, begin: Int32, step, bits: Int32, declined):
-    """This thread's pairs from `begin` on, `step` apart, over its parts: (first, second, peak, total) x pairs."""
-    pairs, chunk = cutlass.const_expr(spec.combine_pairs), cutlass.const_expr(parts_together(spec))
-    states = cute.make_rmem_tensor((4, pairs), Float32)
-    for j in cutlass.range_constexpr(pairs):
+def combine_rounds(
+    spec: cutlass.Constexpr,
+    together: cutlass.Constexpr,
+    words: cute.Tensor,
+    parts: Parts,
+    columns: Columns,
+    scratch: tuple,
+    out,
+    lse,
+    sinks,
+):
+    """combine_columns with so many words and parts a round."""
+    thread, bits = cute.arch.thread_idx()[0], cute.arch.make_warp_uniform(columns.bits)
+    width = 1 << bits
+    for base in cutlass.range(columns.low, columns.high, width * together.words, unroll=1):
+        step, begin = 1, base + (thread & (width - 1)) * together.words
+        if cutlass.const_expr(spec.by_warpgroup):  # neighbours' words beside each other: with 4 a thread it matters
+            step, begin = width, base + (thread & (width - 1))
+        states = gather(spec, together, words, parts, columns.high, begin, step, bits, scratch[1])
+        if cutlass.const_expr(together.parts > FEW_PARTS):  # few parts leave no threads to share words
+            merge_sharers(spec, states, width, scratch[0])
+        if begin < columns.high and thread < width:
+            for j in cutlass.range_constexpr(together.words):
+                if cutlass.const_expr(not spec.by_warpgroup) or begin + j * step < columns.high:
+                    store_word(spec, states[None, j], columns, begin + j * step, out, lse, sinks)
+
+
+@cute.jit
+def gather(
+    spec: cutlass.Constexpr,
+    together: cutlass.Constexpr,
+    words: cute.Tensor,
+    parts: Parts,
+    high: Int32,
+    begin: Int32,
+    step,
+    bits: Int32,
+    declined,
+):
+    """This thread's words from `begin` on, `step` apart, over its parts: (columns, peak, total) x words."""
+    states = cute.make_rmem_tensor((spec.word_columns + 2, together.words), Float32)
+    for j in cutlass.range_constexpr(together.words):
         clear_state(states[None, j])
     others = (spec.num_warps * LANES) >> bits
-    for base in cutlass.range(0, parts.count, others * chunk, unroll=1):  # as often in all lanes of a warp: collect syncs them
+    for base in cutlass.range(
+        0, parts.count, others * together.parts, unroll=1
+    ):  # as often in all lanes of a warp: collect syncs them
         p = base + (cute.arch.thread_idx()[0] >> bits)
-        found = cute.make_rmem_tensor((3, chunk, pairs), Float32)
+        found = cute.make_rmem_tensor((spec.word_columns + 1, together.parts, together.words), Float32)
         collect(spec, words, parts, high, (begin, step), others, p, found, declined)
-        for j in cutlass.range_constexpr(pairs):
-            merge_parts(states[None, j], found[None, None, j], Int32(chunk))
+        for j in cutlass.range_constexpr(together.words):
+            merge_parts(states[None, j], found[None, None, j], Int32(together.parts))
     return states
 
 
@@ -124,91 +167,105 @@ def gather(spec: cutlass.Constexpr, words: cute.Tensor, parts: Parts, high: Int3
 def clear_state(state: cute.Tensor):
     """An empty running state."""
     state.fill(0.0)
-    state[2] = -Float32.inf
+    state[cute.size(state) - 2] = -Float32.inf
+
+
+@cute.jit
+def merge_sharers(spec: cutlass.Constexpr, states: cute.Tensor, width: Int32, buffer: cute.Tensor):
+    """merge_threads, where threads share columns."""
+    if width < spec.num_warps * LANES:
+        merge_threads(spec, states, width, buffer)
 
 
 @cute.jit
 def merge_threads(spec: cutlass.Constexpr, states: cute.Tensor, width: Int32, buffer: cute.Tensor):
     """Merges the states of threads that have the same columns, into those of the first `width` threads.
 
-    Lanes of a warp by shuffles, warps through `buffer` [4, pair, thread].
+    Lanes of a warp by shuffles, warps through `buffer` [part of a state, word, thread].
     """
-    thread, pairs = cute.arch.thread_idx()[0], cutlass.const_expr(spec.combine_pairs)
+    thread, words = cute.arch.thread_idx()[0], cutlass.const_expr(spec.combine_words)
+    values, peak = cutlass.const_expr(spec.word_columns + 2), cutlass.const_expr(spec.word_columns)
     cute.arch.sync_warp()  # lanes may be apart behind the branches of merge_parts
     for step in cutlass.range_constexpr(LINE_WORDS.bit_length() - 1, LANES.bit_length() - 1):
         if width <= cutlass.const_expr(1 << step):
-            for j in cutlass.range_constexpr(pairs):
-                other = cute.make_rmem_tensor((4, 1), Float32)
-                for c in cutlass.range_constexpr(4):
+            for j in cutlass.range_constexpr(words):
+                other = cute.make_rmem_tensor((values, 1), Float32)
+                for c in cutlass.range_constexpr(values):
                     other[c, 0] = cute.arch.shuffle_sync_bfly(states[c, j], offset=1 << step)
                 merge_parts(states[None, j], other, Int32(1))
     sync_consumers(spec)
     cute.autovec_copy(states, buffer[None, None, thread])
     sync_consumers(spec)
     if thread < width:
-        found = cute.make_rmem_tensor((4, pairs, spec.num_warps), Float32)
+        found = cute.make_rmem_tensor((values, words, spec.num_warps), Float32)
         for w in cutlass.range_constexpr(spec.num_warps):
             other = thread + w * cutlass.max(width, LANES)
             inside = other < spec.num_warps * LANES
             cute.autovec_copy(buffer[None, None, cutlass.select_(inside, other, thread)], found[None, None, w])
-            for j in cutlass.range_constexpr(pairs):
-                found[2, j, w] = cutlass.select_(inside, found[2, j, w], -Float32.inf)
-        for j in cutlass.range_constexpr(pairs):
+            for j in cutlass.range_constexpr(words):
+                found[peak, j, w] = cutlass.select_(inside, found[peak, j, w], -Float32.inf)
+        for j in cutlass.range_constexpr(words):
             clear_state(states[None, j])
             merge_parts(states[None, j], found[None, j, None], Int32(spec.num_warps))
 
 
 def merge_buffer(spec: KernelSpec, base: cute.Pointer) -> cute.Tensor:
-    """f32 [4, pair, thread] for merge_threads."""
-    pairs, threads = spec.combine_pairs, spec.num_warps * LANES
-    return cute.make_tensor(base, cute.make_layout((4, pairs, threads)))
+    """f32 [part of a state, word, thread] for merge_threads: a thread's four beside each other, else those of all threads."""
+    values, words, threads = spec.word_columns + 2, spec.combine_words, spec.num_warps * LANES
+    stride = (threads, threads * values, 1) if spec.wide_words else (1, values, values * words)
+    return cute.make_tensor(base, cute.make_layout((values, words, threads), stride=stride))
 
 
 @cute.jit
-def normalised(state: cute.Tensor) -> tuple[Float32, Float32, Float32]:
-    """(first, second, lse in base 2) of a running (first, second, peak, total); (0, 0, -inf) when it is empty."""
-    inverse = Float32(0.0) if state[3] == 0.0 else cute.arch.rcp_approx(state[3])
-    return state[0] * inverse, state[1] * inverse, cute.math.log2(state[3], fastmath=True) + state[2]
+def normalised(state: cute.Tensor) -> tuple[list[Float32], Float32]:
+    """(columns, lse in base 2) of a running (columns, peak, total); (0, -inf) when it is empty."""
+    count = cutlass.const_expr(cute.size(state) - 2)
+    total = state[count + 1]
+    inverse = Float32(0.0) if total == 0.0 else cute.arch.rcp_approx(total)
+    return [state[c] * inverse for c in range(count)], cute.math.log2(total, fastmath=True) + state[count]
 
 
 @cute.jit
-def store_pair(
+def store_word(
     spec: cutlass.Constexpr, state: cute.Tensor, columns: Columns, index: Int32, out: cute.Tensor, lse: cute.Tensor, sinks
 ):
-    """Writes a combined pair of columns, and the lse beside a packed row's first pair."""
-    place = place_in(spec, columns.block, quotient(index, spec.row_pairs))
-    column = remainder(index, spec.row_pairs) * 2
-    first, second, row_lse = normalised(state)
+    """Writes the columns of a combined word, and the lse beside a packed row's first one."""
+    place, word = place_in(spec, columns.block, quotient(index, spec.row_words)), remainder(index, spec.row_words)
+    values, row_lse = normalised(state)
     if cutlass.const_expr(spec.modifiers.sinks):
         factor, row_lse = join_sink(sinks[place[-1]], row_lse)
-        first, second = first * factor, second * factor
-    for c in cutlass.range_constexpr(2):
-        if column + c < spec.v_head_dim:
-            out[(*place, column + c)] = (second if cutlass.const_expr(c) else first).to(out.element_type)
-    if column == 0:
+        values = [value * factor for value in values]
+    starts, width = columns_of_word(spec, word)
+    for i in cutlass.range_constexpr(len(values)):
+        column = starts[i // width] + i % width
+        if column < spec.v_head_dim:
+            out[(*place, column)] = values[i].to(out.element_type)
+    if word == 0:
         lse[place] = row_lse * lse_factor(spec)
 
 
 @cute.jit
 def merge_parts(state: cute.Tensor, parts: cute.Tensor, count: Int32):
-    """Merges the first `count` of a chunk's parts (first, second, lse) into the running (first, second, peak, total).
+    """Merges the first `count` of a chunk's parts (columns, lse) into the running (columns, peak, total).
 
-    Parts may be running states too, of four values. One maximum for the chunk, so that the weights do not wait for each other.
+    Parts may be running states too. One maximum for the chunk, so that the weights do not wait for each other.
     """
-    peak = state[2]
+    at, values = cutlass.const_expr(cute.size(state) - 2), cutlass.const_expr(cute.size(state))
+    peak = state[at]
     for i in cutlass.range_constexpr(cute.size(parts, mode=[1])):
-        parts[2, i] = cutlass.select_(i < count, parts[2, i], -Float32.inf)
-        peak = cute.arch.fmax(peak, parts[2, i])
+        parts[at, i] = cutlass.select_(i < count, parts[at, i], -Float32.inf)
+        peak = cute.arch.fmax(peak, parts[at, i])
     shift = finite_or_zero(peak)
-    decay = cute.math.exp2(state[2] - shift, fastmath=True)
-    for c in cutlass.range_constexpr(4):
-        state[c] = peak if cutlass.const_expr(c == 2) else state[c] * decay
+    decay = cute.math.exp2(state[at] - shift, fastmath=True)
+    for c in cutlass.range_constexpr(values):
+        state[c] = peak if cutlass.const_expr(c == at) else state[c] * decay
     for i in cutlass.range_constexpr(cute.size(parts, mode=[1])):
-        weight = cute.math.exp2(parts[2, i] - shift, fastmath=True)
+        weight = cute.math.exp2(parts[at, i] - shift, fastmath=True)
         if weight != 0.0:  # an empty part weighs nothing, whatever its value
-            state[0] += parts[0, i] * weight
-            state[1] += parts[1, i] * weight
-            state[3] += weight * (parts[3, i] if cutlass.const_expr(cute.size(parts, mode=[0]) > 3) else 1.0)
+            for c in cutlass.range_constexpr(at):
+                state[c] += parts[c, i] * weight
+            total = parts[at + 1, i] if cutlass.const_expr(cute.size(parts, mode=[0]) == values) else 1.0
+            state[at + 1] += weight * total
 
 
 @cute.jit
@@ -223,51 +280,57 @@ def collect(
     found: cute.Tensor,
     declined: cute.Tensor,
 ):
-    """Waits for a chunk of this thread's parts, p and on, one of `others`, and clears their words. found: (first, second, lse).
+    """Waits for a chunk of this thread's parts, p and on, one of `others`, and clears their words. found: (columns, lse).
 
-    place: (the first of the thread's pairs, how far they are apart). All loads of a round are in flight together, and a round
+    place: (the first of the thread's words, how far they are apart). All loads of a round are in flight together, and a round
     asks only for what is missing.
     """
-    chunk, pairs = parts_together(spec), spec.combine_pairs
+    values, chunk, count = (cutlass.const_expr(cute.size(found, mode=[mode])) for mode in range(3))
     begin, step = place
-    seen = cute.make_rmem_tensor((chunk, pairs), Int32)
+    seen = cute.make_rmem_tensor((chunk, count), Int32)
     found.fill(0.0)
-    for j in cutlass.range_constexpr(pairs):
+    for j in cutlass.range_constexpr(count):
         for i in cutlass.range_constexpr(chunk):
             asked = (p + i * others < parts.count) & inside(begin, step, j, high)
             seen[i, j] = cutlass.select_(asked, Int32(0), WRITTEN)
-            found[2, i, j] = cutlass.select_(asked, found[2, i, j], -Float32.inf)
+            found[values - 1, i, j] = cutlass.select_(asked, found[values - 1, i, j], -Float32.inf)
+            if cutlass.const_expr(spec.wide_words):
+                found[0, i, j] = cutlass.select_(asked, found[0, i, j], as_float(Int32(PRESENT)))
     waiting = Boolean(True)
     while waiting:
         waiting = Boolean(False)
-        for j in cutlass.range_constexpr(pairs):
+        for j in cutlass.range_constexpr(count):
             for i in cutlass.range_constexpr(chunk):
-                word = part_at(spec, words, parts, begin + j * step, p + i * others)
-                known = (found[0, i, j], found[1, i, j], found[2, i, j], seen[i, j])
-                found[0, i, j], found[1, i, j], found[2, i, j], seen[i, j] = receive(word, known)
-        for j in cutlass.range_constexpr(pairs):
+                known = (*(found[c, i, j] for c in range(values)), seen[i, j])
+                slot = slot_of_part(parts, p + i * others)
+                for c, value in enumerate(receive(spec, words, begin + j * step, slot, known)):
+                    if cutlass.const_expr(c < values):
+                        found[c, i, j] = value
+                    else:
+                        seen[i, j] = value
+        for j in cutlass.range_constexpr(count):
             for i in cutlass.range_constexpr(chunk):
-                waiting = waiting | (seen[i, j] == 0)
+                waiting = waiting | is_missing(spec, (found[0, i, j], seen[i, j]))
     cute.arch.sync_warp()  # lanes leave that loop one by one, and stay apart: 0.1 to 0.5 us, 1 us more where shuffles follow
-    clear, signs = Float32(0.0), Int32(0)
-    for j in cutlass.range_constexpr(pairs):
+    signs = Int32(0)
+    for j in cutlass.range_constexpr(count):
         for i in cutlass.range_constexpr(chunk):
             signs = signs | seen[i, j]
+            found[0, i, j] = without_mark(spec, found[0, i, j])
             if (p + i * others < parts.count) & inside(begin, step, j, high):
-                send(part_at(spec, words, parts, begin + j * step, p + i * others), clear, clear, clear, Int32(0))
+                clear(spec, words, begin + j * step, slot_of_part(parts, p + i * others))
     if signs < 0:
-        for j in cutlass.range_constexpr(pairs):
+        for j in cutlass.range_constexpr(count):
             for i in cutlass.range_constexpr(chunk):
                 if seen[i, j] < 0 and p + i * others < MOST_PIECES:
                     declined[0], declined[p + i * others] = Int8(1), Int8(1)
 
 
 def inside(begin: Int32, step: Int32 | int, j: int, high: Int32) -> Boolean:
-    """Whether a thread's pair j is one of the columns: neighbouring pairs all are, or none."""
+    """Whether a thread's word j is one of the columns: neighbouring words all are, or none."""
     return (begin if isinstance(step, int) else begin + j * step) < high
 
 
-def part_at(spec: KernelSpec, words: cute.Tensor, parts: Parts, index: Int32, part: Int32) -> cute.Pointer:
-    """The word of one part at pair `index` of the row's heads."""
-    slot = cutlass.select_(part == 0, parts.opened, parts.continued + (part - 1) * parts.stride)
-    return word_at(words, index, slot)
+def slot_of_part(parts: Parts, part: Int32) -> Int32:
+    """The slot of one part."""
+    return cutlass.select_(part == 0, parts.opened, parts.continued + (part - 1) * parts.stride)

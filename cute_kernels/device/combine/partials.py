@@ -1,52 +1,97 @@
-"""Partial states in the workspace: 16-byte words that announce themselves.
+"""Partial states in the workspace: words that announce themselves.
 
-A word holds two neighbouring columns of a piece's normalised output, the piece's lse (base 2) and a mark. It is written and read
-as one atomic access, so a reader that sees a mark has the word: no counter, no fence (the idea of NCCL's LL protocol). A word
-without a mark is zero: a workspace is zeroed once, and each launch clears every word that it has read, so that it leaves the
-workspace as it found it. The mark's sign is a message (schedule/crew.py): DECLINED.
+A state is a piece's normalised output and its lse (base 2). It is written and read in words, each one atomic access, that carry a
+mark: a reader that sees the mark has the word, with no counter and no fence (the idea of NCCL's LL protocol). A word without a
+mark is zero: a workspace is zeroed once, and each launch clears every word that it has read, so that it leaves the workspace as
+it found it. The sign of a mark beside an lse is a message (schedule/crew.py): DECLINED.
+
+Narrow words, of 16 bytes, hold two columns, the lse and a mark. Wide ones hold four columns, of which the first gives its lowest
+bit for a mark; the lse and its mark are words of 8 bytes behind them, one for each WORDS_AN_LSE, so that one reader has it alone.
 """
 
+import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64
+from cutlass import Boolean, Float32, Int32, Int64
 
-from ...config.decode import LINE_BYTES, SLOTS, KernelSpec
+from ...config.decode import LINE_BYTES, SLOTS, WORDS_AN_LSE, KernelSpec
+from ..ptx.registers import as_bits, as_float, quotient, remainder
 
-WORD = 4  # 32-bit parts: first value, second value, lse, mark
+WORD = 4  # 32-bit parts of 16 bytes
 WRITTEN, DECLINED = 1, -1  # marks: a state; a state whose CTA leaves its columns to the row's last one
+PRESENT = 1  # the bit that marks a wide word
 
 
 def open_workspace(spec: KernelSpec, workspace: cute.Tensor) -> cute.Tensor:
-    """Words [part, pair of columns of the packed rows laid end to end, slot] of 32-bit parts; SLOTS[partition] slots a CTA.
+    """16 bytes [part, word of the packed rows laid end to end, slot] of 32-bit parts; SLOTS[partition] slots a CTA.
 
     Balanced: slot 2c holds the piece with which CTA c continues a row, slot 2c + 1 the one with which it opens a row.
     Invariant: slot (2c + 1) MAX_BLOCKS + b holds block b of the row that CTA c opens for others, and
     2c MAX_BLOCKS + b that of the row which it works on alone.
     """
-    layout = cute.make_layout((WORD, state_words(spec, spec.packed_rows), SLOTS[spec.partition] * cute.arch.grid_dim()[0]))
+    layout = cute.make_layout((WORD, spec.state_words, SLOTS[spec.partition] * cute.arch.grid_dim()[0]))
     return cute.make_tensor(cute.recast_ptr(workspace.iterator, dtype=Int32), layout)
-
-
-def state_words(spec: KernelSpec, heads: Int32 | int) -> Int32 | int:
-    """Words of a state of `heads` packed rows."""
-    return heads * spec.row_pairs
 
 
 def state_bytes(spec: KernelSpec) -> Int64:
     """Bytes of all of it in a workspace, with the announcements behind the states; whole cache lines."""
     ctas = Int64(cute.arch.grid_dim()[0])
-    each = state_words(spec, spec.packed_rows) * WORD * 4 * SLOTS[spec.partition] + (4 if spec.divides_combine else 0)
+    each = spec.state_words * WORD * 4 * SLOTS[spec.partition] + (4 if spec.divides_combine else 0)
     return (ctas * each + LINE_BYTES - 1) // LINE_BYTES * LINE_BYTES
 
 
-def word_at(words: cute.Tensor, index: Int32, slot: Int32) -> cute.Pointer:
-    """The word of a pair of columns in a slot."""
-    return words.iterator + cute.crd2idx((0, index, slot), words.layout)
+def columns_of_word(spec: KernelSpec, word: Int32) -> tuple[list[Int32], int]:
+    """(where its runs of neighbouring columns begin, columns of a run) of a packed row's word.
+
+    Those of a lane's registers, two of each of two n8 steps, where states go from there to memory.
+    """
+    if spec.wide_words and spec.overlaps:
+        first = quotient(word, 4) * 16 + remainder(word, 4) * 2
+        return [first, first + 8], 2
+    return [word * spec.word_columns], spec.word_columns
+
+
+def word_of_column(spec: KernelSpec, column: Int32) -> Int32:
+    """The word of a packed row whose first run begins at `column`."""
+    if spec.wide_words and spec.overlaps:
+        return quotient(column, 16) * 4 + quotient(remainder(column, 16), 2)
+    return quotient(column, spec.word_columns)
+
+
+def word_at(words: cute.Tensor, index: Int32, slot: Int32) -> Int64:
+    """The address of a word of a slot."""
+    return Int64((words.iterator + cute.crd2idx((0, index, slot), words.layout)).toint())
+
+
+def lse_at(spec: KernelSpec, words: cute.Tensor, index: Int32, slot: Int32) -> Int64:
+    """The address of the lse of a wide word."""
+    return word_at(words, spec.packed_rows * spec.row_words, slot) + quotient(index, WORDS_AN_LSE) * 8
 
 
 @cute.jit
-def send(word: cute.Pointer, first: Float32, second: Float32, lse: Float32, mark: Int32):
-    """Writes a word."""
-    store_words(word.toint(), first, second, lse, mark)
+def send(spec: cutlass.Constexpr, words: cute.Tensor, index: Int32, slot: Int32, values: list, lse: Float32, mark: Int32):
+    """Writes a word, and with the first of those that share an lse that."""
+    address = word_at(words, index, slot)
+    if cutlass.const_expr(spec.wide_words):
+        store_words(address, as_float(as_bits(values[0]) | PRESENT), *values[1:])
+        send_lse(spec, words, index, slot, lse, mark)
+    else:
+        store_words(address, *values, lse, mark)
+
+
+@cute.jit
+def clear(spec: cutlass.Constexpr, words: cute.Tensor, index: Int32, slot: Int32):
+    """Takes a word's mark away, and an lse's. By neighbouring lanes, all of which have read theirs."""
+    nothing = Float32(0.0)
+    store_words(word_at(words, index, slot), nothing, nothing, nothing, Int32(0))
+    if cutlass.const_expr(spec.wide_words):
+        send_lse(spec, words, index, slot, nothing, Int32(0))
+
+
+@cute.jit
+def send_lse(spec: cutlass.Constexpr, words: cute.Tensor, index: Int32, slot: Int32, lse: Float32, mark: Int32):
+    """Writes the lse of a wide word, if it is the first of those that share it."""
+    if remainder(index, WORDS_AN_LSE) == 0:
+        store_pair(lse_at(spec, words, index, slot), lse, mark)
 
 
 def store_words(address: Int64, first, second, third, fourth):
@@ -58,14 +103,51 @@ def store_words(address: Int64, first, second, third, fourth):
     )
 
 
-@cute.jit
-def receive(word: cute.Pointer, known: tuple) -> tuple[Float32, Float32, Float32, Int32]:
-    """Reads a word (first, second, lse, mark), unless `known` is it already: by a predicate, so that loads stay in flight."""
+def store_pair(address: Int64, lse: Float32, mark: Int32):
+    """Two of them, of 8 bytes."""
+    cute.arch.inline_ptx(
+        "{ .reg .b64 pair; mov.b64 pair, {{$r1}, {$r2}}; st.relaxed.gpu.global.b64 [{$r0}], pair; }",
+        read_only_args=[address, lse, mark],
+    )
+
+
+def receive(spec: KernelSpec, words: cute.Tensor, index: Int32, slot: Int32, known: tuple) -> tuple:
+    """Reads a word (its columns, the lse, a mark), unless `known` is it already: by predicates, so that loads stay in flight."""
+    address = word_at(words, index, slot)
+    if not spec.wide_words:
+        return load_words(address, "setp.eq.s32 absent, {$r4}, 0; ", known, Int32)
+    test = ".reg .b32 mark; and.b32 mark, {$r1}, 1; setp.eq.s32 absent, mark, 0; "
+    return *load_words(address, test, known[:4], Float32), *load_pair(lse_at(spec, words, index, slot), known[4:])
+
+
+def load_words(address: Int64, test: str, known: tuple, last: type) -> tuple:
+    """Four 32-bit values, of which the last is of a type of its own, in one atomic load, if the test of `known` sets absent."""
     return cute.arch.inline_ptx(
-        "{ .reg .pred absent; .reg .b64 lo, hi; .reg .b128 word; setp.eq.s32 absent, {$r4}, 0; "
+        f"{{ .reg .pred absent; .reg .b64 lo, hi; .reg .b128 word; {test}"
         "mov.b64 lo, {{$r1}, {$r2}}; mov.b64 hi, {{$r3}, {$r4}}; mov.b128 word, {lo, hi}; "
         "@absent ld.relaxed.gpu.global.b128 word, [{$r0}]; "
         "mov.b128 {lo, hi}, word; mov.b64 {{$w0}, {$w1}}, lo; mov.b64 {{$w2}, {$w3}}, hi; }",
-        write_only_types=[Float32, Float32, Float32, Int32],
-        read_only_args=[word.toint(), *known],
+        write_only_types=[Float32, Float32, Float32, last],
+        read_only_args=[address, *known],
     )
+
+
+def load_pair(address: Int64, known: tuple) -> tuple[Float32, Int32]:
+    """An lse and its mark, unless known."""
+    return cute.arch.inline_ptx(
+        "{ .reg .pred absent; .reg .b64 pair; setp.eq.s32 absent, {$r2}, 0; mov.b64 pair, {{$r1}, {$r2}}; "
+        "@absent ld.relaxed.gpu.global.b64 pair, [{$r0}]; mov.b64 {{$w0}, {$w1}}, pair; }",
+        write_only_types=[Float32, Int32],
+        read_only_args=[address, *known],
+    )
+
+
+def is_missing(spec: KernelSpec, known: tuple) -> Boolean:
+    """Whether what receive gave lacks its mark, or the lse's."""
+    missing = known[-1] == 0
+    return missing | (as_bits(known[0]) & PRESENT == 0) if spec.wide_words else missing
+
+
+def without_mark(spec: KernelSpec, first: Float32) -> Float32:
+    """The first column of a word that is there."""
+    return as_float(as_bits(first) & ~PRESENT) if spec.wide_words else first

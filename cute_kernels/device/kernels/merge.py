@@ -78,7 +78,7 @@ def merge_columns(spec: cutlass.Constexpr, outs: cute.Tensor, lses: cute.Tensor,
         noted = note(parts[2, None], Int32(0), count, noted)
         merge_chunk(spec, state, parts, noted[0], count)
     largest, live, last = noted
-    first, second, above = normalised(state)
+    (first, second), above = normalised(state)
     merged_lse = largest + above * lse_factor(spec)
     if cutlass.const_expr(spec.sinks):
         factor, joined = join_sink(sink, merged_lse * cutlass.const_expr(1.0 / lse_factor(spec)))
