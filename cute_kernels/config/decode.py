@@ -167,10 +167,22 @@ class KernelSpec(TilingSpec):
 
     @property
     def store_columns(self) -> int:
-        """Neighbouring columns that a thread stores together: four where a state has more pairs than the CTA threads."""
+        """Neighbouring columns of a result that a thread stores together: more where a state has more than the CTA threads."""
         if self.by_warpgroup:
             return 8
-        return 2 if self.packed_rows * self.padded_v_head_dim <= 64 * self.num_warps else 4
+        columns, threads = self.packed_rows * self.padded_v_head_dim, 32 * self.num_warps
+        return 8 if columns >= 8 * threads and self.wide_words else 4 if columns > 2 * threads else 2
+
+    @property
+    def words_together(self) -> int:
+        """Words of a row that a thread merges and sends together, all that it has up to four: their weights are found once.
+
+        A row's wide words are a multiple of four, as its padded columns are of 16.
+        """
+        if not self.wide_words:
+            return self.combine_words
+        own = 1 if self.by_warpgroup else self.packed_rows * self.row_words // (32 * self.num_warps)
+        return next((count for count in (4, 2) if count <= own), 1)
 
     @property
     def combine_words(self) -> int:

@@ -136,6 +136,18 @@ def test_words_of_a_state() -> None:
     assert (alone.packed_rows, alone.state_words) == (71, 71 * 12 + 107), "the last 8 bytes of 107 words have no use"
 
 
+def test_words_that_a_thread_sends_together() -> None:
+    """The weights of a row's states are found once for them: all words that a thread has, up to four."""
+    several = ck.PagedAttentionDescriptor(8, 8, 1, 128, 16, q_dtype=torch.bfloat16, max_q_len=2).problem
+    spec = kernel_of(several)  # 16 rows of 32 words
+    for num_warps, together in ((8, 2), (4, 4), (2, 4)):
+        assert replace(spec, num_warps=num_warps).words_together == together
+    assert replace(spec, head_dim=64, v_head_dim=64, num_warps=8).words_together == 1
+    for head_dim, rows in product(range(16, 257, 16), (16, 32, 64, 128)):
+        some = replace(spec, head_dim=head_dim, v_head_dim=head_dim, block_rows=rows)
+        assert some.row_words % some.words_together == 0, some
+
+
 def test_workspace_regions() -> None:
     problem = ck.PagedDecodeDescriptor(3, 6, 2, 40, 16, torch.float16).problem
     for partition, slots in (("balanced", 2), ("invariant", 2 * MAX_BLOCKS)):

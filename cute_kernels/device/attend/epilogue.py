@@ -233,21 +233,26 @@ def store_final(spec: cutlass.Constexpr, merge: tuple, block: QueryBlock, out, l
 
 @cute.jit
 def store_partial(spec: cutlass.Constexpr, merge: tuple, piece: Piece, words, slot: Int32, mark: Int32, scaling: Scaling):
-    """A part of a row: the merged state goes to its slot of the workspace."""
-    per_row, threads = cutlass.const_expr(spec.row_words), cutlass.const_expr(spec.num_warps * 32)
-    together = cutlass.const_expr(1 if spec.wide_words else spec.combine_words)
+    """A part of a row: the merged state goes to its slot of the workspace.
+
+    A thread's words of a row are neighbours where they are narrow. Wide ones are as far apart as its lanes reach.
+    """
+    together = cutlass.const_expr(spec.words_together)
+    beside, step = cutlass.const_expr((1, spec.row_words // together) if spec.wide_words else (together, 1))
+    per_row, threads = cutlass.const_expr(spec.row_words * beside // together), cutlass.const_expr(spec.num_warps * 32)
     for index in cutlass.range(
-        cute.arch.thread_idx()[0] * together, piece.block.rows * per_row, threads * together, unroll=stores_together(spec)
+        cute.arch.thread_idx()[0] * beside, piece.block.rows * per_row, threads * beside, unroll=stores_together(spec)
     ):
-        row = quotient(index, per_row)
+        row, word = quotient(index, per_row), remainder(index, per_row)
+        first = index if cutlass.const_expr(per_row == spec.row_words) else row * spec.row_words + word
         weights, inverse, row_lse = settled_row(spec, merge, row, scaling)
         values = []
         for j in cutlass.range_constexpr(together):
-            starts, width = columns_of_word(spec, remainder(index, per_row) + j)
+            starts, width = columns_of_word(spec, word + j * step)
             columns = [start + c for start in starts for c in range(width)]
             values.append([merged(spec, merge[0], weights, inverse, row, column) for column in columns])
         for j in cutlass.range_constexpr(together):
-            send(spec, words, index + j, slot, values[j], row_lse, mark)
+            send(spec, words, first + j * step, slot, values[j], row_lse, mark)
 
 
 @dataclass(frozen=True)
