@@ -130,7 +130,7 @@ def test_a_capture_zeroes_one_workspace_for_all_of_its_calls() -> None:
 @pytest.mark.parametrize("batch_invariant", [False, True], ids=["default", "invariant"])
 def test_control_a_combine_that_never_clears(monkeypatch: pytest.MonkeyPatch, batch_invariant: bool) -> None:
     shape = SHAPES[0][0]
-    plan = select_patched(monkeypatch, combine, "send", lambda *_: None, shape, "sm90", batch_invariant=batch_invariant)
+    plan = select_patched(monkeypatch, combine, "clear", lambda *_: None, shape, "sm90", batch_invariant=batch_invariant)
     with pytest.raises(AssertionError, match="as it found it"):
         run(plan, make_inputs(shape, "cuda"))
 
