@@ -5,7 +5,10 @@ They write and return nothing.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
+from inspect import signature
+from string import ascii_lowercase
 
 import torch
 from torch import Tensor
@@ -15,39 +18,17 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from .derived_plans import run_append, run_backward, run_merge, run_weights
 from .plan_cache import run_attention, run_contiguous, run_paged
 
-SCHEMAS = {
-    "paged_decode": "(Tensor q, Tensor k_cache, Tensor v_cache, Tensor table0, Tensor table1, Tensor? table2, "
-    "Tensor? k_scale, Tensor? v_scale, Tensor(a!) out, Tensor(b!) lse, float? softmax_scale, str layout, str lse_base, "
-    "int? max_seq_len, str? kv_dtype, Tensor? alibi_slopes=None, Tensor? sinks=None, int? window_left=None, "
-    "float? softcap=None) -> ()",
-    "flash_decoding": "(Tensor q, Tensor k, Tensor v, Tensor? k_scale, Tensor? v_scale, Tensor(a!) out, Tensor(b!) lse, "
-    "float? softmax_scale, str lse_base, str? kv_dtype, Tensor? alibi_slopes=None, Tensor? sinks=None, "
-    "int? window_left=None, float? softcap=None) -> ()",
-    "paged_attention": "(Tensor q, Tensor k_cache, Tensor v_cache, Tensor? table0, Tensor? table1, Tensor? table2, "
-    "Tensor? qo_indptr, Tensor? tree_mask, Tensor? alibi_slopes, Tensor? sinks, Tensor? k_scale, Tensor? v_scale, "
-    "Tensor(a!) out, Tensor(b!) lse, str table_format, int? max_q_len, str? causal, int? window_left, int? window_right, "
-    "float? softcap, float? softmax_scale, str layout, str lse_base, int? max_seq_len, str? kv_dtype) -> ()",
-    "paged_attention_backward": "(Tensor dout, Tensor q, Tensor k_cache, Tensor v_cache, Tensor out, Tensor lse, "
-    "Tensor? table0, Tensor? table1, Tensor? table2, Tensor? qo_indptr, Tensor? alibi_slopes, Tensor? sinks, Tensor(a!) dq, "
-    "Tensor(b!) dk_cache, Tensor(c!) dv_cache, Tensor(d!)? dsinks, str table_format, int? max_q_len, str? causal, "
-    "int? window_left, int? window_right, float? softcap, float? softmax_scale, str layout, str lse_base) -> ()",
-    "append_kv": "(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor table0, Tensor? table1, Tensor? table2, "
-    "Tensor? k_scale, Tensor? v_scale, Tensor(c!)? k_scale_out, Tensor(d!)? v_scale_out, Tensor? q, Tensor(e!)? q_out, "
-    "Tensor? cos_sin_cache, Tensor? positions, str layout, str pairing) -> ()",
-    "attention_weights": "(Tensor q, Tensor k_cache, Tensor? table0, Tensor? table1, Tensor? table2, Tensor? k_scale, "
-    "Tensor lse, Tensor? alibi_slopes, Tensor(a!)? weights, Tensor(b!)? mean, Tensor(c!)? page_mass, str table_format, "
-    "int max_seq_len, int? window_left, float? softcap, float? softmax_scale, str layout, str lse_base, str? kv_dtype) -> ()",
-    "merge_states": "(Tensor outs, Tensor lses, Tensor? sinks, Tensor(a!) out, Tensor(b!) lse, str lse_base) -> ()",
+# what an op runs, whose parameters are the op's operands, and which of these it writes
+OPS: dict[str, tuple[Callable[..., None], tuple[str, ...]]] = {
+    "paged_decode": (run_paged, ("out", "lse")),
+    "flash_decoding": (run_contiguous, ("out", "lse")),
+    "paged_attention": (run_attention, ("out", "lse")),
+    "paged_attention_backward": (run_backward, ("dq", "dk_cache", "dv_cache", "dsinks")),
+    "append_kv": (run_append, ("k_cache", "v_cache", "k_scale_out", "v_scale_out", "q_out")),
+    "attention_weights": (run_weights, ("weights", "mean", "page_mass")),
+    "merge_states": (run_merge, ("out", "lse")),
 }
-RUNS = {
-    "paged_decode": partial(run_paged, traced=True),
-    "flash_decoding": partial(run_contiguous, traced=True),
-    "paged_attention": partial(run_attention, traced=True),
-    "paged_attention_backward": partial(run_backward, traced=True),
-    "append_kv": run_append,
-    "attention_weights": run_weights,
-    "merge_states": run_merge,
-}
+LITERALS = ("LseBase", "Pairing", "TableFormat")  # annotations of strings
 PLAIN = frozenset((Tensor, torch.nn.Parameter, type(None)))
 
 
@@ -58,15 +39,27 @@ def traced(*operands: object) -> bool:
     return not PLAIN.issuperset(map(type, operands)) and any(isinstance(operand, FakeTensor) for operand in operands)
 
 
+def schema_of(run: Callable[..., None], written: tuple[str, ...]) -> str:
+    """The schema of the op that runs a function, from its annotated parameters. `traced` is none of the op's operands."""
+    letters, operands = iter(ascii_lowercase), []
+    for name, parameter in signature(run).parameters.items():
+        kind = "str" if parameter.annotation in LITERALS else parameter.annotation.replace(" | None", "?")
+        if name in written:
+            kind = kind.replace("Tensor", f"Tensor({next(letters)}!)")
+        if name != "traced":
+            operands.append(f"{kind} {name}" + ("" if parameter.default is parameter.empty else f"={parameter.default}"))
+    return f"({', '.join(operands)}) -> ()"
+
+
 def _writes_only(*operands: object) -> None:
     """The shape function of an op that returns nothing."""
 
 
 _library = torch.library.Library("cute_kernels", "DEF")  # `define` and `impl` dispatch in 2.5 us, `custom_op` in 25
-for _name, _schema in SCHEMAS.items():
-    _library.define(_name + _schema)
+for _name, (_run, _written) in OPS.items():
+    _library.define(_name + schema_of(_run, _written))
     for _key in ("CPU", "CUDA"):
-        _library.impl(_name, RUNS[_name], _key)
+        _library.impl(_name, partial(_run, traced=True) if "traced" in signature(_run).parameters else _run, _key)
     torch.library.register_fake(f"cute_kernels::{_name}", _writes_only, lib=_library)
 
 paged_decode = torch.ops.cute_kernels.paged_decode.default
