@@ -155,12 +155,12 @@ def paged_attention(
     if tree_mask is not None and tree_mask.dim() != 2:
         raise InvalidProblem("tree_mask.shape", tuple(tree_mask.shape), "must be [total_q, ceil(max_q_len / 32)]")
     total_q = plan_cache.query_rows(q, qo_indptr)
-    masks, table = (causal, window_left, window_right, softcap), table_of(page_table, seq_lens)
+    table, masks = table_of(page_table, seq_lens), (causal, window_left, window_right, softcap)
+    options = plan_cache.Options(max_q_len, *masks, softmax_scale, layout, lse_base, max_seq_len, encoding)
     if gradients.wants_gradients(q, k_cache, v_cache, sinks, alibi_slopes, k_scale, v_scale):
-        forms = (table.format, max_q_len, masks, softmax_scale, layout, lse_base, max_seq_len)
-        call = gradients.Call(table.operands, (qo_indptr, alibi_slopes), *forms)
+        call = gradients.Call(table.operands, (qo_indptr, alibi_slopes), table.format, options)
         others = {"tree_mask": tree_mask, "k_scale": k_scale, "v_scale": v_scale, "out": out, "lse": lse}
-        return gradients.differentiable_attention(q, k_cache, v_cache, sinks, call, encoding, **others)
+        return gradients.differentiable_attention(q, k_cache, v_cache, sinks, call, **others)
     if lse is None:
         lse = q.new_empty((total_q, q.shape[-2]), dtype=torch.float32)
     if out is None:
@@ -170,7 +170,7 @@ def paged_attention(
     extras = (qo_indptr, tree_mask, alibi_slopes, sinks)
     operands = (q, k_cache, v_cache, *table.operands, *extras, k_scale, v_scale, out, lse)
     run: Any = torch_ops.paged_attention if torch_ops.traced(*operands) else plan_cache.run_attention
-    run(*operands, table.format, max_q_len, *masks, softmax_scale, layout, lse_base, max_seq_len, encoding)
+    run(*operands, table.format, *options)
     return out, lse
 
 

@@ -26,6 +26,7 @@ from ..weights.descriptor import AttentionWeightsDescriptor
 from ..weights.plan import AttentionWeightsPlan
 from .plan_cache import (
     KV_DTYPES,
+    Options,
     alignment,
     attention_fields,
     cache_extents,
@@ -158,13 +159,12 @@ def run_backward(
 ) -> None:
     """Runs the plan of these tensors' problem, writing dq, dk_cache, dv_cache and dsinks. The others as run_attention."""
     table, extras = PageTable(table_format, (table0, table1, table2)), Extras(qo_indptr, None, alibi_slopes, sinks)
-    masks = (causal, window_left, window_right, softcap)
+    options = Options(max_q_len, causal, window_left, window_right, softcap, softmax_scale, layout, lse_base)
     pages: tuple[int | None, int | None] = (None, None)
     if table_format in PAGED and isinstance(table0, Tensor):
         entries = table0.shape[-1] if table0.dim() == 2 else -(-len(table0) // max(1, len(table1) - 1))  # type: ignore[arg-type]
         pages = (len(k_cache), length_hint(entries))
-    rest = ((None, None), max_q_len, masks, softmax_scale, layout, lse_base, None, None, *pages)
-    fields = attention_fields(q, k_cache, v_cache, table, extras, *rest)
+    fields = attention_fields(q, k_cache, v_cache, table, extras, (None, None), options, pages)
     plan = plan_of(PagedAttentionBackwardPlan, _backward_of, (fields, length_hint(len(lse))), q.device)
     workspace = stream_workspace(plan.workspace_size(), plan.device, reuse_in_capture=not traced)
     gradients = {"dq": dq, "dk_cache": dk_cache, "dv_cache": dv_cache, "dsinks": dsinks}

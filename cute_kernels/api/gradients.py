@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..config.backward import ROW_BYTES
-from ..config.problem import LseBase, TableFormat
+from ..config.problem import TableFormat
 from ..errors import InvalidArgument, Unsupported
 from ..kv.types import KVDtype
 from . import derived_plans, plan_cache, torch_ops
@@ -24,18 +24,13 @@ WITHOUT = {
 class Call(NamedTuple):
     """What a call of paged_attention was given beside tensors that have gradients.
 
-    tables: a PageTable's operands; extras: qo_indptr and alibi_slopes; masks: causal, window_left, window_right and softcap.
+    tables: a PageTable's operands, table_format the table's; extras: qo_indptr and alibi_slopes.
     """
 
     tables: tuple[Tensor | None, Tensor | None, Tensor | None]
     extras: tuple[Tensor | None, Tensor | None]
     table_format: TableFormat
-    max_q_len: int | None
-    masks: tuple[str | None, int | None, int | None, float | None]
-    softmax_scale: float | None
-    layout: str
-    lse_base: LseBase
-    max_seq_len: int | None
+    options: plan_cache.Options
 
 
 def wants_gradients(*tensors: object) -> bool:
@@ -44,7 +39,7 @@ def wants_gradients(*tensors: object) -> bool:
 
 
 def differentiable_attention(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, sinks: Tensor | None, call: Call, kv_dtype: str | None, **others: Tensor | None
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, sinks: Tensor | None, call: Call, **others: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) of paged_attention. out has gradients, lse has none.
 
@@ -54,7 +49,8 @@ def differentiable_attention(
     for name in ("out", "lse"):
         if others.pop(name) is not None:
             raise InvalidArgument(name, "given beside operands that require gradients, must be None: autograd makes its own")
-    stored = [plan_cache.stored_as(name, cache, kv_dtype) for name, cache in (("k_cache", k_cache), ("v_cache", v_cache))]
+    caches = (("k_cache", k_cache), ("v_cache", v_cache))
+    stored = [plan_cache.stored_as(name, cache, call.options.kv_dtype) for name, cache in caches]
     reasons = [f"{name} is given: {WITHOUT[name]}" for name in ("k_scale", "v_scale") if others[name] is not None]
     reasons += [
         _of_8_bits(name, kind) for name, kind in zip(("k_cache", "v_cache"), stored, strict=True) if kind.element_bytes == 1
@@ -86,10 +82,9 @@ class PagedAttention(torch.autograd.Function):
         out = q.new_empty(q.shape)
         operands = (q, k, v, table0, table1, table2, indptr, None, slopes, sinks, None, None, out, lse)
         run: Any = torch_ops.paged_attention if torch_ops.traced(*operands) else plan_cache.run_attention
-        kinds = (call.table_format, call.max_q_len, *call.masks, call.softmax_scale, call.layout, call.lse_base)
-        run(*operands, *kinds, call.max_seq_len, None)
+        run(*operands, call.table_format, *call.options)
         ctx.save_for_backward(q, k, v, out, lse, table0, table1, table2, indptr, slopes, sinks)
-        ctx.kinds = kinds
+        ctx.kinds = (call.table_format, *call.options[:-2])  # what a backward has no use for: max_seq_len, kv_dtype
         ctx.mark_non_differentiable(lse)
         return out, lse
 

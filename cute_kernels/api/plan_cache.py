@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,6 +33,26 @@ STORED_AS = {kv_dtype.value: kv_dtype for kv_dtype in KVDtype}
 KV_DTYPES = {kv_dtype.torch_dtype: kv_dtype for kv_dtype in KVDtype}
 
 layout_of = functools.cache(KVLayout)
+
+
+class Options(NamedTuple):
+    """What a call of paged_attention is given beside its tensors. kv_dtype: as run_paged takes it."""
+
+    max_q_len: int | None
+    causal: str | None
+    window_left: int | None
+    window_right: int | None
+    softcap: float | None
+    softmax_scale: float | None
+    layout: str
+    lse_base: str
+    max_seq_len: int | None = None
+    kv_dtype: str | None = None
+
+    @property
+    def masks(self) -> tuple[str | None, int | None, int | None, float | None]:
+        """causal, window_left, window_right and softcap, in the order of a PagedAttentionDescriptor."""
+        return self.causal, self.window_left, self.window_right, self.softcap
 
 
 def run_paged(
@@ -156,8 +176,8 @@ def run_attention(
     """
     table, extras = PageTable(table_format, (table0, table1, table2)), Extras(qo_indptr, tree_mask, alibi_slopes, sinks)
     masks = (causal, window_left, window_right, softcap)
-    rest = (max_q_len, masks, softmax_scale, layout, lse_base, max_seq_len, kv_dtype)
-    plan = attention_plan(q, k_cache, v_cache, table, extras, (k_scale, v_scale), *rest)
+    options = Options(max_q_len, *masks, softmax_scale, layout, lse_base, max_seq_len, kv_dtype)
+    plan = attention_plan(q, k_cache, v_cache, table, extras, (k_scale, v_scale), options)
     workspace = stream_workspace(plan.workspace_size(), plan.device, reuse_in_capture=not traced)
     given = extras._asdict()
     plan.run(q, k_cache, v_cache, table, **given, k_scale=k_scale, v_scale=v_scale, out=out, lse=lse, workspace=workspace)
@@ -170,18 +190,11 @@ def attention_plan(
     table: PageTable,
     extras: Extras,
     scales: tuple[Tensor | None, Tensor | None],
-    max_q_len: int | None,
-    masks: tuple[str | None, int | None, int | None, float | None],
-    softmax_scale: float | None,
-    layout: str,
-    lse_base: str,
-    max_seq_len: int | None = None,
-    kv_dtype: str | None = None,
+    options: Options,
     preference: PlanPreference | None = None,
 ) -> PagedAttentionPlan:
-    """The plan of these tensors' problem, kept. scales: of K and V. masks: causal, window_left, window_right and softcap."""
-    rest = (softmax_scale, layout, lse_base, max_seq_len, kv_dtype)
-    fields = attention_fields(q, k_cache, v_cache, table, extras, scales, max_q_len, masks, *rest)
+    """The plan of these tensors' problem, kept. scales: of K and V."""
+    fields = attention_fields(q, k_cache, v_cache, table, extras, scales, options)
     plan: PagedAttentionPlan = plan_of(PagedAttentionPlan, PagedAttentionDescriptor, fields, q.device, preference)
     return plan
 
@@ -193,32 +206,26 @@ def attention_fields(
     table: PageTable,
     extras: Extras,
     scales: tuple[Tensor | None, Tensor | None],
-    max_q_len: int | None,
-    masks: tuple[str | None, int | None, int | None, float | None],
-    softmax_scale: float | None,
-    layout: str,
-    lse_base: str,
-    max_seq_len: int | None = None,
-    kv_dtype: str | None = None,
-    num_pages: int | None = None,
-    max_pages: int | None = None,
+    options: Options,
+    pages: tuple[int | None, int | None] = (None, None),
 ) -> tuple[Any, ...]:
-    """The fields of the PagedAttentionDescriptor of these tensors' problem, as attention_plan takes them."""
+    """The fields of the PagedAttentionDescriptor of these tensors' problem. pages: its num_pages and max_pages."""
     query_rows(q, extras.qo_indptr)
     ragged = extras.qo_indptr is not None
     batch, form = (len(extras.qo_indptr) - 1, "ragged") if ragged else (len(q), "uniform")
-    kv_heads, page_size, longest = cache_extents(k_cache, table.format, layout, table.operands[0])
+    kv_heads, page_size, longest = cache_extents(k_cache, table.format, options.layout, table.operands[0])
+    max_q_len, max_seq_len = options.max_q_len, options.max_seq_len
     if max_q_len is None:
         max_q_len = rows_hint(q, extras.tree_mask, ragged)
     if max_seq_len is None and longest is not None:
         max_seq_len = length_hint(longest)
-    stored, *rest = _storage(k_cache, v_cache, *scales, kv_dtype, kv_heads)
-    order = "HND" if table.format == "packed" else layout
-    cache = (stored, layout_of(order, alignment(k_cache, v_cache)), table.format, num_pages, max_pages, max_seq_len)
+    stored, *rest = _storage(k_cache, v_cache, *scales, options.kv_dtype, kv_heads)
+    order = "HND" if table.format == "packed" else options.layout
+    cache = (stored, layout_of(order, alignment(k_cache, v_cache)), table.format, *pages, max_seq_len)
     shape = (batch, q.shape[-2], kv_heads, q.shape[-1], page_size, q.dtype, max_q_len, form)
-    scores = (*masks, extras.alibi_slopes is not None, extras.sinks is not None, extras.tree_mask is not None)
+    scores = (*options.masks, extras.alibi_slopes is not None, extras.sinks is not None, extras.tree_mask is not None)
     kinds = rest or (None, KVScale.NONE, KVScale.NONE)
-    return (*shape, *cache, softmax_scale, lse_base, *kinds, *scores)
+    return (*shape, *cache, options.softmax_scale, options.lse_base, *kinds, *scores)
 
 
 def query_rows(q: Tensor, qo_indptr: Tensor | None) -> int:

@@ -1,6 +1,6 @@
 """The operands of a run, remembered by weak reference: a run with the same tensors again need not be checked again.
 
-Telling tensors apart by identity costs half of describing them (`checks.signature`). What a kernel takes as it is reaches the
+Telling tensors apart by identity costs half of describing them (`Operands.signature`). What a kernel takes as it is reaches the
 launch as it is, and the launch refuses another dtype, shape, alignment or device, whatever `set_`, `.data =`, `resize_` or
 `transpose_` have made of it; a refusal is checked anew, which names what is wrong. The rest is held in the form that a launch
 takes, since making that anew costs a microsecond for a view: 8-bit and NHD caches, scales and the workspace. They, out and lse

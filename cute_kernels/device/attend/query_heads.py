@@ -87,7 +87,7 @@ def packed_head(spec: WeightsSpec, kv_head: Int32, packed: Int32) -> Int32:
 
 
 class HeadProducts(KeyProducts):
-    """Q K^T with queries that lie in shared memory as rows. A query is the address at which a lane reads: query_address."""
+    """Q K^T with queries that lie in shared memory as rows. `query` says which row a lane reads."""
 
     def __init__(self, spec: WeightsSpec, shared: cute.Tensor, ring: cute.Tensor, lane: Int32):
         super().__init__(spec, ring, lane)

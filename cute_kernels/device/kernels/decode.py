@@ -1,7 +1,8 @@
 """The decode kernel: a persistent grid in which each CTA attends to its share of all (row, KV head, KV tile) work.
 
-It composes who works on what (work_scheduler), where a tile is (kv_source), how the machine moves it (mainloop_sm90 or
-mainloop_sm80), what is computed on it (attend) and where a state goes (epilogue; combine where a row was cut).
+It composes pieces that know nothing of each other: schedule/work_scheduler says who works on what, kv/source where a tile is, a
+mainloop/ how the machine moves it, attend/ what is computed on it, and attend/epilogue where the result goes, or combine/ where
+a row was cut.
 """
 
 import cutlass
@@ -94,7 +95,7 @@ class DecodeKernel:
     ):  # fmt: skip
         """q, out [batch, num_heads, head_dim]; k, v [pages, num_kv_heads, page_size, head_dim] (contiguous: a page per row).
 
-        k_scale, v_scale: [1], [num_kv_heads], or a token's (kv_scale.fetch_scales), or None. workspace: zero, as each launch
+        k_scale, v_scale: [1], [num_kv_heads], or a token's (kv/scale.fetch_scales), or None. workspace: zero, as each launch
         leaves it, or None where rows stay whole. status: address of the plan's 4 int32 status words.
         """
         tables = tuple(t for t in (table0, table1, table2) if t is not None)

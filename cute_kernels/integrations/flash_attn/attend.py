@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ...api.plan_cache import attention_plan, length_hint, rounded_rows
+from ...api.plan_cache import Options, attention_plan, length_hint, rounded_rows
 from ...api.workspace_cache import stream_workspace
 from ...attention.attention_plan import PagedAttentionPlan
 from ...attention.operands import Extras
@@ -109,5 +109,5 @@ def _select(
             raise InvalidProblem(name, longest, "must be an int from 0 on, or None")
     rows = None if max_seqlen_q is None or extras.qo_indptr is None else rounded_rows(max_seqlen_q)
     hint = None if max_seqlen_k is None else length_hint(max_seqlen_k)
-    rest = (rows, scores.masks, scores.softmax_scale, "NHD", "e", hint)
-    return attention_plan(q, k, v, table, extras, descales, *rest, preference=preference_of(scores.sm_margin, q.device))
+    options = Options(rows, *scores.masks, scores.softmax_scale, "NHD", "e", hint)
+    return attention_plan(q, k, v, table, extras, descales, options, preference_of(scores.sm_margin, q.device))
