@@ -63,11 +63,6 @@ class ProblemSpec:
         return self.q_lens is None or self.q_lens.least == 1
 
     @property
-    def inspects_all(self) -> bool:
-        """Whether this phase of a mixed kernel looks for bad metadata of every request: the last one does."""
-        return self.q_lens is not None and self.q_lens.most == ANY_Q_LEN
-
-    @property
     def plain(self) -> bool:
         """Whether a request has one query row whose scores are only scaled: such a kernel takes no further operands."""
         return self.query == "one" and self.modifiers == UNMODIFIED

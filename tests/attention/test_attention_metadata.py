@@ -77,6 +77,23 @@ def test_bad_query_rows(described: Case, backend: str) -> None:
     assert plan.status() is None
 
 
+# requests of one query row, under a plan for up to 300: where phases share a kernel, the last one has no request at all
+DECODE_ROWS = case("decode rows", {"num_heads": 8, "num_kv_heads": 2, "head_dim": 128}, q_lens=(1,) * 7, max_q_len=300)
+
+
+@EVERY_BACKEND
+@pytest.mark.parametrize(("index", "value"), [(3, 11), (7, INT_MAX), (2, -1)])
+def test_bad_query_rows_that_no_phase_serves(index: int, value: int, backend: str) -> None:
+    inputs, plan = make_attention(DECODE_ROWS, device_of(backend), dead=0.5), select(DECODE_ROWS, backend)
+    broken = inputs.extras["qo_indptr"].clone()
+    broken[index] = value
+    begins, counts, faults = meaning(broken.tolist(), len(inputs.q), DECODE_ROWS.max_q_len)
+    plan.clear_status()
+    check_meant(inputs, run(plan, inputs, FILL, qo_indptr=broken), begins, counts)
+    fault = plan.status()
+    assert faults and fault is not None and (fault.row, fault.kind) in faults
+
+
 @EVERY_BACKEND
 @pytest.mark.parametrize("max_q_len", [1, 3, 5, 7])
 @pytest.mark.parametrize("tree", [False, True])

@@ -12,8 +12,11 @@ import torch
 import cute_kernels as ck
 from cute_kernels.api import workspace_cache
 from cute_kernels.device.combine import combine
+from tests.support.attention_cases import case, make_attention
+from tests.support.attention_harness import run as run_attention
+from tests.support.attention_harness import select as select_attention
 from tests.support.bits import Result, differing_rows
-from tests.support.harness import run, select, select_patched
+from tests.support.harness import assert_bitwise, run, select, select_patched
 from tests.support.inputs import NAN, Inputs, Shape, make_inputs
 from tests.support.storage import STORAGES
 
@@ -69,6 +72,23 @@ def test_ten_thousand_launches_of_six_plans_over_one_workspace() -> None:
         wrong[index] += job.differing()
     assert wrong.tolist() == [0] * len(jobs)
     assert not workspace.any()
+
+
+@pytest.mark.parametrize("sm_count", [64, 128])
+def test_a_workspace_may_begin_inside_a_cache_line(sm_count: int) -> None:
+    """A kernel of several phases writes nothing behind a workspace of just the bytes it needs, 16 bytes into a cache line."""
+    described = case(
+        "mixed", {"num_heads": 8, "num_kv_heads": 2, "head_dim": 128, "lengths": (3000, 900)}, q_lens=(8, 1), max_q_len=300
+    )
+    inputs, plan = make_attention(described, "cuda"), select_attention(described, "sm90", sm_count=sm_count)
+    expected, size = run_attention(plan, inputs), plan.workspace_size()
+    memory = torch.zeros(size + 256, dtype=torch.uint8, device="cuda")
+    memory[16 + size :] = 0xAB
+    out, lse = torch.full_like(inputs.q, NAN), torch.full_like(expected[1], NAN)
+    given = {"out": out, "lse": lse, "workspace": memory[16 : 16 + size]}
+    plan.run(inputs.q, inputs.k, inputs.v, inputs.table, **inputs.scales, **inputs.extras, **given)
+    assert_bitwise((out, lse), expected)
+    assert not memory[: 16 + size].any() and (memory[16 + size :] == 0xAB).all()
 
 
 def one_call(inputs: Inputs) -> Callable[..., Result]:

@@ -25,6 +25,8 @@ from .split_mma import SplitProducts
 from .warp_mma import WarpProducts
 from .warpgroup_mma import WarpgroupProducts
 
+LEAST_FACTOR = 2.0**-126  # the smallest normal f32: a row of zeros has this inverse, which a small scale of K would take to 0
+
 
 @dataclass(frozen=True)
 class WarpState:
@@ -112,9 +114,11 @@ def row_scales(rows: RowTile, scaling: Scaling) -> list:
 
 
 def score_factors(rows: RowTile, scaling: Scaling) -> list:
-    """What Q K^T of each row in use is multiplied by, to base 2."""
+    """What Q K^T of each row in use is multiplied by, to base 2. Never 0, which would make NaN of a hidden score, -inf."""
     scale, inverses = scaling.log2, rows.inverses
-    return [scale if inverses is None else scale * inverses[r] for r in range(cute.size(rows.state.row_max))]
+    if inverses is None:
+        return [scale] * cute.size(rows.state.row_max)
+    return [cute.arch.fmax(scale * inverses[r], Float32(LEAST_FACTOR)) for r in range(cute.size(rows.state.row_max))]
 
 
 @cute.jit

@@ -42,7 +42,7 @@ def settle_bases(spec: cutlass.Constexpr, acc_s: cute.Tensor, state, factors: li
     if moved:
         for r in cutlass.range_constexpr(len(factors)):  # a row's bits depend on no other
             peak = state.row_max[r]
-            exact = quad_max(largest([scores[r, c] for c in range(cute.size(scores, mode=[1]))] + [peak]))
+            exact = quad_max(largest([scores[r, c] for c in range(cute.size(scores, mode=[1]))] + [peak]), nan=True)
             peak = cutlass.select_(quad_all(stays[r]), peak, exact)
             base = rounded_product(finite_or_zero(peak), factors[r])
             decays[r] = cute.math.exp2(bases[r] - base, fastmath=True)
@@ -109,9 +109,9 @@ def larger(first: Int32, second: Int32 | None = None) -> Int32:
 
 
 def largest(values: list) -> Float32:
-    """The maximum, in as few steps behind each other as can be. NaN counts as nothing: it reaches the sum by its weight."""
+    """The maximum, in as few steps behind each other as can be. NaN is larger than all: beside it a row is not an empty one."""
     while len(values) > 1:
-        pairs = [cute.arch.fmax(*values[i : i + 2]) for i in range(0, len(values) - 1, 2)]
+        pairs = [cute.arch.fmax(*values[i : i + 2], nan=True) for i in range(0, len(values) - 1, 2)]
         values = pairs + values[len(values) // 2 * 2 :]
     return values[0]
 

@@ -23,10 +23,10 @@ def rows_of(acc: cute.Tensor) -> cute.Tensor:
 
 
 @cute.jit
-def quad_max(value: Float32) -> Float32:
-    """Maximum over the four lanes that share a row."""
-    value = cute.arch.fmax(value, cute.arch.shuffle_sync_bfly(value, offset=1))
-    return cute.arch.fmax(value, cute.arch.shuffle_sync_bfly(value, offset=2))
+def quad_max(value: Float32, nan: cutlass.Constexpr = False) -> Float32:
+    """Maximum over the four lanes that share a row. nan: whether a NaN is the maximum; else it counts as nothing."""
+    value = cute.arch.fmax(value, cute.arch.shuffle_sync_bfly(value, offset=1), nan=nan)
+    return cute.arch.fmax(value, cute.arch.shuffle_sync_bfly(value, offset=2), nan=nan)
 
 
 @cute.jit

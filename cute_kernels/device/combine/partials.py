@@ -11,7 +11,7 @@ bit for a mark; the lse and its mark are words of 8 bytes behind them, one for e
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, Int64
+from cutlass import Boolean, Float32, Int32, Int64, Uint8
 
 from ...config.decode import LINE_BYTES, SLOTS, WORDS_AN_LSE, KernelSpec
 from ..ptx.registers import as_bits, as_float, quotient, remainder
@@ -37,6 +37,15 @@ def state_bytes(spec: KernelSpec) -> Int64:
     ctas = Int64(cute.arch.grid_dim()[0])
     each = spec.state_words * WORD * 4 * SLOTS[spec.partition] + (4 if spec.divides_combine else 0)
     return (ctas * each + LINE_BYTES - 1) // LINE_BYTES * LINE_BYTES
+
+
+def workspace_from(workspace: cute.Tensor, begin: Int64) -> cute.Tensor:
+    """The workspace from byte `begin` on, a whole number of cache lines behind its own start.
+
+    Its start is a multiple of 16 bytes. `Pointer.align` would round the address up, and so move the last words past the end.
+    """
+    start = (workspace.iterator + begin).toint()
+    return cute.make_tensor(cute.make_ptr(Uint8, start, cute.AddressSpace.gmem, assumed_align=4 * WORD), workspace.layout)
 
 
 def columns_of_word(spec: KernelSpec, word: Int32) -> tuple[list[Int32], int]:

@@ -2,8 +2,8 @@
 
 A phase is a kernel of its own for the requests whose number of query rows suits it (KernelSpec.q_lens): the same body, schedule,
 mainloop and combine, in the warps and the shared memory of all. A warp that the first phase leaves idle meanwhile makes the
-mbarriers of the others and looks which of them have a request at all. So a batch of decode rows pays a barrier for each of the
-others, and no launch.
+mbarriers of the others, looks which of them have a request at all, and reports bad metadata of every request, also of those that
+no phase serves. So a batch of decode rows pays a barrier for each of the others, and no launch.
 """
 
 from dataclasses import dataclass
@@ -12,11 +12,11 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64
 
-from ...config.decode import LINE_BYTES, LOG2_E
+from ...config.decode import LOG2_E
 from ...config.mixed import MixedSpec
 from ..attend.query_rows import served
-from ..combine.partials import state_bytes
-from ..kv.source import Rows
+from ..combine.partials import state_bytes, workspace_from
+from ..kv.source import Rows, inspect_requests
 from ..mainloop.arena import Arena, arena_of
 from ..mainloop.shared import allocate
 from ..problem import Problem
@@ -74,7 +74,7 @@ class MixedKernel(AttentionKernel):
         for phase, brought in zip(self.phases, caches, strict=True):
             own = None
             if cutlass.const_expr(phase.spec.split):
-                own = cute.make_tensor((workspace.iterator + begin).align(LINE_BYTES), workspace.layout)
+                own = workspace_from(workspace, begin)
                 begin += state_bytes(phase.spec)
             problems.append(Problem(q, brought, scales, rows, out, lse, own, status, scores))
         cute.arch.griddepcontrol_launch_dependents()
@@ -82,7 +82,7 @@ class MixedKernel(AttentionKernel):
         busy = (Int32(sum(1 << warp for warp in spec.busy_warps)) >> warp) & 1 != 0
         if warp == spec.lookout:
             self.prepare_phases(caches, shared)
-            self.look_for_phases(rows, present)
+            self.look_for_phases(rows, present, status)
         if cutlass.const_expr(shares is None):
             if busy:
                 self.attend_phases(tuple(problems), shared, present, scale_log2, (0, spec.warps))
@@ -123,8 +123,8 @@ class MixedKernel(AttentionKernel):
             phase.mainloop.prepare(brought, own)
 
     @cute.jit
-    def look_for_phases(self, rows: Rows, present: cute.Tensor):
-        """A warp finds out which phases but the first have a request."""
+    def look_for_phases(self, rows: Rows, present: cute.Tensor, status: Int64):
+        """A warp finds out which phases but the first have a request, then looks for bad metadata of all requests."""
         batch = Int32(rows.queries.indptr.shape[0]) - 1
         cute.arch.griddepcontrol_wait()
         for number in cutlass.range_constexpr(1, len(self.phases)):
@@ -137,3 +137,5 @@ class MixedKernel(AttentionKernel):
         if cutlass.const_expr(self.spec.lookout not in self.spec.busy_warps):
             cute.arch.sync_warp()
             cute.arch.barrier_arrive(barrier_id=BETWEEN, number_of_threads=LANES * (len(self.spec.busy_warps) + 1))
+        inspect_requests(self.phases[-1].spec, rows, batch, status)
+        cute.arch.sync_warp()  # the lanes take different ways through it

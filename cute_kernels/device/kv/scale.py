@@ -247,7 +247,8 @@ def widen_unit(unit: cute.Tensor, peak: Int32) -> tuple[Float32, Float32]:
     """
     before = unit[0]
     unit[0] = cutlass.max(before, cutlass.min(warp_max(peak) & EXPONENT, LARGEST_UNIT))
-    return as_float((127 << 23) + before - unit[0]), (127 - (unit[0] >> 23)).to(Float32)
+    step = cutlass.max(0, (127 << 23) + before - unit[0])  # of more binades than f32 has, what was before is nothing beside it
+    return as_float(step), (127 - (unit[0] >> 23)).to(Float32)
 
 
 def unit_of(unit: cute.Tensor) -> Float32:

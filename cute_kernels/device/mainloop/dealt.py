@@ -43,7 +43,7 @@ class DealtMainloop(OverlapMainloop):
             turn += 1
             where = shared, turn, found
             item, found, pages = self.issue(problem, shared, where, piece, pages, Boolean(True), scales)
-        if cutlass.const_expr(not scales):
+        if cutlass.const_expr(not scales and spec.q_lens is None):
             inspect_requests(spec, rows, batch, problem.status)
 
     def no_next(self, problem: Problem, pages: Int32) -> tuple:

@@ -61,7 +61,7 @@ class GatherMainloop(DealtMainloop):
             owed = self.bring(problem, shared, piece, part, owed)
             issued += piece.tiles
         self.pay(shared, owed, 0)
-        if cutlass.const_expr(leads):
+        if cutlass.const_expr(leads and spec.q_lens is None):
             inspect_requests(spec, rows, batch, problem.status)
 
     def token_of_lane(self, piece: Piece, i: Int32, part: Int32) -> Int32:

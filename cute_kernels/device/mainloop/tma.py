@@ -27,7 +27,6 @@ from ..kv.source import (
     empty_row,
     find_holes,
     inspect_request,
-    inspect_requests,
     is_seen,
     open_row_or_nothing,
     slot_start,
@@ -183,8 +182,6 @@ class TmaMainloop:
                     inspect_request(spec, problem.rows, index, problem.status)
             issued += piece.stop - piece.first
             index, tile = upcoming
-        if cutlass.const_expr(spec.inspects_all and not scales):
-            inspect_requests(spec, problem.rows, problem.batch(spec), problem.status)
         if cutlass.const_expr(spec.divides_combine and not scales):
             prepare_end(spec, problem, shared, share, opening.row)
 

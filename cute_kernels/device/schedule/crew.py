@@ -50,7 +50,7 @@ def is_announced(spec: KernelSpec, problem: Problem, cta: Int32) -> Boolean:
 class Crew:
     """Who combines the share's first row. opened: the slot of its first piece; pieces: how many; crew: CTAs that combine.
 
-    place: this one's among them; step: pairs of columns of each; bits: combine.width_bits; last: the row's last CTA.
+    place: this one's among them; step: words of each; bits: combine.width_bits; last: the row's last CTA.
     rows, query: of the QueryBlock, where a request may have several query rows.
     """
 
