@@ -7,7 +7,7 @@ from typing import Literal
 
 import torch
 
-from ..checks.fields import check_extent, check_group, check_modifiers, check_softmax
+from ..checks.fields import MAX_EXTENT, check_extent, check_group, check_modifiers, check_softmax
 from ..config.modifiers import Modifiers
 from ..config.problem import LseBase, TableFormat
 from ..errors import InvalidProblem
@@ -15,6 +15,8 @@ from ..kv.page_table import OPERAND_NAMES, PAGED
 from ..kv.scale import KVScale
 from ..kv.types import KVDtype, KVLayout, check_layout, check_query_dtype, check_storage
 from .descriptors import AttentionFields, DecodeProblem
+
+MOST_PACKED_ROWS = MAX_EXTENT - 127  # per request and KV head: the device rounds them up to whole blocks, at most 128, in int32
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,10 @@ class PagedAttentionDescriptor(AttentionFields):
         if self.query_format not in ("ragged", "uniform"):
             raise InvalidProblem("query_format", self.query_format, 'must be "ragged" or "uniform"')
         check_group(self.num_heads, self.num_kv_heads)
+        most = MOST_PACKED_ROWS // (self.num_heads // self.num_kv_heads)
+        if self.max_q_len > most:
+            heads = f"num_heads = {self.num_heads} and num_kv_heads = {self.num_kv_heads}"
+            raise InvalidProblem("max_q_len", self.max_q_len, f"must be at most {most} with {heads}")
         self._check_cache()
         check_softmax(self.softmax_scale, self.lse_base)
         check_storage(self.kv_dtype, self.v_dtype, self.k_scale, self.v_scale)

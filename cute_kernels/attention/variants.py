@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, replace
 
+from ..checks.fields import MAX_EXTENT
 from ..config.decode import DecodeConfig, KernelSpec, Partition
 from ..config.limits import supports
 from ..config.tiling import Arch, Target
@@ -45,7 +46,8 @@ def _serve(variant: Variant, problem: DecodeProblem, facts: DeviceFacts, prefere
     target = alone.spec.target
 
     def few(problem: DecodeProblem) -> Candidate:
-        config = heuristics.few_config(problem, alone.spec.arch, target, facts.sm_count)
+        seen = any_batch(problem) if preference.batch_invariant else problem
+        config = heuristics.few_config(seen, alone.spec.arch, target, facts.sm_count)
         return _evaluate(variant, problem, facts, preference, config)
 
     return with_few(problem, alone, few)
@@ -73,6 +75,8 @@ def _evaluate(
         num_ctas = grid_ctas_of(problem, spec, facts.sm_count, config.ctas_per_sm)
     why += _passes(problem, spec)
     reasons += misfits(problem, spec)
+    if num_ctas > MAX_EXTENT:
+        reasons.append(f"max_q_len = {problem.max_q_len}: {num_ctas:,} CTAs exceed a grid's 2**31 - 1")
     verdict: Verdict = "rejected" if reasons else "fits"
     cost = cost_of(problem, spec, config.ctas_per_sm, facts.sm_count)
     knobs = " ".join(f"{name}={value}" for name, value in asdict(config).items())
@@ -122,14 +126,19 @@ def _config(
 ) -> tuple[DecodeConfig, str]:
     # of a grid of two CTAs an SM on a part of the device each may get an SM of its own
     most = heuristics.MOST_CTAS_PER_SM if preference.sm_count is None else 1
-    if preference.batch_invariant:  # nothing that a row's bits depend on may see the batch or its lengths
-        any_batch = replace(problem, batch_size=INVARIANT_BATCH, max_seq_len=None)
-        return heuristics.choose(any_batch, arch, target, facts.sm_count, most_ctas_per_sm=most), "heuristics for any batch"
+    if preference.batch_invariant:
+        config = heuristics.choose(any_batch(problem), arch, target, facts.sm_count, most_ctas_per_sm=most)
+        return config, "heuristics for any batch"
     whole = preference.sm_count is None  # entries are measured on all of a device
     config, source = tuned.lookup(problem, arch, facts.slug) if whole else None, f"plans/{facts.slug}.json"
     if config is None or misfits(problem, kernel_spec(problem, arch, target, config, partition=partition)):
         config, source = heuristics.choose(problem, arch, target, facts.sm_count, partition, most), "heuristics"
     return config, source
+
+
+def any_batch(problem: DecodeProblem) -> DecodeProblem:
+    """The problem as the choice of an invariant plan sees it: a row's bits may depend neither on the batch nor on its lengths."""
+    return replace(problem, batch_size=INVARIANT_BATCH, max_seq_len=None)
 
 
 def grid_of(problem: DecodeProblem, kernel: Candidate) -> tuple[DecodeProblem, int, Partition, int]:

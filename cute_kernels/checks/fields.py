@@ -27,7 +27,7 @@ def check_group(num_heads: int, num_kv_heads: int) -> None:
 def check_softmax(softmax_scale: float | None, lse_base: str) -> None:
     if softmax_scale is not None:
         number = isinstance(softmax_scale, (int, float)) and not isinstance(softmax_scale, bool)
-        if not number or not math.isfinite(softmax_scale) or softmax_scale <= 0:
+        if not number or not 0 < softmax_scale < math.inf:
             raise InvalidProblem("softmax_scale", softmax_scale, "must be a finite number above 0, or None")
     if lse_base not in ("e", "2"):
         raise InvalidProblem("lse_base", lse_base, 'must be "e" or "2"')
@@ -45,7 +45,7 @@ def check_modifiers(window_left: int | None, window_right: int | None, softcap: 
             raise InvalidProblem(name, window, "must be an int from 0 to 2**31 - 1, or None for no bound")
     if softcap is not None:
         number = isinstance(softcap, (int, float)) and not isinstance(softcap, bool)
-        if not number or not math.isfinite(softcap) or softcap <= 0:
+        if not number or not 0 < softcap < math.inf:  # math.isfinite would break a graph that is traced with other caps
             raise InvalidProblem("softcap", softcap, "must be a finite number above 0, or None for no cap")
     for name, flag in flags.items():
         if not isinstance(flag, bool):

@@ -31,6 +31,7 @@ BAD: list[tuple[dict[str, Any], type[Exception], tuple[str, ...]]] = [
     ({"max_q_len": 0}, ck.InvalidProblem, ("max_q_len = 0", "from 1")),
     ({"max_q_len": 2**31}, ck.InvalidProblem, ("max_q_len = 2147483648", "2**31 - 1")),
     ({"max_q_len": True}, ck.InvalidProblem, ("max_q_len = True", "int")),
+    ({"num_heads": 8, "num_kv_heads": 2, "max_q_len": 2**29}, ck.InvalidProblem, ("at most 536870880", "num_kv_heads = 2")),
     ({"num_heads": 7}, ck.InvalidProblem, ("num_heads = 7", "multiple of num_kv_heads = 2")),
     ({"page_size": None}, ck.InvalidProblem, ("page_size = None", "int from 1")),
     ({"query_format": "padded"}, ck.InvalidProblem, ("query_format = 'padded'", '"ragged" or "uniform"')),

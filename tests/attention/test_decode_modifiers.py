@@ -41,6 +41,19 @@ def paged_plan(described: Case, backend: str) -> ck.PagedDecodePlan:
     return ck.PagedDecodePlan.select(descriptor, device_of(backend), ck.PlanPreference(arch=backend))
 
 
+def test_soft_caps_of_several_layers_in_one_process() -> None:
+    """Layers with other caps, compiled one by one: the second cap is traced as a number that changes."""
+
+    def layer(q: torch.Tensor, softcap: float) -> torch.Tensor:
+        return ck.decode_attention(q, k, k, softcap=softcap)[0]
+
+    generator = torch.Generator().manual_seed(3)
+    q, k = (torch.randn(shape, generator=generator).bfloat16() for shape in ((2, 8, 64), (2, 2, 50, 64)))
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    for softcap in (5.0, 6.0, 7.5):
+        assert_bitwise((compiled(q, softcap),), (layer(q, softcap),))
+
+
 @EVERY_BACKEND
 @pytest.mark.parametrize("storage", STORAGES)
 @pytest.mark.parametrize("modifiers", MODIFIERS)

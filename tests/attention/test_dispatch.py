@@ -260,6 +260,27 @@ def test_batch_invariant_rows_are_cut_by_their_own_length() -> None:
         assert (candidate.spec.partition, candidate.config) == (partition, free.config)
 
 
+@pytest.mark.parametrize("storage", sorted(STORAGES))
+@pytest.mark.parametrize("heads", [(32, 1), (64, 2), (32, 8)], ids=str)
+def test_no_phase_of_an_invariant_plan_sees_the_batch_or_its_lengths(heads: tuple[int, int], storage: str) -> None:
+    """A kernel for requests of few and of many query rows: all phases are the same for every batch and length hint."""
+    specs = set()
+    for batch, longest in product((1, 8, 64, 500), (None, 64, 131_072)):
+        fields = {"q_dtype": torch.bfloat16, "max_q_len": 64, "max_seq_len": longest, **STORAGES[storage]}
+        described = ck.PagedAttentionDescriptor(batch, *heads, 128, 16, **fields).problem
+        candidate = explain(described, H200, ck.PlanPreference(batch_invariant=True)).chosen
+        specs.add(tuple(phase.spec for phase in candidate.phases or (candidate,)))
+    assert len(specs) == 1
+
+
+def test_a_grid_has_a_limit() -> None:
+    """So many query rows would need more CTAs than a launch may have: each variant that would launch them says so."""
+    described = ck.PagedAttentionDescriptor(2, 256, 64, 128, 16, torch.bfloat16, max_q_len=2**29 - 32).problem
+    explanation = explain(described, A100, ck.PlanPreference(batch_invariant=True))
+    refused = [candidate for candidate in explanation.candidates if candidate.arch == "sm80"]
+    assert all("CTAs exceed a grid's 2**31 - 1" in str(candidate.reasons) for candidate in refused), explanation
+
+
 def test_the_spec_is_what_changes_generated_code() -> None:
     """batch, heads and lengths are not in it; everything else is."""
     config = DecodeConfig(tile_n=64, num_stages=4, num_warps=4, ctas_per_sm=1)
