@@ -127,8 +127,8 @@ def _config(
     # of a grid of two CTAs an SM on a part of the device each may get an SM of its own
     most = heuristics.MOST_CTAS_PER_SM if preference.sm_count is None else 1
     if preference.batch_invariant:
-        config = heuristics.choose(any_batch(problem), arch, target, facts.sm_count, most_ctas_per_sm=most)
-        return config, "heuristics for any batch"
+        seen = any_batch(problem)
+        return heuristics.choose(seen, arch, target, facts.sm_count, most_ctas_per_sm=most), "heuristics for any batch"
     whole = preference.sm_count is None  # entries are measured on all of a device
     config, source = tuned.lookup(problem, arch, facts.slug) if whole else None, f"plans/{facts.slug}.json"
     if config is None or misfits(problem, kernel_spec(problem, arch, target, config, partition=partition)):
