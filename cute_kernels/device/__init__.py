@@ -1,1 +1,1 @@
-"""Traced device code: one concern a file. Importing it imports the CuTe DSL."""
+"""Traced device code, one concern per file. Importing it imports the CuTe DSL."""

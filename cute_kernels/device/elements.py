@@ -1,4 +1,4 @@
-"""The DSL's types of what kernels take and compute with, by the names that specs have."""
+"""The DSL's element types that kernels take and compute with, by their names in specs."""
 
 import cutlass
 from cutlass import Float32

@@ -14,9 +14,9 @@ from .kv.source import Rows
 class Problem:
     """q, out [batch, num_heads, head_dim]; lse [batch, num_heads]; the caches as the mainloop takes them.
 
-    Of several query rows: q, out [batch, q_len, num_heads, head_dim], or ragged [total_q, num_heads, head_dim]; lse without the
-    last axis. scales: K's and V's, or None (kv/scale.py). rows: what says which keys and query rows a request has. workspace: its
-    bytes, or None where rows stay whole. status: the address at which faults are reported. scores: what changes them.
+    With several query rows per request: q, out [batch, q_len, num_heads, head_dim], or ragged [total_q, num_heads, head_dim];
+    lse: without the last axis. scales: K's and V's, or None (kv/scale.py). rows: which keys and query rows a request has.
+    workspace: its bytes, or None if no row is cut. status: the address at which faults are reported. scores: see ScoreOperands.
     """
 
     q: cute.Tensor
@@ -30,13 +30,13 @@ class Problem:
     scores: "ScoreOperands | None" = None
 
     def batch(self, spec: KernelSpec) -> Int32:
-        """Requests."""
+        """The number of requests."""
         return Int32(self.rows.queries.indptr.shape[0]) - 1 if spec.query == "ragged" else Int32(self.q.shape[0])
 
 
 @dataclass(frozen=True)
 class ScoreOperands:
-    """What masks and functions of a score are given, None where there is none.
+    """The operands of masks and functions of a score; None for a tensor that the spec does not use.
 
     tree_mask: int32 words [total_q, words], or [batch, q_len, words]; slopes, sinks: f32 [num_heads]; softcap: the cap.
     """
@@ -49,10 +49,10 @@ class ScoreOperands:
 
 @dataclass(frozen=True)
 class Gradients:
-    """The tensors of a launch. q, dout, out, dq, lse, delta: as DecodeKernel's q, out and lse; k, v, dk, dv: as its caches.
+    """The tensors of a backward launch. q, dout, out, lse, delta: as AttentionKernel's q, out and lse; k, v: as its caches.
 
-    ranges: of a request and KV head the largest gradient of a score (gradient_range.py), or None. rows: of each request; scores:
-    what changes them. status: address of the plan's status words.
+    ranges: per request and KV head, the exponent field of the largest score gradient (gradient_range.py), or None. rows, scores:
+    as in Problem. scale: softmax_scale. status: address of the plan's status words.
     """
 
     q: cute.Tensor
@@ -70,9 +70,9 @@ class Gradients:
 
     @property
     def scale_log2(self) -> Float32:
-        """What makes a product a logit to base 2."""
+        """The factor that makes a product of q and k a logit to base 2."""
         return self.scale * LOG2_E
 
     def batch(self, spec: BackwardSpec) -> Int32:
-        """Requests."""
+        """The number of requests."""
         return Int32(self.rows.queries.indptr.shape[0]) - 1 if spec.query == "ragged" else Int32(self.q.shape[0])

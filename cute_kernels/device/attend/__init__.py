@@ -1,1 +1,1 @@
-"""One tile: scores, softmax, and the state that a piece leaves."""
+"""Attends to one tile: scores, softmax, and a KV split's state."""

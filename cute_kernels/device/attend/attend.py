@@ -1,7 +1,8 @@
 """One warp attends to one KV tile: S = Q K^T, online softmax, O += P V.
 
-The computation of FlashAttention-2 (Dao 2023) for m-tiles of 16 packed query rows. Both mainloops call it on a tile in shared
-memory. Who multiplies, a warp or its warpgroup, is the products' affair: accumulators and A fragments lie alike in a lane.
+This is the computation of FlashAttention-2 (Dao 2023) for m-tiles of 16 packed query rows (packed GQA). The mainloops tma, block
+and cp_async call it on a tile in shared memory. Whether a warp or its warpgroup multiplies is the products' affair: both leave
+accumulators and A fragments alike in a lane.
 """
 
 from dataclasses import dataclass
@@ -25,15 +26,15 @@ from .split_mma import SplitProducts
 from .warp_mma import WarpProducts
 from .warpgroup_mma import WarpgroupProducts
 
-LEAST_FACTOR = 2.0**-126  # the smallest normal f32: a row of zeros has this inverse, which a small scale of K would take to 0
+LEAST_FACTOR = 2.0**-126  # the smallest normal f32: the inverse of a row of zeros, which a small scale of K would make 0
 
 
 @dataclass(frozen=True)
 class WarpState:
     """The running attention state of one warp: f32 O accumulator, row maxima and sums (this thread's part).
 
-    row_max: where bases stay (bases.py), what was the maximum when the row's base last moved.
-    unit: what sums and O are in units of, Int32 [1], where V has a scale a token (kv/scale.py); None elsewhere.
+    row_max: with lazy rescaling (bases.py), the maximum at the time when the row's base last moved.
+    unit: the unit of sums and O, Int32 [1], if V has one scale per token (kv/scale.py), else None.
     """
 
     acc_o: cute.Tensor
@@ -44,10 +45,10 @@ class WarpState:
 
 @dataclass(frozen=True)
 class RowTile:
-    """An m-tile of the query as a warp attends with it.
+    """An m-tile of the query with its state, as a warp attends with it.
 
-    inverses: of the query's row factors, or None (query_range.py). mask: of this lane's rows, None where all see all keys.
-    modifier: of scores that are more than scaled, or None.
+    inverses: those of the query's row factors, or None (query_range.py). mask: what this lane's rows see, None if all see all
+    keys. modifier: what changes scores, None if they are only scaled.
     """
 
     query: cute.Tensor
@@ -59,7 +60,7 @@ class RowTile:
 
 @dataclass(frozen=True)
 class Attention:
-    """What a warp needs to attend to a tile of a piece: who multiplies, and its m-tiles."""
+    """What a warp needs to attend to a piece's tiles: what it multiplies with, its m-tiles and the scales."""
 
     products: WarpProducts | WarpgroupProducts | SplitProducts
     row_tiles: tuple[RowTile, ...]
@@ -67,7 +68,7 @@ class Attention:
 
 
 def make_products(spec: KernelSpec, shared: Shared) -> WarpProducts | WarpgroupProducts | SplitProducts:
-    """What this warp multiplies with."""
+    """The products with which this warp multiplies."""
     kind = WarpgroupProducts if spec.by_warpgroup else SplitProducts if spec.splits else WarpProducts
     return kind(spec, shared, cute.arch.lane_idx())
 
@@ -80,7 +81,7 @@ def make_state(spec: KernelSpec, thr_mma: cute.ThrMma) -> WarpState:
 
 
 def reset_state(state: WarpState):
-    """Nothing seen yet: O = 0, maxima -inf, sums 0."""
+    """Resets a state to that before any key: O = 0, maxima -inf, sums 0."""
     state.acc_o.fill(0.0)
     state.row_max.fill(-Float32.inf)
     state.row_sum.fill(0.0)
@@ -101,20 +102,20 @@ def probabilities(acc_s: cute.Tensor, element_type: type) -> cute.Tensor:
 
 
 def pack_probabilities(spec: KernelSpec, p: cute.Tensor, acc_s: cute.Tensor):
-    """As probabilities, to registers for as many elements of 16 bits. The compiler moves none of it past a branch."""
+    """As `probabilities`, but into p, registers for as many 16-bit elements. The compiler moves none of this past a branch."""
     words = cute.recast_tensor(p, Int32)
     for i in range(cute.size(words)):
         words[i] = pack(spec.v_math, acc_s[2 * i], acc_s[2 * i + 1])
 
 
 def row_scales(rows: RowTile, scaling: Scaling) -> list:
-    """What is still to be multiplied to the scores of each row in use, to base 2, when softmax takes them."""
+    """The factors, to base 2, by which softmax still multiplies the scores of each row in use."""
     in_use = cute.size(rows.state.row_max)
     return score_factors(rows, scaling) if rows.modifier is None else [Float32(1.0)] * in_use
 
 
 def score_factors(rows: RowTile, scaling: Scaling) -> list:
-    """What Q K^T of each row in use is multiplied by, to base 2. Never 0, which would make NaN of a hidden score, -inf."""
+    """The factors on Q K^T of each row in use, to base 2. They are never 0, which would turn a hidden score, -inf, into NaN."""
     scale, inverses = scaling.log2, rows.inverses
     if inverses is None:
         return [scale] * cute.size(rows.state.row_max)
@@ -125,7 +126,7 @@ def score_factors(rows: RowTile, scaling: Scaling) -> list:
 def attend_tile(
     spec: cutlass.Constexpr, attention: Attention, shared: Shared, stage: Int32, operands: tuple, place: TilePlace, holes: Int32
 ):
-    """Adds tile `stage` to the states of the warp's m-tiles. operands: where K and V are multiplied from; holes: mask.py."""
+    """Adds tile `stage` to the states of the warp's m-tiles. operands: the stages of K and V to multiply; holes: mask.py."""
     row_tiles, products = attention.row_tiles, attention.products
     token_scales = scales_of(spec, shared, stage, operands[0 if spec.wide[0] is not None else 1])
     peak = settle_scales(spec, *token_scales)
@@ -143,12 +144,12 @@ def attend_tile(
 
 
 def scales_of(spec: KernelSpec, shared: Shared, stage: Int32, wide: Int32) -> tuple:
-    """(rings of tokens' scales, stage) of a tile for those who multiply: where it is widened, they are with the wide one."""
+    """(rings of the tokens' scales, stage) of a tile for the warps that multiply: the wide rings if tiles are widened."""
     return (shared.wide_scales, wide) if spec.widens_tiles else (shared.scales, stage)
 
 
 def columns_of(spec: KernelSpec, token_scales: tuple, which: int) -> cute.Tensor | None:
-    """Scales of this lane's columns of a tile, K's (0) or V's (1); None where tokens have none. token_scales: scales_of it."""
+    """Scales of this lane's columns of a tile, K's (0) or V's (1); None if tokens have none. token_scales: scales_of the tile."""
     rings, stage = token_scales
     form = (spec.k_scale, spec.v_scale)[which]
     return None if rings[which] is None else column_scales(spec, rings[which], form, stage)
@@ -171,9 +172,10 @@ def hide_scores(
     holes: tuple,
     cut: Boolean | None = None,
 ):
-    """A tile's scores, in place, with K's scales of tokens and all that modifies them; what a row does not see becomes -inf.
+    """Applies K's scales per token, score functions and masks to a tile's scores, in place: what a row does not see becomes -inf.
 
-    columns: columns_of K of the tile. holes: words of them. cut: is_cut of the only m-tile, where it was known ahead.
+    With one reader per tile, tokens of V that no row sees become zeros too. columns: columns_of the tile's K. holes: its words of
+    holes (mask.py). cut: is_cut of the only m-tile, if it is already known.
     """
     lane, row_tiles, products = cute.arch.lane_idx(), attention.row_tiles, attention.products
     if cutlass.const_expr(columns is not None):
@@ -199,7 +201,7 @@ def hide_scores(
 
 
 def weights_up(spec: KernelSpec, state: WarpState, peak: Int32) -> tuple[Float32, Float32] | None:
-    """(what is added to the exponents of weights, a factor on the sum and O so far), or None. peak: of V's scales."""
+    """(a term in the exponents of weights, a factor on the sum and O so far), or None. peak: from settle_scales."""
     if spec.v_token_scale:
         shrink, up = widen_unit(state.unit, peak)
         return up + spec.weight_bits, shrink

@@ -1,9 +1,9 @@
-"""Online softmax whose bases stay, where instructions set the pace: a row's base moves only when a score would weigh too much.
+"""Online softmax with lazy rescaling, where instructions set the pace: a row's base moves only if a score would weigh too much.
 
-A row's weights are exp2(score * scale - base), with the rounded base = row_max * scale. They are all relative to the same, so any
-base serves that lets none overflow, as in flash-attn-4 (2026): row_max is here what was the maximum when the row's base last
-moved. So few tiles need the exact maximum, or O rescaled. The first look at a tile takes its scores' bits as integers, three at a
-time: these are in order from 0 up, and below 0 nothing weighs more than 1 unless the base is below 0 too.
+A row's weights are exp2(score * scale - base), with the rounded base = row_max * scale. All weights have the same base, so any
+base serves that lets none of them overflow, as in flash-attn-4 (2026). Here row_max is the maximum at the time when the row's
+base last moved. So few tiles need the exact maximum, or O rescaled. The first look at a tile compares its scores' bits as
+integers, three at a time: from 0 up these are in order, and a score below 0 weighs at most 1 unless the base is below 0 too.
 """
 
 import cutlass
@@ -14,7 +14,7 @@ from ...config.decode import KernelSpec
 from ..ptx.registers import as_bits, as_float
 from .softmax import finite_or_zero, quad_max, rescale_row, rows_of
 
-MOST_BASE = 2.0**20  # magnitude of a base beyond which the rest of its product may carry a weight past the range of f16
+MOST_BASE = 2.0**20  # magnitude of a base beyond which the rounded-off rest of its product may carry a weight past f16's range
 MOST_F16_BITS = 15.75  # base-2 logarithm of the largest weight in f16, with room for a base's rounding
 BF16_SLACK = 8.0  # the same in bf16, whose range is f32's: sums and O stay far from its end
 
@@ -26,11 +26,11 @@ def slack_of(spec: KernelSpec) -> float:
 
 @cute.jit
 def settle_bases(spec: cutlass.Constexpr, acc_s: cute.Tensor, state, factors: list) -> tuple[list, list, Boolean]:
-    """Moves the bases that must.
+    """Moves the bases that have to move; returns (offsets, decays, moved).
 
-    Returns, of each row in use, what is to be taken from its scaled scores, and what O is still to be multiplied by, with whether
-    a base of the warp moved at all. Past MOST_BASE nothing is to be taken, and the scores lose their maximum at once. state:
-    WarpState. factors: of the scores, to base 2.
+    offsets: for each row in use, what to subtract from its scaled scores; decays: what O must still be multiplied by; moved:
+    whether any base of the warp moved. For a base past MOST_BASE the offset is 0, and the maximum is subtracted from the scores
+    here. state: WarpState. factors: those of the scores, to base 2.
     """
     scores, rows = rows_of(acc_s), range(len(factors))
     words = cute.recast_tensor(scores, Int32)
@@ -40,7 +40,7 @@ def settle_bases(spec: cutlass.Constexpr, acc_s: cute.Tensor, state, factors: li
     offsets, decays = list(bases), [Float32(1.0)] * len(factors)
     moved = cute.arch.vote_any_sync((stays[0] & stays[-1]) == Boolean(False))
     if moved:
-        for r in cutlass.range_constexpr(len(factors)):  # a row's bits depend on no other
+        for r in cutlass.range_constexpr(len(factors)):  # a row's bits depend on no other row
             peak = state.row_max[r]
             exact = quad_max(largest([scores[r, c] for c in range(cute.size(scores, mode=[1]))] + [peak]), nan=True)
             peak = cutlass.select_(quad_all(stays[r]), peak, exact)
@@ -55,10 +55,11 @@ def settle_bases(spec: cutlass.Constexpr, acc_s: cute.Tensor, state, factors: li
 
 
 def stays_at(spec: KernelSpec, top: Int32, base: Float32, factor: Float32, row_sum: Float32) -> Boolean:
-    """Whether a row's base serves a tile, as far as this lane's columns show. top: largest_bits of them; row_sum: this lane's.
+    """Whether a row's base serves a tile, as far as this lane's columns show. top: their largest_bits; row_sum: this lane's.
 
-    Where weights are rounded as the inputs are, no score may outweigh all before it either: a row that one key dominates keeps
-    the weight 1 for it, which no rounding changes. All before weigh 1 at least, since the base is that of one of them.
+    If weights are rounded to the type of the inputs, no score may outweigh all earlier scores together either: a key that
+    dominates its row keeps the weight 1, which no rounding changes. The earlier scores weigh at least 1 together, since the base
+    is that of one of them.
     """
     most = Float32(2.0 ** slack_of(spec))
     if spec.v_math == spec.element_type:
@@ -69,7 +70,7 @@ def stays_at(spec: KernelSpec, top: Int32, base: Float32, factor: Float32, row_s
 
 @cute.jit
 def weigh_row(acc_s: cute.Tensor, state, row: cutlass.Constexpr, factor: Float32, offset: Float32, weights_up: tuple | None):
-    """A row of acc_s becomes exp2(acc_s * factor - offset), and joins its sum. weights_up: as online_softmax."""
+    """A row of acc_s becomes exp2(acc_s * factor - offset), and joins its sum. weights_up: as in online_softmax."""
     scores = rows_of(acc_s)
     if cutlass.const_expr(weights_up is not None):
         offset = offset - weights_up[0]
@@ -81,7 +82,7 @@ def weigh_row(acc_s: cute.Tensor, state, row: cutlass.Constexpr, factor: Float32
 
 @cute.jit
 def follow_bases(acc_o: cute.Tensor, decays: list, moved: Boolean, weights_up: tuple | None):
-    """O comes to be relative to the bases, which few tiles move. decays, moved: from settle_bases."""
+    """Rescales O to the current bases, which few tiles move. decays, moved: from settle_bases."""
     factors = list(decays)
     if cutlass.const_expr(weights_up is not None):
         factors, moved = [decay * weights_up[1] for decay in decays], moved | (weights_up[1] != 1.0)
@@ -91,12 +92,12 @@ def follow_bases(acc_o: cute.Tensor, decays: list, moved: Boolean, weights_up: t
 
 
 def quad_all(value: Boolean) -> Boolean:
-    """Whether all four lanes that share a row say so."""
+    """Whether `value` is true in all four lanes that share a row."""
     return (cute.arch.vote_ballot_sync(value) >> (cute.arch.lane_idx() & 28)) & 15 == 15
 
 
 def largest_bits(values: list) -> Int32:
-    """The maximum of integers, three at a time: the machine's own step."""
+    """The maximum of integers, three at a time, as the machine's instruction takes them."""
     while len(values) > 1:
         threes = [values[i : i + 3] for i in range(0, len(values), 3)]
         values = [larger(larger(*three[:2]), three[2]) if len(three) == 3 else larger(*three) for three in threes]
@@ -104,12 +105,12 @@ def largest_bits(values: list) -> Int32:
 
 
 def larger(first: Int32, second: Int32 | None = None) -> Int32:
-    """The larger of two integers, or the one."""
+    """The larger of two integers, or the first if it is the only one."""
     return first if second is None else cutlass.max(first, second)
 
 
 def largest(values: list) -> Float32:
-    """The maximum, in as few steps behind each other as can be. NaN is larger than all: beside it a row is not an empty one."""
+    """The maximum, in as few dependent steps as possible. NaN counts as the largest: a row that has one is not an empty row."""
     while len(values) > 1:
         pairs = [cute.arch.fmax(*values[i : i + 2], nan=True) for i in range(0, len(values) - 1, 2)]
         values = pairs + values[len(values) // 2 * 2 :]
@@ -117,6 +118,6 @@ def largest(values: list) -> Float32:
 
 
 def rounded_product(first: Float32, second: Float32) -> Float32:
-    """A product that the compiler may not fuse with what follows: each use of a base has the same one."""
+    """A product that the compiler may not fuse with a later step, so that each use of a base has the same value."""
     text = "mul.rn.f32 {$w0}, {$r0}, {$r1};"
     return cute.arch.inline_ptx(text, write_only_types=[Float32], read_only_args=[first, second])

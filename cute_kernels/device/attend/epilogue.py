@@ -1,7 +1,7 @@
-"""Merges the warps' states of a piece and stores it: a row's final output, or one piece's partial state.
+"""Merges the warps' softmax states of a piece (a KV split) and stores the result: a row's output, or a partial state.
 
 An (out, lse) state is normalised: out = sum(p v) / sum(p), lse = log(sum(p)). The merge follows the order of the warps' tiles
-in the piece, so it is deterministic; an empty state is (0, -inf) and weighs nothing.
+in the piece, so it is deterministic; an empty state is (0, -inf) and has no weight.
 """
 
 import math
@@ -26,27 +26,27 @@ from .query_rows import QueryBlock, block_view, place_in, place_in_view
 from .softmax import finite_or_zero, quad_sum, rescale_row, rows_of
 
 LN_2 = math.log(2.0)
-STORES = 4  # of a thread in flight together: 64 packed rows are 4 or 16
-PAIRS_READ = 16  # pairs of columns that settle_turns reads together: registers for 64 would spill at head_dim 256
+STORES = 4  # stores of a thread in flight together: for 64 packed rows it has 4 or 16
+PAIRS_READ = 16  # pairs of columns that settle_outputs reads together: registers for all 64 columns would spill at head_dim 256
 
 
 def lse_factor(spec: KernelSpec) -> float:
-    """From base 2 to the descriptor's base."""
+    """The factor that takes an lse from base 2 to the descriptor's base."""
     return 1.0 if spec.lse_base == "2" else LN_2
 
 
 def output_coords(spec: KernelSpec, thr_mma: cute.ThrMma) -> cute.Tensor:
-    """(row, column) of each element that this lane has of an output accumulator, as rows_of has them."""
+    """(row, column) of each element that this lane holds of an output accumulator, in the layout of rows_of."""
     return rows_of(thr_mma.partition_C(cute.make_identity_tensor((TILE_M, spec.padded_v_head_dim))))
 
 
 def unit_factor(state: WarpState) -> Float32:
-    """What a state's sums and output are in units of."""
+    """The unit of a state's sums and output (WarpState), as a factor."""
     return Float32(1.0) if state.unit is None else unit_of(state.unit)
 
 
 def value_column(spec: KernelSpec, column: int) -> int:
-    """The column of V that is column `column` of the O accumulator: value_columns neighbours are in an n8 step each."""
+    """The column of V in column `column` of the O accumulator: each of value_columns neighbours is in an n8 step of its own."""
     together = spec.value_columns
     if together == 1:
         return column
@@ -54,7 +54,7 @@ def value_column(spec: KernelSpec, column: int) -> int:
 
 
 def is_of(spec: KernelSpec, row: Int32, order: Int32) -> Boolean | bool:
-    """Whether the warp at a place in the merge attends to the KV head of a packed row: a unit's KV heads take turns."""
+    """Whether the warp at place `order` of the merge attends to a packed row's KV head: places alternate between KV heads."""
     return spec.unit_heads == 1 or quotient(row, spec.group_size) == remainder(order, spec.unit_heads)
 
 
@@ -69,9 +69,9 @@ def places_of(spec: KernelSpec, row: Int32) -> list:
 def share_state(
     spec: cutlass.Constexpr, merge: tuple, thr_mma, state: WarpState, inverses, row_tile: Int32, heads: Int32, order: Int32
 ):
-    """A warp writes the state of an m-tile at its place in the merge, without the query's row factors and the state's unit.
+    """A warp writes an m-tile's state to its place in the merge, with the query's row factors and the state's unit taken out.
 
-    inverses: of the row factors, or None.
+    inverses: the inverses of the row factors, or None.
     """
     acc, row_max, row_sum, _ = merge
     unit = unit_factor(state)
@@ -91,9 +91,9 @@ def share_state(
 
 @cute.jit
 def merge_row(spec: cutlass.Constexpr, row_max, row_sum, row: Int32, scaling: Scaling):
-    """(weights of the warps' states of one row, a factor on their sum, its lse in base 2, -inf when empty).
+    """(weights of the warps' states of one row, a factor on the weighted sum, the row's lse in base 2: -inf when empty).
 
-    The factor is known later than the weights, so it does not go into them: that would hold up the sum.
+    The factor is known later than the weights, so it is not multiplied into them: that would hold up the sum.
     """
     places = places_of(spec, row)
     weights = cute.make_rmem_tensor(len(places), Float32)
@@ -104,24 +104,24 @@ def merge_row(spec: cutlass.Constexpr, row_max, row_sum, row: Int32, scaling: Sc
     total = Float32(0.0)
     for w in cutlass.range_constexpr(len(places)):
         weight = cute.math.exp2((row_max[row, places[w]] - shift) * scaling.log2, fastmath=True)
-        weights[w] = cutlass.select_(row_max[row, places[w]] == -Float32.inf, Float32(0.0), weight)  # whatever the scale
+        weights[w] = cutlass.select_(row_max[row, places[w]] == -Float32.inf, Float32(0.0), weight)  # 0 whatever the scale
         total += weights[w] * row_sum[row, places[w]]
     return weights, *normalisation(spec, total, shift, scaling)
 
 
 @cute.jit
 def normalisation(spec: cutlass.Constexpr, total: Float32, shift: Float32, scaling: Scaling) -> tuple[Float32, Float32]:
-    """(a factor on a row's output, its lse in base 2, -inf when empty). total: the row's sum, its weights relative to `shift`."""
+    """(a factor on a row's output, its lse in base 2: -inf when empty). total: the sum of its weights relative to `shift`."""
     lse = cute.math.log2(total, fastmath=True) + (shift * scaling.log2 - spec.weight_bits)
     inverse = scaling.value * cute.arch.rcp_approx(total)
-    if total == 0.0:  # an empty state, whatever its scales; NaN is not one
+    if total == 0.0:  # an empty state, whatever its scales; NaN is not empty
         lse, inverse = -Float32.inf, Float32(0.0)
     return inverse, lse
 
 
 @cute.jit
 def join_sink(sink: Float32, row_lse: Float32) -> tuple[Float32, Float32]:
-    """(a factor on the output, the lse in base 2) of a row whose denominator a logit joins, in natural log."""
+    """(a factor on a row's output, its lse in base 2) once a sink joins its denominator. sink: a logit, in natural log."""
     sink = sink * LOG2_E
     peak = finite_or_zero(cute.arch.fmax(sink, row_lse))
     kept, added = cute.math.exp2(row_lse - peak, fastmath=True), cute.math.exp2(sink - peak, fastmath=True)
@@ -131,7 +131,7 @@ def join_sink(sink: Float32, row_lse: Float32) -> tuple[Float32, Float32]:
 
 
 def settled_row(spec: KernelSpec, merge: tuple, row: Int32, scaling: Scaling):
-    """merge_row, or of a row that settle_turns left no weights and a factor of 1."""
+    """merge_row. For a row that settle_turns has merged: no weights, a factor of 1, and the lse that it left."""
     if spec.by_warpgroup:
         return None, Float32(1.0), merge[3][row]
     return merge_row(spec, merge[1], merge[2], row, scaling)
@@ -149,9 +149,9 @@ def settle_turns(
     order: Int32,
     scaling,
 ):
-    """Merges the states of the turns of a warpgroup's m-tiles in the registers of the first place, and leaves the result.
+    """Merges the turns' states of an m-tile in the registers of the merge's first place, and leaves the result.
 
-    All consumer warps call it. inverses: of the row factors, or None. Left are O [row, column, 0] and the lse, both settled.
+    All consumer warps call it. It leaves O [row, column, 0] and the lse in `merge`, both settled. inverses: as in share_state.
     """
     acc, row_max, row_sum, lse = merge
     unit = unit_factor(state)
@@ -182,7 +182,7 @@ def settle_turns(
 
 
 def settle_outputs(spec: KernelSpec, acc: cute.Tensor, row: Int32, columns: list, outputs: cute.Tensor, factors: list):
-    """A lane's outputs of a row, by the first factor, and where there are two turns those in acc by the second, come into acc."""
+    """Writes to acc a lane's outputs of a row times the first factor, plus, with two turns, acc's outputs times the second."""
     for begin in range(0, len(columns), 2 * PAIRS_READ):
         some = range(begin, min(begin + 2 * PAIRS_READ, len(columns)), 2)
         places = [acc.iterator + cute.crd2idx((row, columns[c], 0), acc.layout) for c in some]
@@ -207,13 +207,13 @@ def merged(spec: cutlass.Constexpr, acc, weights, inverse: Float32, row: Int32, 
 
 
 def stores_together(spec: KernelSpec) -> int:
-    """Turns of a thread's stores that are in flight together."""
+    """Iterations of a thread's store loop that are in flight together."""
     return STORES if spec.by_warpgroup else 1
 
 
 @cute.jit
 def store_final(spec: cutlass.Constexpr, merge: tuple, block: QueryBlock, out, lse, scaling: Scaling, sinks):
-    """A whole row: the merged state is the result. sinks: f32 [num_heads], or None."""
+    """Stores a whole row: the merged state is its result. sinks: f32 [num_heads], or None."""
     target = block_view(spec, out, block)
     width = cutlass.const_expr(math.gcd(spec.v_head_dim, spec.store_columns))
     per_row = cutlass.const_expr(spec.v_head_dim // width)
@@ -233,9 +233,9 @@ def store_final(spec: cutlass.Constexpr, merge: tuple, block: QueryBlock, out, l
 
 @cute.jit
 def store_partial(spec: cutlass.Constexpr, merge: tuple, piece: Piece, words, slot: Int32, mark: Int32, scaling: Scaling):
-    """A part of a row: the merged state goes to its slot of the workspace.
+    """Stores a part of a row (a partial result): the merged state goes to slot `slot` of the workspace.
 
-    A thread's words of a row are neighbours where they are narrow. Wide ones are as far apart as its lanes reach.
+    A thread's narrow words of a row are neighbours. Its wide words are row_words / words_together apart.
     """
     together = cutlass.const_expr(spec.words_together)
     beside, step = cutlass.const_expr((1, spec.row_words // together) if spec.wide_words else (together, 1))
@@ -257,7 +257,7 @@ def store_partial(spec: cutlass.Constexpr, merge: tuple, piece: Piece, words, sl
 
 @dataclass(frozen=True)
 class SettledRows:
-    """A lane's rows of an m-tile that no other state joins: the normalised output; of each row its place, its lse in base 2."""
+    """A lane's rows of an m-tile, with no other state to merge: their normalised output, their numbers, their lse in base 2."""
 
     acc_o: cute.Tensor
     coords: cute.Tensor
@@ -267,7 +267,7 @@ class SettledRows:
 
 @cute.jit
 def settle_rows(spec: cutlass.Constexpr, thr_mma, state: WarpState, inverses, row_tile: Int32, scaling: Scaling) -> SettledRows:
-    """A warp's state of an m-tile, settled in its registers. inverses: of the row factors, or None."""
+    """Normalises a warp's state of an m-tile in its registers. inverses: the inverses of the row factors, or None."""
     unit = unit_factor(state)
     coords = output_coords(spec, thr_mma)
     rows, found = lane_rows_of(spec, row_tile), []
@@ -282,7 +282,7 @@ def settle_rows(spec: cutlass.Constexpr, thr_mma, state: WarpState, inverses, ro
 
 @cute.jit
 def send_rows(spec: cutlass.Constexpr, settled: SettledRows, heads: Int32, words, slot: Int32, mark: Int32):
-    """A part of a row: a lane writes its settled rows to their slot of the workspace."""
+    """Stores a part of a row: a lane writes its settled rows to slot `slot` of the workspace."""
     outputs = rows_of(settled.acc_o)
     for r in cutlass.range_constexpr(len(settled.rows)):
         row = settled.rows[r]
@@ -296,9 +296,9 @@ def send_rows(spec: cutlass.Constexpr, settled: SettledRows, heads: Int32, words
 def store_rows(
     spec: cutlass.Constexpr, settled: SettledRows, query: cute.Tensor, row_tile: Int32, block: QueryBlock, out, lse, sinks
 ):
-    """A whole row: a warp's settled rows are the result. They go through the query's own rows, which no warp needs any more.
+    """Stores a whole row: a warp's settled rows are its result. They pass through the query's rows, which no warp needs any more.
 
-    query: the buffer of the piece. sinks: f32 [num_heads], or None.
+    query: the piece's query buffer. sinks: f32 [num_heads], or None.
     """
     outputs, words = rows_of(settled.acc_o), cute.recast_tensor(query, Int32)
     for r in cutlass.range_constexpr(len(settled.rows)):

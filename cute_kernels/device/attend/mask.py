@@ -1,7 +1,7 @@
-"""What no query row sees: scores become -inf, and V rows become zero, whatever the bytes hold (NaN included).
+"""Masks tokens that no query row sees: scores become -inf, and V rows become zero, whatever the bytes hold (NaN included).
 
-Those are the tokens past a row's end, and before a window. A page outside the pool is a hole: no byte is read for it (K and V are
-zeros), and its scores become -inf. What one query row of a unit sees and another does not becomes -inf for that one alone.
+These are the tokens past a row's end, and before a window. A page outside the pool is a hole: no byte is read for it (K and V are
+zeros), and its scores become -inf. A token that only some query rows of a unit see has scores of -inf for the other rows.
 """
 
 import math
@@ -36,7 +36,7 @@ def mask_holes(
     hidden: cutlass.Constexpr = -math.inf,
     first: cutlass.Constexpr = 0,
 ):
-    """Scores of the tokens whose page is not in the pool become `hidden`. Bit b of holes stands for `tokens` from `first` on."""
+    """Scores of the tokens whose page is not in the pool become `hidden`. Bit b of holes: `tokens` from first + b * tokens."""
     for i in cutlass.range_constexpr(cute.size(acc_s)):
         known = cutlass.const_expr(0 <= i // 4 * 8 - first < HOLE_BITS * tokens)  # four elements of an n8 step
         if known and (holes >> ((coords[i][1] - first) // tokens)) & 1 != 0:
@@ -64,7 +64,7 @@ def has_outside(spec: KernelSpec | RingShape, place: TilePlace) -> Boolean:
 
 @cute.jit
 def zero_outside(spec: cutlass.Constexpr, tile: cute.Tensor, place: TilePlace, lane: Int32):
-    """A warp zeroes what no query row sees of a tile of V."""
+    """A warp zeroes the rows of a tile of V that no query row sees."""
     if place.valid < spec.tile_n:
         zero_rows(spec, tile, cutlass.max(place.valid, 0), Int32(spec.tile_n), lane)
     if cutlass.const_expr(place.skip is not None):
@@ -73,10 +73,10 @@ def zero_outside(spec: cutlass.Constexpr, tile: cute.Tensor, place: TilePlace, l
 
 @dataclass(frozen=True)
 class RowMask:
-    """What each of this lane's packed rows sees: keys [first, end), those of a tree by its words.
+    """The keys that each of this lane's packed rows sees: [first, end), less the new tokens that a tree's words hide.
 
-    positions: of its query row among the keys. inner_begin, inner_end: every row of the unit sees the keys between them.
-    tree: (words of each row, the first new token), or None.
+    positions: those of the rows' query rows among the keys. inner_begin, inner_end: every row of the unit sees the keys between
+    them. tree: (words of each row, the first new token), or None.
     """
 
     positions: list[Int32]
@@ -112,7 +112,7 @@ def make_row_mask(
 
 
 def tree_words(spec: KernelSpec, tree_mask: cute.Tensor, block: QueryBlock, query_row: Int32) -> cute.Tensor:
-    """The words of a query row."""
+    """The words of a query row of a tree."""
     query_row = cutlass.max(query_row, 0)
     return tree_mask[block.row, query_row, None] if spec.query == "uniform" else tree_mask[block.query + query_row, None]
 
@@ -145,7 +145,7 @@ def mask_rows(acc_s: cute.Tensor, coords: cute.Tensor, mask: RowMask, token: Int
 
 @cute.jit
 def seen_new_tokens(words: cute.Tensor, begin: Int32) -> Int32:
-    """Bit b: whether a row of a tree sees new token begin + b. All bits of what is no new token, before the first, are set."""
+    """Bit b: whether a row of a tree sees new token begin + b. Bits of tokens before the first new one are set."""
     low, high = (tree_word(words, (begin >> 5) + i) for i in range(2))
     return cute.arch.inline_ptx(
         "shf.r.wrap.b32 {$w0}, {$r0}, {$r1}, {$r2};", write_only_types=[Int32], read_only_args=[low, high, begin]
@@ -154,7 +154,7 @@ def seen_new_tokens(words: cute.Tensor, begin: Int32) -> Int32:
 
 @cute.jit
 def tree_word(words: cute.Tensor, index: Int32) -> Int32:
-    """Word `index` of a row: all set before the first, none behind the last."""
+    """Word `index` of a row of a tree: all bits are set before the first word, none after the last."""
     word = Int32(-1) if index < 0 else Int32(0)
     if index >= 0 and index < Int32(words.shape[0]):
         word = words[index]

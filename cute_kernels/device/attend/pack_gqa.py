@@ -1,11 +1,12 @@
-"""Packs the query heads that share one KV head, of all query rows of a unit, into the rows of tensor-core tiles.
+"""Packs the query heads that share one KV head, of all query rows of a unit (head block), into the rows of tensor-core tiles.
 
-Or the heads of a unit's two KV heads. Packed row r lies in row r % TILE_M of m-tile r // TILE_M of the unit; where it is in q:
-query_rows.place_in. Columns past head_dim are zero on load. Rows past the last are zero, or hold whatever shared memory held: no
-row of a product depends on another, and these are never stored. A tile is kept as m16n8k16 A fragments, eight elements a lane and
-k16 step, in shared memory, and held in registers while a piece lasts where they fit. A warpgroup reads it as rows of elements,
-swizzled (mainloop/tile.py). Two buffers: the next row's query comes while this one's is in use (one buffer where shared memory is
-short: the next query comes once this one is in registers, or a warpgroup has read it for the last time).
+A unit of two KV heads packs the query heads of both. Packed row r lies in row r % TILE_M of m-tile r // TILE_M of the unit;
+query_rows.place_in says where it is in q. Columns past head_dim are zero on load. Rows past the last packed row are zero, or hold
+whatever shared memory held: no row of a product depends on another, and these rows are never stored. Shared memory keeps a tile
+as m16n8k16 A fragments, eight elements per lane and k16 step; if they fit, registers hold them while a piece (KV split) lasts. A
+warpgroup reads a tile as swizzled rows of elements (mainloop/tile.py). There are two buffers: the next row's query comes while
+this row's is in use. If shared memory is short there is one: the next query comes once this one is in registers, or once a
+warpgroup has read it for the last time.
 """
 
 from itertools import product
@@ -25,15 +26,15 @@ from ..ptx.registers import LANES, quotient, remainder
 from .query_range import rescale
 from .query_rows import QueryBlock, block_view, place_in, place_in_view
 
-PAIR_BYTES = 4  # of two columns of the query
-VECTOR = 8  # columns of 16 bytes of it
+PAIR_BYTES = 4  # of two 16-bit columns of the query, or of one f32 column
+VECTOR = 8  # 16-bit columns of the query in 16 bytes
 FRAGMENT = 8  # elements of one lane's A fragment of a k16 step: (column pair, row, half of the columns)
 
 
 def query_layout(spec: KernelSpec) -> cute.Layout:
     """(element, lane, k16 step of each m-tile, buffer) -> element in shared memory: a lane reads its fragment in one load.
 
-    (element, buffer) where a warpgroup reads it.
+    For a warpgroup: (element, buffer).
     """
     if spec.by_warpgroup:
         return cute.make_layout((spec.block_rows * spec.padded_head_dim, spec.query_buffers))
@@ -42,7 +43,7 @@ def query_layout(spec: KernelSpec) -> cute.Layout:
 
 
 def query_buffer(spec: KernelSpec, query: cute.Tensor, index: Int32) -> cute.Tensor:
-    """The buffer [element, lane, k16 step] of row `index`, [element] where a warpgroup reads it."""
+    """The buffer of row `index`: [element, lane, k16 step], for a warpgroup [element]."""
     buffer = index % spec.query_buffers if spec.query_buffers > 1 else 0
     return query[None, buffer] if spec.by_warpgroup else query[None, None, None, buffer]
 
@@ -54,7 +55,7 @@ def fragments(tensor: cute.Tensor) -> cute.Tensor:
 
 
 def load_fragment(address: Int32, element_type: ElementType) -> cute.Tensor:
-    """The A fragment of a k16 step. address: in lane l of row l % 16, column 8 (l // 16), in shared memory."""
+    """The A fragment of a k16 step. address: lane l has that of row l % 16, column 8 (l // 16), in shared memory."""
     found = cute.arch.inline_ptx(
         "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
         write_only_types=[Int32] * 4,
@@ -67,9 +68,9 @@ def load_fragment(address: Int32, element_type: ElementType) -> cute.Tensor:
 
 
 def place_of(spec: KernelSpec, row: Int32, column: Int32) -> tuple | Int32:
-    """(pair, lane, k16 step) of a pair of columns, the first of them even: as the codec leaves the columns of K (kv/codec.py).
+    """(pair, lane, k16 step) of a pair of columns, the first of them even: in the codec's order of K's columns (kv/codec.py).
 
-    The pair where a warpgroup reads it.
+    For a warpgroup: the number of the pair alone.
     """
     if spec.by_warpgroup:
         return swizzled(spec.query_tile, 0, row, column * UNIT_BYTES) // PAIR_BYTES
@@ -96,12 +97,12 @@ def sync_consumers(spec: KernelSpec):
 
 
 def warpgroup_of() -> Int32:
-    """Which of the warpgroups that attend this warp is of."""
+    """Which of the attending warpgroups this warp belongs to."""
     return quotient(cute.arch.make_warp_uniform(cute.arch.warp_idx()), WARPGROUP)
 
 
 def sync_rows(spec: KernelSpec):
-    """Barrier of the warps that share a query's rows: where items are dealt, of a warpgroup, else of all consumers."""
+    """Barrier of the warps that share a query's rows: one warpgroup if items are dealt, else all consumers."""
     if spec.dealt:
         cute.arch.barrier(barrier_id=ROWS + warpgroup_of(), number_of_threads=WARPGROUP * LANES)
     else:
@@ -110,7 +111,7 @@ def sync_rows(spec: KernelSpec):
 
 @cute.jit
 def prefetch_query(spec: cutlass.Constexpr, q: cute.Tensor, block: QueryBlock):
-    """A warp asks L2 for the query of a block of packed rows, a cache line a lane."""
+    """A warp prefetches the query of a block of packed rows into L2, one cache line per lane."""
     lines = cutlass.const_expr(-(-spec.head_dim * spec.q_bytes // LINE_BYTES))
     for base in cutlass.range_constexpr(0, spec.packed_rows * lines, LANES):
         line = base + cute.arch.lane_idx()
@@ -122,10 +123,11 @@ def prefetch_query(spec: cutlass.Constexpr, q: cute.Tensor, block: QueryBlock):
 
 @cute.jit
 def fetch_query(spec: cutlass.Constexpr, q: cute.Tensor, block: QueryBlock, shared: cute.Tensor):
-    """The consumer warps start to bring the query of a block of packed rows into shared memory: settle_query ends that.
+    """The consumer warps start to copy the query of a block of packed rows to shared memory; settle_query waits for the copies.
 
-    shared: a buffer [element, lane, k16 step]. A warp brings the rows that it rescales. If it rescales none it brings k16 steps
-    of all: by heads, a launch whose CTAs all read one row's ended up to 1 us later (1 x 16k + 15 x 64 at 8/1; why is not known).
+    shared: a buffer [element, lane, k16 step]. A warp copies the rows that it rescales. If it rescales none it copies k16 steps
+    of all rows: by heads, a launch whose CTAs all read one row's query ended up to 1 us later (1 x 16k + 15 x 64 at 8/1; why is
+    not known).
     """
     if cutlass.const_expr(spec.by_warpgroup):
         fetch_rows(spec, q, block, shared)
@@ -136,7 +138,7 @@ def fetch_query(spec: cutlass.Constexpr, q: cute.Tensor, block: QueryBlock, shar
 
 @cute.jit
 def fetch_fragments(spec: cutlass.Constexpr, q: cute.Tensor, block: QueryBlock, shared: cute.Tensor):
-    """fetch_query to where each lane reads its fragments."""
+    """fetch_query into the layout from which each lane reads its fragments."""
     source, lane = block_view(spec, q, block), cute.arch.lane_idx()
     columns = cutlass.const_expr(spec.query_fragment[1])
     steps = cutlass.const_expr(spec.padded_head_dim // columns)
@@ -158,7 +160,7 @@ def fetch_fragments(spec: cutlass.Constexpr, q: cute.Tensor, block: QueryBlock, 
 
 @cute.jit
 def fetch_rows(spec: cutlass.Constexpr, q: cute.Tensor, block: QueryBlock, shared: cute.Tensor):
-    """fetch_query as rows of elements: 16 bytes at a time where q's address and strides allow it. Rows past the last stay."""
+    """fetch_query as rows of elements: by 16 bytes if q's address and strides allow it. Rows past the last stay as they are."""
     source, warp = block_view(spec, q, block), cute.arch.make_warp_uniform(cute.arch.warp_idx())
     per_row = cutlass.const_expr(spec.padded_head_dim // VECTOR)
     turns = cutlass.const_expr(-(-spec.block_rows // spec.num_warps * per_row // LANES))
@@ -185,9 +187,9 @@ def fetch_rows(spec: cutlass.Constexpr, q: cute.Tensor, block: QueryBlock, share
 def fetch_pair(
     spec: cutlass.Constexpr, source: cute.Tensor, block: QueryBlock, row: Int32, column: Int32, shared: cute.Tensor, place: tuple
 ):
-    """Starts to bring a pair of columns of a block's packed row to its place, or zeros where there is none. source: its view.
+    """Starts to copy a pair of columns of a packed row to its place, or zeros if there is no such pair. source: block_view.
 
-    By cp.async; single columns of 16 bits, where head_dim is odd, are there when it returns. Of f32 it is one column.
+    It uses cp.async. If head_dim is odd, single 16-bit columns are there when it returns. With f32 a pair is one column.
     """
     at, lane, step = place
     word = cutlass.const_expr(word_columns(spec))
@@ -208,15 +210,15 @@ def fetch_pair(
 def settle_query(
     spec: cutlass.Constexpr, shared: cute.Tensor, inverses: cute.Tensor, heads: Int32, sign: Float32, fresh: Boolean
 ):
-    """Each warp waits for the query heads that it fetched, and rescales them in place where K needs it (query_range.py).
+    """Each warp waits for its copies, and rescales the packed rows that it copied, in place, if K needs it (query_range.py).
 
-    inverses: of their factors, f32 [row]; sign: of K's scale; fresh: whether the buffer is as it came. The others see all that
-    behind the consumers' next barrier.
+    inverses: those of the rows' factors, f32 [row]; sign: of K's scale; fresh: whether the buffer is as it came. Other warps see
+    the result after the consumers' next barrier.
     """
     cute.arch.cp_async_wait_group(0)
     if cutlass.const_expr(spec.rescales_query):
         if cutlass.const_expr(spec.by_warpgroup):
-            cute.arch.sync_warp()  # a lane has fetched what others rescale
+            cute.arch.sync_warp()  # a lane has fetched elements that other lanes rescale
         words, columns = cute.recast_tensor(shared, Int32), lane_columns(spec)
         begin, stop, step = cute.arch.warp_idx(), cutlass.select_(fresh, heads, 0), spec.num_warps
         if cutlass.const_expr(spec.dealt):  # a warp has fetched the rows of its own m-tile
@@ -249,7 +251,7 @@ def reader_of(spec: KernelSpec) -> Int32 | int:
 
 
 def turn_of(spec: KernelSpec) -> Int32:
-    """Which of the groups of readers that take KV tiles in turn this warp is of."""
+    """The number of this warp's group of readers; these groups take KV tiles in turn."""
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
     return warp if spec.readers == 1 else quotient(warp, spec.readers)
 
@@ -260,7 +262,7 @@ def row_tiles_of(spec: KernelSpec) -> list[Int32 | int]:
 
 
 def read_query(spec: KernelSpec, shared: cute.Tensor, held: cute.Tensor | None, row_tile: Int32 | int) -> cute.Tensor:
-    """An m-tile of a settled query as query_step takes it: from a buffer into the registers, or that buffer.
+    """An m-tile of a settled query as the products take it: copied from a buffer to registers, or a view of that buffer.
 
     shared: [element, lane, k16 step of each m-tile].
     """
@@ -292,7 +294,7 @@ def read_inverses(spec: KernelSpec, shared: cute.Tensor, row_tile: Int32 | int) 
 
 
 def lane_rows_of(spec: KernelSpec, row_tile: Int32 | int) -> list[Int32]:
-    """The packed rows of a unit's m-tile that this lane has of an accumulator, those in use."""
+    """The packed rows in use that this lane holds of an accumulator of a unit's m-tile."""
     return [row_tile * TILE_M + cute.arch.lane_idx() // 4 + 8 * r for r in range(spec.lane_rows)]
 
 

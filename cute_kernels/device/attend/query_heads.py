@@ -1,7 +1,7 @@
-"""All query heads of a row in shared memory, one behind the other: A fragments of any KV head's are read by ldmatrix.
+"""All query heads of a row in shared memory, one after the other: ldmatrix reads A fragments for any KV head.
 
-A kernel that walks the KV heads of a tile needs every head's query at any time. As rows of elements, swizzled (mainloop/tile.py),
-they take group_size rows a KV head, where fragments (pack_gqa.py) take 16.
+A kernel that walks the KV heads of a tile needs every head's query at any time. As swizzled rows of elements (mainloop/tile.py),
+queries take group_size rows per KV head, while fragments (pack_gqa.py) take 16.
 """
 
 import cutlass
@@ -27,7 +27,7 @@ def pair_place(spec: WeightsSpec, head: Int32, column: Int32) -> Int32:
 
 
 def codec_column(spec: WeightsSpec, column: Int32) -> Int32:
-    """Where a pair of columns goes so that a k16 step meets those that the codec leaves of K (kv/codec.py, pack_gqa.place_of)."""
+    """Where a pair of columns goes to meet, in a k16 step, its columns of K as the codec leaves them (pack_gqa.place_of)."""
     if spec.k_bytes > 1:
         return column
     rest = remainder(column, MMA_K)
@@ -36,9 +36,9 @@ def codec_column(spec: WeightsSpec, column: Int32) -> Int32:
 
 @cute.jit
 def fetch_heads(spec: cutlass.Constexpr, q: cute.Tensor, row: Int32, shared: cute.Tensor):
-    """The CTA's threads start to bring all query heads of a row of q [batch, num_heads, head_dim], by cp.async.
+    """The CTA's threads start to copy all query heads of a row of q [batch, num_heads, head_dim], by cp.async.
 
-    Columns past head_dim become zeros. Single columns, where head_dim is odd, are there when it returns.
+    Columns past head_dim become zeros. If head_dim is odd, single columns are copied and are there when it returns.
     """
     per_head = cutlass.const_expr(spec.padded_head_dim // 2)
     thread, threads = cute.arch.thread_idx()[0], cutlass.const_expr(32 * spec.num_warps)
@@ -63,7 +63,7 @@ def fetch_heads(spec: cutlass.Constexpr, q: cute.Tensor, row: Int32, shared: cut
 def rescale_heads(spec: cutlass.Constexpr, shared: cute.Tensor, factors: cute.Tensor):
     """The CTA's warps bring settled query heads into f16's range, in the codec's order of columns (query_range.py).
 
-    factors: f32 [num_heads], of the scores; each is multiplied by what undoes its head's.
+    factors: f32 [num_heads], those of the scores; each is multiplied by the inverse of its head's factor.
     """
     words, columns = cute.recast_tensor(shared, Int32), lane_columns(spec)
     for head in cutlass.range(cute.arch.warp_idx(), spec.num_heads, spec.num_warps, unroll=1):
@@ -73,7 +73,7 @@ def rescale_heads(spec: cutlass.Constexpr, shared: cute.Tensor, factors: cute.Te
             if column < spec.padded_head_dim:
                 pairs[i] = words[quotient(pair_place(spec, head, column), PAIR_BYTES)]
         inverse = rescale(spec, pairs, Float32(1.0))
-        cute.arch.sync_warp()  # all lanes have read what others overwrite
+        cute.arch.sync_warp()  # all lanes have read words that other lanes overwrite
         for i, column in enumerate(columns):
             if column < spec.padded_head_dim:
                 words[quotient(pair_place(spec, head, codec_column(spec, column)), PAIR_BYTES)] = pairs[i]
@@ -82,7 +82,7 @@ def rescale_heads(spec: cutlass.Constexpr, shared: cute.Tensor, factors: cute.Te
 
 
 def packed_head(spec: WeightsSpec, kv_head: Int32, packed: Int32) -> Int32:
-    """The query head of a packed row of a KV head; past the group its last one."""
+    """The query head of a packed row of a KV head; past the group, the group's last head."""
     return kv_head * spec.group_size + cutlass.min(packed, spec.group_size - 1)
 
 

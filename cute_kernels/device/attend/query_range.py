@@ -1,7 +1,8 @@
-"""Brings a query into the range of f16, exactly: each row times a power of two, which its scores are divided by again.
+"""Brings a query into the range of f16, exactly: each row times a power of two, by which its scores are divided again.
 
-The largest magnitude of a row comes to lie in [2**15, 2**16). bf16 has fewer bits than f16, so what is rounded is 2**-29 of that
-magnitude or less, by at most 2**-40 of it. The sign of K's scale goes into the query as well: a softmax scale is above zero.
+The largest magnitude of a row then lies in [2**15, 2**16). bf16 has fewer bits than f16, so only elements of at most 2**-29 of
+that magnitude are rounded, by at most 2**-40 of it. The sign of K's scale goes into the query as well: a softmax scale is above
+zero.
 """
 
 import cutlass
@@ -20,9 +21,10 @@ INVERSE = 254  # what the exponent fields of a power of two and of its inverse a
 
 
 def rescale(spec: KernelSpec, pairs: cute.Tensor, sign: Float32) -> Float32:
-    """A warp multiplies a row by its factor and a sign (1, 0 or -1); returns the factor's inverse. 1 where K keeps q's type.
+    """A warp multiplies a row by its factor and a sign (1, 0 or -1); returns the factor's inverse.
 
-    pairs: this lane's pairs of elements, Int32 words; rounded to the type that Q K^T is computed in.
+    The factor is 1 unless K has 8 bits. pairs: this lane's pairs of elements, Int32 words; they are rounded in place to the type
+    in which Q K^T is computed.
     """
     factor = inverse = Float32(1.0)
     if spec.k_bytes == 1:
@@ -30,7 +32,7 @@ def rescale(spec: KernelSpec, pairs: cute.Tensor, sign: Float32) -> Float32:
         for i in range(cute.size(pairs)):
             peaks = larger_magnitudes(spec, peaks, pairs[i])
         first, second = widen_pair(ELEMENT_TYPES[spec.element_type], peaks)
-        peak = warp_max(as_bits(cute.arch.fmax(first, second)))  # of what is not negative, the bits are in order
+        peak = warp_max(as_bits(cute.arch.fmax(first, second)))  # bits of non-negative floats are in order
         field = cutlass.max(1, cutlass.min(MOST, TOP - (peak >> 23)))
         factor, inverse = as_float(field << 23), as_float((INVERSE - field) << 23)
     for i in range(cute.size(pairs)):
@@ -40,7 +42,7 @@ def rescale(spec: KernelSpec, pairs: cute.Tensor, sign: Float32) -> Float32:
 
 
 def larger_magnitudes(spec: KernelSpec, peaks: Int32, pair: Int32) -> Int32:
-    """Of two pairs, the larger magnitude in each place. peaks: without signs."""
+    """The larger magnitude of two pairs, in each place. peaks: a pair without signs."""
     text = (
         "{ .reg .b32 before, magnitudes; mov.b32 before, {$r0}; and.b32 magnitudes, {$r1}, 0x7fff7fff; "
         f"max.{spec.element_type}x2 {{$w0}}, before, magnitudes; }}"

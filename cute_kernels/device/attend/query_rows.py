@@ -1,7 +1,7 @@
 """The query rows of a request: where they are in q, and which keys they see.
 
-The packed rows of a request and a KV head are the pairs (query row, query head), the heads of a query row beside each other. A
-unit holds those of one KV head, or where they may be more than spec.block_rows a block of them.
+The packed rows (packed GQA) of a request and a KV head are the pairs (query row, query head); the heads of a query row are
+neighbours. A unit (head block) holds those packed rows, or a block of them if there may be more than spec.block_rows.
 """
 
 from dataclasses import dataclass
@@ -17,10 +17,10 @@ from ..ptx.registers import quotient, remainder
 
 @dataclass(frozen=True)
 class Queries:
-    """What says how many query rows a request has, and how far they see.
+    """How many query rows each request has, and how far they see.
 
-    indptr: int32 [batch + 1] where they are ragged, else None. extent: query rows of q, of one request where each has as many.
-    windows: how many keys before and behind its own position a query row sees.
+    indptr: int32 [batch + 1] if query rows are ragged, else None. extent: query rows of q if ragged, else of one request.
+    window_left, window_right: how many keys before and after its own position a query row sees.
     """
 
     indptr: cute.Tensor | None
@@ -32,9 +32,9 @@ class Queries:
 
 @dataclass(frozen=True)
 class Row:
-    """A request as a warp has opened it. start: itself, or where its tokens begin (kv/source.py); length: its keys.
+    """A request as a warp has opened it. start: its index, or where its tokens begin (kv/source.py); length: its number of keys.
 
-    query: its first query row in q, where they are ragged; queries: how many it has. None where each request has one.
+    query: its first query row in q, None unless query rows are ragged; queries: how many it has, None if each request has one.
     """
 
     start: Int32
@@ -71,9 +71,9 @@ class QueryBlock:
 
 
 def open_queries(spec: KernelSpec, queries: Queries | None, row: Int32) -> tuple[Int32 | None, Int32 | None]:
-    """(first query row in q, how many) of a request: none where the indptr is bad there, max_q_len where it names more.
+    """(first query row in q, how many) of a request: 0 rows if its indptr is bad, at most max_q_len. None as in Row.
 
-    None also where another phase of the kernel serves the request (spec.q_lens).
+    There are also 0 rows if another phase of the kernel serves the request (spec.q_lens).
     """
     if spec.query == "one":
         return None, None
@@ -112,13 +112,13 @@ def blocks_of(spec: KernelSpec, queries: Queries | None) -> Int32 | int:
 
 
 def block_of_unit(spec: KernelSpec, queries: Queries | None, unit: Int32) -> Int32:
-    """Which block of the packed rows of its KV head a unit holds: the last ones, which see most keys, begin first."""
+    """Which block of the packed rows of its KV head a unit holds: the last blocks, which see most keys, begin first."""
     blocks = blocks_of(spec, queries)
     return blocks - 1 - remainder(unit, blocks) if spec.many_blocks else Int32(0)
 
 
 def heads_of(spec: KernelSpec, queries: Queries | None, unit: Int32) -> tuple[Int32, Int32, Int32]:
-    """(first KV head, first query head, query heads) of a unit; of several query rows the heads of each."""
+    """(first KV head, first query head, query heads) of a unit; with several query rows, the heads of each row."""
     blocks = blocks_of(spec, queries)
     kv_head = quotient(unit, blocks) * spec.unit_heads
     if spec.several:
@@ -155,7 +155,7 @@ def place_in(spec: KernelSpec, block: QueryBlock, packed: Int32) -> tuple:
 
 
 def block_view(spec: KernelSpec, tensor: cute.Tensor, block: QueryBlock) -> cute.Tensor:
-    """q or out as place_in_view has coordinates in it: of one query row a request the packed rows of the block alone."""
+    """The view of q or out that place_in_view indexes: with one query row per request, the packed rows of the block alone."""
     return tensor if spec.several else cute.domain_offset((block.head, 0), tensor[block.row, None, None])
 
 
@@ -165,7 +165,7 @@ def place_in_view(spec: KernelSpec, block: QueryBlock, packed: Int32) -> tuple:
 
 
 def position_of(spec: KernelSpec, row: Row, query_row: Int32) -> Int32:
-    """The position of a query row among its request's keys: below 0 where it has more query rows than keys."""
+    """The position of a query row among its request's keys; it may be below 0 if the request has more query rows than keys."""
     if not spec.several:
         return row.length - 1
     return query_row if spec.modifiers.causal == "top_left" else row.length - row.queries + query_row
@@ -178,7 +178,7 @@ def first_seen(spec: KernelSpec, queries: Queries, position: Int32) -> Int32:
 
 
 def end_seen(spec: KernelSpec, queries: Queries, row: Row, position: Int32) -> Int32:
-    """One past the last key that causality and the right window let it see; new tokens that a tree hides count."""
+    """One past the last key that causality and the right window let a query row see. New tokens that a tree hides count too."""
     if spec.modifiers.causal != "none" and not spec.modifiers.tree_mask:
         return cutlass.min(position + 1, row.length)
     if spec.modifiers.window_right:
@@ -221,9 +221,9 @@ def tiles_of(spec: KernelSpec, keys: KvRange) -> Int32:
 
 @dataclass(frozen=True)
 class TilePlace:
-    """A KV tile in its row. token: its first; valid: how many of its tokens lie before the range's end (may exceed tile_n).
+    """A KV tile in its row. token: its first token; valid: how many from it on lie before the range's end (may exceed tile_n).
 
-    skip: how many lie before the range, None where it begins at 0.
+    skip: how many tokens lie before the range, None if the range begins at 0.
     """
 
     token: Int32

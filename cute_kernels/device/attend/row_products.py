@@ -1,8 +1,8 @@
-"""The products of the backward: a warp's 16 resident rows with streamed tiles, by m16n8k16, or 64 of a warpgroup by wgmma.
+"""The products of the backward: a warp's 16 resident rows times streamed tiles, by m16n8k16, or a warpgroup's 64 by wgmma.
 
-With resident q and dout against tiles of K and V these are S = Q K^T, dP = dO V^T and dQ += dS K; with resident K and V against
-tiles of q and dout the transposed S and dP, and dV += P^T dO, dK += dS^T Q. Accumulators of the first two reread as A fragments
-are operands of the others, so that P and dS never leave registers.
+With resident q and dout and streamed K and V, these are S = Q K^T, dP = dO V^T and dQ += dS K. With resident K and V and streamed
+q and dout, they are the transposed S and dP, and dV += P^T dO, dK += dS^T Q. The accumulators of S and dP, reread as A fragments,
+are operands of the other products, so that P and dS never leave registers.
 """
 
 import cutlass
@@ -24,7 +24,7 @@ from .warpgroup_mma import accumulator, descriptors, in_one, make_mma_of, wait_f
 
 
 class RowProducts:
-    """Those of one warp. resident: tiles, streamed: rings of as many tensors: the first of one meets the first of the other."""
+    """The products of one warp. resident: tiles; streamed: rings, of as many tensors: tile i is multiplied by ring i."""
 
     def __init__(self, spec: BackwardSpec, resident: tuple, streamed: tuple, warp: Int32):
         self.spec, lane = spec, cute.arch.lane_idx()
@@ -42,7 +42,7 @@ class RowProducts:
         return zeros(self.spec.padded_head_dim)
 
     def start_scores(self, which: int, stage: Int32) -> cute.Tensor:
-        """Resident rows times a tile's rows, f32 ((2, 2), 1, n8): there after `wait`."""
+        """Starts resident rows times a tile's rows, f32 ((2, 2), 1, n8): the result is there after `wait`."""
         acc = zeros(self.spec.tile_rows)
         for step in range(self.readers[which].steps):
             tile = self.readers[which].load(step, stage)[0][None, None, 0]
@@ -50,13 +50,13 @@ class RowProducts:
         return acc
 
     def start_add(self, sums: cute.Tensor, weights: cute.Tensor, which: int, stage: Int32):
-        """Adds weights times a tile's rows: there after `wait`. weights: as weights_of gives them."""
+        """Starts to add weights times a tile's rows: the result is there after `wait`. weights: as weights_of gives them."""
         for step in range(self.turned[which].steps):
             tile = self.turned[which].load(step, stage)[0][None, None, 0]
             cute.gemm(self.mma, sums, weights[None, None, step], tile, sums)
 
     def wait(self, pending: int):
-        """All that was started is there but the last `pending` products: mma.sync leaves none under way."""
+        """Waits for all started products but the last `pending`: nothing to do, as mma.sync leaves none under way."""
 
     def row_fragment(self, which: int, step: int) -> cute.Tensor:
         """The A fragment of one k16 step."""
@@ -67,7 +67,7 @@ class RowProducts:
 
 
 class WarpgroupRowProducts:
-    """The same of a warpgroup, by wgmma: its 64 resident rows and the tiles are read from shared memory."""
+    """The products of a warpgroup, by wgmma: its 64 resident rows and the tiles are read from shared memory."""
 
     def __init__(self, spec: BackwardSpec, resident: tuple, streamed: tuple, warp: Int32):
         self.spec, shape = spec, spec.resident
@@ -114,17 +114,17 @@ Products = RowProducts | WarpgroupRowProducts
 
 
 def make_products(spec: BackwardSpec, resident: tuple, streamed: tuple, warp: Int32) -> Products:
-    """What this warp multiplies with."""
+    """The products of this warp."""
     return (WarpgroupRowProducts if spec.by_warpgroup else RowProducts)(spec, resident, streamed, warp)
 
 
 def accumulators(columns: int) -> cute.Tensor:
-    """Registers for 16 rows of so many columns, as an m16n8k16 step leaves them: f32 ((2, 2), 1, n8)."""
+    """Registers for 16 rows of `columns` columns, as an m16n8k16 step leaves them: f32 ((2, 2), 1, n8)."""
     return cute.make_rmem_tensor(cute.make_layout(((2, 2), 1, columns // 8)), Float32)
 
 
 def zeros(columns: int) -> cute.Tensor:
-    """The same, zeroed."""
+    """`accumulators`, zeroed."""
     acc = accumulators(columns)
     acc.fill(0.0)
     return acc
@@ -155,7 +155,7 @@ def write_word(address: Int32, word: Int32):
 
 
 def stored_at(places, row: Int32) -> tuple[tuple, Boolean]:
-    """places.store_at: what is called in a loop of traced code is a function, not a method."""
+    """Calls places.store_at: a loop of traced code may call functions, not methods."""
     return places.store_at(row)
 
 
@@ -163,7 +163,7 @@ def stored_at(places, row: Int32) -> tuple[tuple, Boolean]:
 def store_rows(
     spec: cutlass.Constexpr, vector_bytes: cutlass.Constexpr, tile: cute.Tensor, target: cute.Tensor, places, warp: Int32
 ):
-    """A warp stores its 16 rows of a resident tile to where they are in a tensor. places: mainloop/streamed.py."""
+    """A warp stores its 16 rows of a resident tile to their places in a tensor. places: mainloop/streamed.py."""
     per_row = cutlass.const_expr(spec.head_dim * UNIT_BYTES // vector_bytes)
     words = cutlass.const_expr(vector_bytes // 4)
     for i in cutlass.range(cute.arch.lane_idx(), TILE_M * per_row, LANES, unroll=1):

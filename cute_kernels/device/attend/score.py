@@ -1,6 +1,6 @@
 """Functions of a score: a cap (Gemma 2's) and a bias by distance (ALiBi, Press, Smith and Lewis 2022).
 
-In this order, behind softmax_scale and k_scale. What comes out is a logit to base 2, which needs no further factor.
+They apply in this order, after softmax_scale and k_scale. The result is a logit to base 2, without further factors.
 """
 
 from dataclasses import dataclass
@@ -13,12 +13,15 @@ from ...config.decode import LOG2_E, KernelSpec
 from .mask import RowMask
 from .query_rows import QueryBlock, place_in
 
-NEARLY_LINEAR = 0.1  # of tanh's argument: up to it the series below is exact to 6e-8, and 1 - 2 / (e^2x + 1) loses digits
+NEARLY_LINEAR = 0.1  # tanh's argument up to which the series below is exact to 6e-8, and 1 - 2 / (e^2x + 1) loses digits
 
 
 @dataclass(frozen=True)
 class ScoreModifier:
-    """softcap: the cap, or None. slopes: of this lane's rows, to base 2, or None; positions: of those rows among the keys."""
+    """A lane's functions of a score. softcap: the cap, or None.
+
+    slopes: its rows' ALiBi slopes, to base 2, or None; positions: its rows' among the keys.
+    """
 
     softcap: Float32 | None
     slopes: list[Float32] | None
@@ -26,7 +29,7 @@ class ScoreModifier:
 
 
 def make_modifier(spec: KernelSpec, scores, block: QueryBlock, lane_rows: list, mask: RowMask) -> ScoreModifier | None:
-    """That of this lane's rows for one piece; None where scores are only scaled. scores: ScoreOperands."""
+    """The modifier of this lane's rows for one piece; None if scores are only scaled. scores: ScoreOperands."""
     if not spec.modifiers.functions:
         return None
     slopes = None
@@ -38,7 +41,7 @@ def make_modifier(spec: KernelSpec, scores, block: QueryBlock, lane_rows: list, 
 
 @cute.jit
 def modify_scores(acc_s: cute.Tensor, coords: cute.Tensor, factors: list, modifier: ScoreModifier, token: Int32):
-    """Makes a tile of scores logits to base 2. factors: of each row in use; token: the tile's first."""
+    """Turns a tile's scores into logits to base 2. factors: score_factors; token: the tile's first token."""
     inverse = Float32(1.0)
     if cutlass.const_expr(modifier.softcap is not None):
         inverse = 2.0 / modifier.softcap
@@ -55,7 +58,7 @@ def modify_scores(acc_s: cute.Tensor, coords: cute.Tensor, factors: list, modifi
 
 
 def tanh_of_half(doubled: Float32) -> Float32:
-    """tanh(x) of 2 x log2(e), to a few ulp: the approximate instruction is off by 5e-4 of it."""
+    """tanh(x), to a few ulp, from doubled = 2 x log2(e): the approximate instruction is off by 5e-4 of the value."""
     x = doubled * (0.5 / LOG2_E)
     square = x * x
     series = x + x * square * (square * (2 / 15) - 1 / 3)

@@ -1,10 +1,10 @@
-"""Softmax weights and the gradients of scores, of a tile that a warp has as accumulators of Q K^T and dO V^T, or both transposed.
+"""Softmax weights and gradients of scores, for a tile whose Q K^T and dO V^T, or both transposed, are a warp's accumulators.
 
-With the lse and delta = rowsum(dout * out) of each query row known, P = exp(S - lse) and dS = P (dO V^T - delta) need nothing of
-other tiles (FlashAttention-2, Dao 2023, algorithm 2). A soft cap multiplies dS by 1 - tanh^2; softmax_scale is left to the end.
+With the lse and delta = rowsum(dout * out) of each query row known, P = exp(S - lse) and dS = P (dO V^T - delta) need no
+other tile (FlashAttention-2, Dao 2023, algorithm 2). A soft cap multiplies dS by 1 - tanh^2; softmax_scale is left to the end.
 
-A lane has rows lane / 4 and lane / 4 + 8, and of each n8 block two neighbouring columns. Queries are the rows where dQ is made
-(QueryRows, KeyColumns), the columns where dK and dV are (KeyRows, QueryColumns).
+A lane has rows lane / 4 and lane / 4 + 8, and of each n8 block two neighbouring columns. For dQ, queries are the rows and keys
+the columns (QueryRows, KeyColumns); for dK and dV, keys are the rows and queries the columns (KeyRows, QueryColumns).
 """
 
 from collections.abc import Iterator
@@ -36,12 +36,12 @@ class Asked:
 
 
 def usable_lse(spec: BackwardSpec, lse: Float32) -> Float32:
-    """An lse in base 2; one of -inf, of a row without keys, becomes +inf, so that its weights are 0 and not NaN."""
+    """An lse in base 2; -inf, the lse of a row without keys, becomes +inf, so that the row's weights are 0 and not NaN."""
     return cutlass.select_(lse == -Float32.inf, Float32.inf, base_2(spec, lse, LOG2_E))
 
 
 def position_at(spec: BackwardSpec, asked: Asked, packed: Int32) -> Int32:
-    """Where the query row of a packed row of a request stands."""
+    """The position, among the keys, of the query row of a request's packed row."""
     return position_of(spec, asked.row, quotient(packed, spec.group_size))
 
 
@@ -51,7 +51,7 @@ def slope_of(spec: BackwardSpec, asked: Asked, packed: Int32) -> Float32:
 
 
 class QueryRows:
-    """Query rows as a lane's rows. packed: which of the request's packed rows; their lse, to base 2, and delta."""
+    """Query rows as a lane's rows. packed: their numbers among the request's packed rows; lses (to base 2), deltas: theirs."""
 
     by_key = False
 
@@ -62,7 +62,7 @@ class QueryRows:
 
 
 class KeyColumns:
-    """The tokens of a tile from `first` on as columns. Those at or past `end` are none."""
+    """The tokens of a tile from `first` on as columns. Tokens at or past `end` are not keys."""
 
     def __init__(self, first: Int32, end: Int32):
         self.first, self.end = first, end
@@ -73,7 +73,7 @@ class KeyColumns:
 
 
 class KeyRows:
-    """Keys as a lane's rows. positions: among their request's keys, below 0 of what is none of them."""
+    """Keys as a lane's rows. positions: theirs among the request's keys, below 0 for a row that is none of them."""
 
     by_key = True
 
@@ -98,7 +98,7 @@ class QueryColumns:
         )
 
     def lses(self, block: int) -> list:
-        """To base 2, less what makes weights greater by 2**spec.weight_bits."""
+        """The lse, to base 2, of a lane's two columns of an n8 block, less weight_bits: it scales weights by 2**weight_bits."""
         lses = [usable_lse(self.spec, lse) for lse in self.pair(0, block)]
         return [lse - self.spec.weight_bits for lse in lses] if self.spec.weight_bits else lses
 
@@ -112,9 +112,9 @@ def elements(acc: cute.Tensor) -> Iterator[tuple[int, int, int, int]]:
 
 
 def weigh_tile(spec: BackwardSpec, acc_s: cute.Tensor, rows, columns, scale_log2: Float32, softcap: Float32):
-    """Q K^T of a tile, or its transpose, becomes softmax weights, in place. Returns a soft cap's slopes, alike, or None.
+    """Turns Q K^T of a tile, or its transpose, into softmax weights, in place. Returns a soft cap's slopes, or None.
 
-    Where keys are the rows, weights are multiplied by 2**spec.weight_bits.
+    If keys are the rows, weights are multiplied by 2**spec.weight_bits.
     """
     most = Float32(MOST_EXPONENT + (spec.weight_bits if rows.by_key else 0))
     slopes = cute.make_rmem_tensor(acc_s.shape, Float32) if spec.modifiers.softcap else None
@@ -145,7 +145,7 @@ def bias_of(spec: BackwardSpec, rows, columns, block: int, r: int, c: int) -> Fl
 
 
 def grade_tile(acc_dp: cute.Tensor, weights: cute.Tensor, slopes: cute.Tensor | None, rows, columns, factor: Float32 | None):
-    """dO V^T of a tile, or its transpose, becomes the gradients of its scores, in place. factor: on them besides, or None."""
+    """Turns dO V^T of a tile, or its transpose, into gradients of scores, in place. factor: a further one on them, or None."""
     deltas: tuple = ()
     for i, n, r, c in elements(acc_dp):
         if rows.by_key and i % 4 == 0:

@@ -1,6 +1,6 @@
-"""Which keys some query rows of a request see, and which query rows see some keys: what the backward leaves out.
+"""Which keys some query rows of a request see, and which query rows see some keys: the backward skips the rest.
 
-Of one request: query_rows.Row. Positions are those of query_rows.position_of.
+`row` is one opened request (query_rows.Row). Positions are those of query_rows.position_of.
 """
 
 import cutlass
@@ -11,7 +11,7 @@ from .query_rows import Queries, Row, end_seen, first_seen, position_of
 
 
 def keys_seen(spec: BackwardSpec, queries: Queries, row: Row, first: Int32, stop: Int32) -> tuple[Int32, Int32]:
-    """Keys [begin, end) outside which none of the query rows [first, stop) sees one; begin = end where there is none."""
+    """Keys [begin, end) outside which no query row of [first, stop) sees a key; begin = end if they see none."""
     some, last = first < stop, stop - 1
     end = cutlass.max(end_seen(spec, queries, row, position_of(spec, row, last)), 0)
     end = cutlass.select_(some, end, 0)
@@ -21,7 +21,7 @@ def keys_seen(spec: BackwardSpec, queries: Queries, row: Row, first: Int32, stop
 
 
 def rows_seeing(spec: BackwardSpec, queries: Queries, row: Row, low: Int32, high: Int32) -> tuple[Int32, Int32]:
-    """Query rows [first, stop) outside which none sees a key from `low` to `high`, both included."""
+    """Query rows [first, stop) outside which no query row sees a key from `low` to `high`, both included."""
     begin, first, stop = Int64(position_of(spec, row, Int32(0))), Int32(0), row.queries
     if spec.modifiers.causal != "none":
         first = within(Int64(low) - begin, row.queries)
@@ -33,7 +33,7 @@ def rows_seeing(spec: BackwardSpec, queries: Queries, row: Row, low: Int32, high
 
 
 def within(number: Int64, most: Int32) -> Int32:
-    """`number`, held to 0 to `most`."""
+    """`number`, clamped to the range from 0 to `most`."""
     return Int32(cutlass.max(Int64(0), cutlass.min(number, Int64(most))))
 
 

@@ -1,8 +1,8 @@
 """Online softmax over the KV tiles of one warp (Milakov and Gimelshein 2018, as in FlashAttention), in base 2.
 
 Each thread owns two rows of the m16n8 accumulators, lane / 4 and lane / 4 + 8: their maxima and its own part of their sums. The
-second is left alone where the tile holds at most 8 query heads. Scores stay unscaled; (score - max) is taken before scaling,
-so that logits of any size keep f32's relative precision. Where instructions limit: bases.py.
+second row is left alone if the tile holds at most 8 query heads. Scores stay unscaled; (score - max) is taken before scaling,
+so that logits of any size keep f32's relative precision. Where instructions are the limit, bases.py is used instead.
 """
 
 import cutlass
@@ -24,7 +24,7 @@ def rows_of(acc: cute.Tensor) -> cute.Tensor:
 
 @cute.jit
 def quad_max(value: Float32, nan: cutlass.Constexpr = False) -> Float32:
-    """Maximum over the four lanes that share a row. nan: whether a NaN is the maximum; else it counts as nothing."""
+    """Maximum over the four lanes that share a row. nan: whether a NaN is the maximum; else NaNs are ignored."""
     value = cute.arch.fmax(value, cute.arch.shuffle_sync_bfly(value, offset=1), nan=nan)
     return cute.arch.fmax(value, cute.arch.shuffle_sync_bfly(value, offset=2), nan=nan)
 
@@ -74,6 +74,6 @@ def online_softmax(
 
 
 def rescale_row(acc_o: cute.Tensor, row: int, factor: Float32):
-    """Multiplies one of a lane's rows of an accumulator."""
+    """Multiplies one of a lane's rows of an accumulator by `factor`."""
     outputs = rows_of(acc_o)
     outputs[row, None].store(outputs[row, None].load() * factor)

@@ -1,13 +1,13 @@
-"""Q K^T and P V of one warp over f32, on tensor cores: each operand is the sum of three bf16, and six products of those count.
+"""Q K^T and P V of one warp over f32, on tensor cores: each operand is the sum of three bf16, of whose products six count.
 
-x = high + middle + low, each the bf16 of what the ones before leave, which is exact but where low is below bf16's normal numbers.
-Products of 2^-24 of the largest or less are left out: middle x low, low x middle, low x low. A tensor core truncates what it adds
-up. So a step of 16 starts from zero, with its small products first, and joins the sum in f32, rounded to nearest (Ootomo and
-Yokota 2022, there with parts of TF32). Chains of 128 would have three times the error of f32 (docs/numerics.md).
+x = high + middle + low. Each is the bf16 of the rest that the previous ones leave, which is exact unless low is below bf16's
+normal numbers. Products of 2^-24 of the largest or less are left out: middle x low, low x middle, low x low. A tensor core
+truncates what it adds up. So a step of 16 starts from zero, with its small products first, and joins the sum in f32, rounded to
+nearest (Ootomo and Yokota 2022, with parts of TF32). Chains of 128 would have three times the error of f32 (docs/numerics.md).
 
-K comes by ldmatrix: a 16-bit lane holds word lane % 4 of 16 bytes, so the columns c and c + 4 of eight are a pair of the
-contraction, in the query as well (attend/pack_gqa.py). V does not: ldmatrix transposes 16 bits. A lane loads up to four
-neighbouring columns of each of four tokens, and each column is of an n8 step of its own (epilogue.value_column).
+ldmatrix brings K: a lane gets word lane % 4 of a row's 16 bytes, so the columns c and c + 4 of eight are a pair of the
+contraction, in the query as well (attend/pack_gqa.py). It does not bring V, since it transposes 16 bits. A lane loads up to four
+neighbouring columns of each of four tokens, and each column belongs to an n8 step of its own (epilogue.value_column).
 """
 
 from dataclasses import dataclass
@@ -27,14 +27,14 @@ from .warp_mma import TileReader, make_mma, registers
 
 # parts of A and of B, by size: the smallest products first
 TERMS = ((2, 0), (0, 2), (1, 1), (1, 0), (0, 1), (0, 0))
-TOGETHER = 2  # n8 steps of P V that are made beside each other: parts of four spill
+TOGETHER = 2  # n8 steps of P V that are made together: the parts of four would spill
 F32_BYTES = 4
 GROUP = 8  # tokens of V, of which a lane has two neighbouring ones
 
 
 @dataclass(frozen=True)
 class Parts:
-    """A fragment of f32 as three of bf16, the largest first, and the same registers as words of two neighbours."""
+    """An f32 fragment as three bf16 fragments, the largest first, and the same registers as words of two neighbours."""
 
     fragments: list[cute.Tensor]
     words: list[cute.Tensor]
@@ -56,7 +56,7 @@ class Parts:
 def split_pair(first: Float32 | Int32, second: Float32 | Int32) -> tuple[Int32, Int32, Int32]:
     """Two f32, or their bits, as three words of two bf16.
 
-    The high part is cut off, so that a finite number stays finite; the others are rounded.
+    The high part is truncated, so that a finite number stays finite; the other parts are rounded.
     """
     lines = [".reg .f32 a, b, high; .reg .b32 bits;"]
     for name, value in (("a", "$r0"), ("b", "$r1")):
@@ -81,7 +81,7 @@ def add_product(mma: cute.TiledMma, acc: cute.Tensor, first: Parts, second: Part
 
 
 def columns_of(acc: cute.Tensor, first: int, count: int) -> cute.Tensor:
-    """`count` n8 steps of an accumulator ((2, 2), 1, n8)."""
+    """`count` n8 steps, from `first` on, of an accumulator ((2, 2), 1, n8)."""
     return cute.make_tensor(acc.iterator + 4 * first, cute.make_layout(((2, 2), 1, count), stride=((1, 2), 0, 4)))
 
 
@@ -95,7 +95,7 @@ class SplitProducts:
         self.reader_k = TileReader(spec, self.mma, lane, shared.rings[0], spec.k_type, is_v=False)
 
     def scores(self, queries: list, stage: Int32) -> list[cute.Tensor]:
-        """Q K^T with the tile in a stage, f32 ((2, 2), 1, n8), of each query."""
+        """Q K^T of each query with the tile in a stage, f32 ((2, 2), 1, n8)."""
         spec = self.spec
         scores = [cute.make_rmem_tensor(self.thr_mma.partition_shape_C((TILE_M, spec.tile_n)), Float32) for _ in queries]
         for acc_s in scores:
@@ -108,11 +108,11 @@ class SplitProducts:
         return scores
 
     def add_values(self, outputs: list, weights: list, stage: Int32):
-        """Adds P V to each output. weights: `weights` of P."""
+        """Adds P V to each output. weights: P as `weights` returns it."""
         spec, width = self.spec, self.spec.value_columns
         for step in range(spec.tile_n // (2 * GROUP)):
             for block in range(spec.padded_v_head_dim // (8 * width)):
-                cute.arch.sync_warp()  # no load comes before it: of more of them at once, registers spill
+                cute.arch.sync_warp()  # no load moves above this: with more loads at once registers spill
                 loaded = self.value_rows(step, block, stage)
                 for first in range(0, width, TOGETHER):
                     values = self.value_fragment(loaded, first)
@@ -126,7 +126,7 @@ class SplitProducts:
         return [self.row_fragment([flat[8 * step + i] for i in range(8)]) for step in range(self.spec.tile_n // 16)]
 
     def query(self, query: cute.Tensor, step: int) -> Parts:
-        """The A fragment of a k16 step of the query, [element, lane, 8 columns] in shared memory."""
+        """The A fragment of a k16 step of the query, which is [element, lane, 8 columns] in shared memory."""
         found = []
         for half in range(2):
             some = cute.make_rmem_tensor(4, Float32)
@@ -135,9 +135,9 @@ class SplitProducts:
         return self.row_fragment(found)
 
     def row_fragment(self, values: list) -> Parts:
-        """The A fragment of eight elements of a lane: (pair, row, half).
+        """The A fragment of a lane's eight elements: (pair, row, half).
 
-        A second row that is not in use stays as registers were: no row of a product depends on another, and zeros cost moves.
+        A second row that is not in use keeps what registers held: no row of a product depends on another, and zeros cost moves.
         """
         parts = Parts.empty(((2, 2, 2), 1, 1))
         for index in range(4):
@@ -156,11 +156,11 @@ class SplitProducts:
         return parts
 
     def value_rows(self, step: int, block: int, stage: Int32) -> list[list[cute.Tensor]]:
-        """This lane's columns of a column block of V, of its four of 16 tokens: [half of the 16][which of two neighbours]."""
+        """This lane's columns of a column block of V, for its four of 16 tokens: [half of the 16][which of two neighbours]."""
         return [[self.value_row(2 * step + half, which, block, stage) for which in range(2)] for half in range(2)]
 
     def value_fragment(self, loaded: list[list[cute.Tensor]], first: int) -> Parts:
-        """The B fragment of 16 tokens of V, of the n8 steps that this lane's columns from `first` on are of."""
+        """The B fragment of 16 tokens of V, for the TOGETHER n8 steps of this lane's columns from `first` on."""
         parts = Parts.empty(self.thr_mma.partition_shape_B((8 * TOGETHER, 16)))
         for half, pair in enumerate(loaded):
             for i in range(TOGETHER):
@@ -168,7 +168,7 @@ class SplitProducts:
         return parts
 
     def value_row(self, group: int, which: int, block: int, stage: Int32) -> cute.Tensor:
-        """This lane's columns of token 2 (lane % 4) + which of a group of eight: none of a warp's accesses meets a bank twice."""
+        """This lane's columns of token 2 (lane % 4) + which of a group of eight: no access of a warp meets a bank twice."""
         shape, width = self.spec.rings[1], self.spec.value_columns
         mine = lane_offset(shape, width, self.lane, which) + group_offset(shape, group, block)
         at = self.values.iterator.toint() + (stage * shape.tile_bytes + mine)
@@ -179,13 +179,13 @@ class SplitProducts:
 
 
 def lane_offset(shape: RingShape, width: int, lane: Int32, which: int) -> Int32:
-    """Bytes from a group of eight tokens of a column block to a lane's columns of its token `which`: two neighbouring ones."""
+    """Bytes from a group of eight tokens of a column block to a lane's columns of token `which` of its two neighbours."""
     token, column = 2 * (lane % 4) + which, lane // 4 * (width * F32_BYTES)
     return spread(shape, token * (shape.column_block * UNIT_BYTES) + column)
 
 
 def group_offset(shape: RingShape, group: int, block: int) -> int:
-    """Bytes from a tile's begin to a column block of a group of eight tokens."""
+    """Bytes from a tile's start to a column block of a group of eight tokens."""
     slab, between = distances(shape)
     token = GROUP * group
     units = token // shape.box_rows * slab + token % shape.box_rows * shape.column_block + block * between

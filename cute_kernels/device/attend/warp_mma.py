@@ -41,14 +41,14 @@ class TileReader:
         return cute.make_rmem_tensor(self.thr_mma.partition_shape_B((rows, 16)), self.element_type)
 
     def load_units(self, step: int, stage: Int32) -> tuple[cute.Tensor, ...]:
-        """The units of step `step` of tile `stage`: the fragment itself where a unit is an element."""
+        """The units of step `step` of tile `stage`: the fragment itself if a unit is an element."""
         fragment = self.fragment(self.rows)
         target = self.thr_copy.retile(fragment)
         cute.copy(self.copy, self.source[None, None, step, stage], target[None, None, 0])
         return (fragment,)
 
     def load_k(self, step: int, stage: Int32) -> tuple[cute.Tensor, ...]:
-        """The fragments of 32 columns of 8 bits: each register of units, of 16 columns, holds both registers of a k16 step."""
+        """The fragments of 32 columns of 8 bits: a register of units, for 16 columns, holds both registers of a k16 step."""
         words = registers(self.load_units(step, stage)[0])
         found = self.fragment(self.rows), self.fragment(self.rows)
         for half, target in enumerate(map(registers, found)):
@@ -57,7 +57,7 @@ class TileReader:
         return found
 
     def load_v(self, step: int, stage: Int32) -> tuple[cute.Tensor, ...]:
-        """The fragment of 16 tokens: a register of units, of two tokens, holds one of each of two n8 steps (value_column)."""
+        """The fragment of 16 tokens: a register of units, for two tokens, holds one for each of two n8 steps (value_column)."""
         words = registers(self.load_units(step, stage)[0])
         found = self.fragment(2 * self.rows)
         target = registers(found)
@@ -69,7 +69,7 @@ class TileReader:
 
 
 class KeyProducts:
-    """Q K^T of a warp with a ring of K tiles: what it reads and decodes of a tile serves all queries that it has."""
+    """Q K^T of a warp with a ring of K tiles: what the warp reads and decodes of a tile serves all its queries."""
 
     def __init__(self, spec: KernelSpec, ring: cute.Tensor, lane: Int32):
         self.spec = spec
@@ -78,7 +78,7 @@ class KeyProducts:
         self.thr_mma = self.mma_k.get_slice(lane)
 
     def scores(self, queries: list, stage: Int32) -> list[cute.Tensor]:
-        """Q K^T with the tile in a stage, f32 ((2, 2), 1, n8), of each query."""
+        """Q K^T of each query with the tile in a stage, f32 ((2, 2), 1, n8)."""
         spec = self.spec
         scores = [cute.make_rmem_tensor(self.thr_mma.partition_shape_C((TILE_M, spec.tile_n)), Float32) for _ in queries]
         for acc_s in scores:

@@ -1,8 +1,8 @@
 """Q K^T and P V of a warpgroup, by wgmma (m64nNk16): Q, K and V are read from shared memory, P comes from registers.
 
-A warp's rows of an m64 tile lie in its lanes as those of an m16n8k16 tile do, so the warps of a group have m-tiles beside each
-other and everything between the products is a warp's own. Tiles of 8 bits are first widened to 16 in shared memory, by all warps
-that read the tile.
+A warp's rows of an m64 tile lie in its lanes like the rows of an m16n8k16 tile, so the warps of a group have neighbouring
+m-tiles, and all work between the products is a warp's own. Tiles of 8 bits are first widened to 16 in shared memory, by warps
+that do nothing else (widen.py).
 """
 
 import cutlass.cute as cute
@@ -67,7 +67,7 @@ class WarpgroupProducts:
 
 
 def wait_for_products(groups: int):
-    """Waits until at most so many of the groups that this warp started, the last ones, are under way."""
+    """Waits until, of the groups that this warp started, at most the last `groups` are under way."""
     warpgroup.wait_group(groups)
 
 
@@ -85,7 +85,7 @@ def accumulator(acc: cute.Tensor, columns: int) -> cute.Tensor:
 
 
 def in_one(ring: cute.Tensor) -> cute.Tensor:
-    """A ring of tiles [token, column, stage] whose slabs lie one behind the other."""
+    """A ring of tiles [token, column, stage] whose slabs lie one after the other, with one mode of tokens."""
     (rows, slabs), *others = ring.shape
     layout = cute.make_layout((rows * slabs, *others), stride=(ring.stride[0][0], *ring.stride[1:]))
     return cute.make_tensor(ring.iterator, layout)

@@ -1,4 +1,4 @@
-"""Scores of a tile become softmax weights by a row's lse, which is known: each weight by itself, with no maximum to wait for.
+"""Turns scores of a tile into softmax weights by a row's known lse: each weight by itself, with no maximum to wait for.
 
 A weight is exp2(logit - lse), both to base 2. A lane has two neighbouring tokens of each n8 block; four lanes exchange them, so
 that each has eight neighbouring tokens, for stores of 16 bytes.
@@ -20,9 +20,9 @@ from .score import ScoreModifier, modify_scores
 
 @dataclass(frozen=True)
 class LaneRow:
-    """A packed row of an m-tile that a lane has. head: its query head; live: whether there is one; lse: in base 2.
+    """A packed row of an m-tile that a lane has. head: its query head; live: whether the row has one; lse: in base 2.
 
-    factor: what Q K^T is multiplied by, to base 2.
+    factor: the factor on Q K^T, to base 2.
     """
 
     head: Int32
@@ -41,7 +41,7 @@ def weigh(
     place: TilePlace,
     holes: Int32,
 ):
-    """Q K^T of a tile, in place, becomes weights; those of tokens that do not count 0, whatever K holds there. rows: LaneRows."""
+    """Turns Q K^T of a tile into weights, in place; tokens that do not count get 0, whatever K holds there. rows: LaneRows."""
     if cutlass.const_expr(modifier is not None):
         modify_scores(acc_s, coords, [row.factor for row in rows], modifier, place.token)
     for r in cutlass.range_constexpr(len(rows)):
@@ -71,7 +71,7 @@ def hide_outside(acc_s: cute.Tensor, coords: cute.Tensor, place: TilePlace):
 
 @cute.jit
 def add_heads(acc_s: cute.Tensor, rows: list, sums: cute.Tensor):
-    """Adds a lane's rows to its sums over the heads [column pair, n8], those of no head left out."""
+    """Adds a lane's rows to its sums over the heads [column pair, n8], except rows without a head."""
     for n in cutlass.range_constexpr(cute.size(sums, mode=[1])):
         for r in cutlass.range_constexpr(len(rows)):
             for c in cutlass.range_constexpr(2):
@@ -80,7 +80,7 @@ def add_heads(acc_s: cute.Tensor, rows: list, sums: cute.Tensor):
 
 @cute.jit
 def share_sums(spec: cutlass.Constexpr, sums: cute.Tensor, target: cute.Tensor, first: Int32):
-    """The mean of a tile's weights over all heads goes to target[first] and on, f32 in shared memory, in a fixed order."""
+    """Writes the mean of a tile's weights over all heads, in a fixed order, to target[first] and on, f32 in shared memory."""
     lane = cute.arch.lane_idx()
     for n in cutlass.range_constexpr(cute.size(sums, mode=[1])):
         for c in cutlass.range_constexpr(2):
@@ -95,7 +95,7 @@ def share_sums(spec: cutlass.Constexpr, sums: cute.Tensor, target: cute.Tensor, 
 def store_weights(
     spec: cutlass.Constexpr, acc_s: cute.Tensor, rows: list, weights: cute.Tensor, row: Int32, token: Int32, end: Int32
 ):
-    """Stores a tile's weights [batch, num_heads, max_seq_len] of the lanes' rows, from `token` on, those before `end`."""
+    """Stores the lanes' rows of a tile to weights [batch, num_heads, max_seq_len], from `token` on, only before `end`."""
     lane, dtype = cute.arch.lane_idx(), ELEMENT_TYPES[spec.weights_type]
     for r in cutlass.range_constexpr(len(rows)):
         own = cute.make_rmem_tensor(LANE_TOKENS, Float32)
@@ -109,7 +109,7 @@ def store_weights(
 
 
 def gather_tokens(own: cute.Tensor, dtype: type) -> cute.Tensor:
-    """A lane's weights, two of each n8 block, as `dtype`: those of the tokens of block lane % 4, exchanged with its quad."""
+    """Exchanges a lane's weights, two of each n8 block, with its quad: returns, as `dtype`, those of block lane % 4."""
     values = cute.make_rmem_tensor(LANE_TOKENS, dtype)
     values.store(own.load().to(dtype))
     words = cute.recast_tensor(values, Int32)
@@ -146,7 +146,7 @@ def store_row(spec: cutlass.Constexpr, values: cute.Tensor, at: cute.Pointer, fi
 
 @cute.jit
 def zero_weights(spec: cutlass.Constexpr, weights: cute.Tensor, row: Int32, begin: Int32, end: Int32):
-    """The CTA's threads write zeros to the tokens [begin, end) of all heads of a row, whole vectors."""
+    """The CTA's threads write zeros to the tokens [begin, end) of all heads of a row, in whole vectors."""
     zeros = cute.make_rmem_tensor(LANE_TOKENS, ELEMENT_TYPES[spec.weights_type])
     zeros.fill(0.0)
     per_head = quotient(cutlass.max(end - begin, 0) + LANE_TOKENS - 1, LANE_TOKENS)

@@ -1,7 +1,7 @@
-"""Tiles of 8 bits made 16 in shared memory, where wgmma reads them: exactly, by warps that do nothing else.
+"""Widens tiles of 8 bits to 16 in shared memory, where wgmma reads them: exactly, by warps that do nothing else.
 
-What these warps issue, the products wait for (docs/notes/kernel-log.md), so a thread finds its places once a tile: a few turns
-on it is whole swizzles further down, in the same columns.
+The products wait for the instructions of these warps (docs/notes/kernel-log.md). So a thread finds its places once per tile: a
+few turns later its place is whole swizzles further down, in the same columns.
 """
 
 import math
@@ -19,23 +19,23 @@ from .mask import has_outside
 from .query_rows import TilePlace
 
 THREADS = WIDENING_WARPS * LANES
-NARROW_BYTES, WIDE_BYTES = 8, 16  # of a thread's load and of its store: then neither meets a bank twice
-TOGETHER = 8  # loads of a thread before the first store, past which the compiler moves none
-MOST_PLACES = 4  # that a thread keeps
+NARROW_BYTES, WIDE_BYTES = 8, 16  # of a thread's load and of its store: with these neither meets a bank twice
+TOGETHER = 8  # loads of a thread before the first store, past which the compiler moves no load
+MOST_PLACES = 4  # places that a thread keeps
 
 
 def per_row(narrow: RingShape) -> int:
-    """Loads of a row of a tile."""
+    """Loads per row of a tile."""
     return narrow.units * UNIT_BYTES // NARROW_BYTES
 
 
 def turns_of(narrow: RingShape) -> int:
-    """Loads of a thread, of a tile."""
+    """Loads per thread for a tile."""
     return -(-narrow.tile_n * per_row(narrow) // THREADS)
 
 
 def places_of(narrow: RingShape) -> int:
-    """The turns after which a thread is whole swizzles and slabs further down. All of them, if that takes over MOST_PLACES."""
+    """The turns after which a thread is whole swizzles and slabs further down; all turns, if it takes more than MOST_PLACES."""
     rows = math.lcm(SWIZZLE_ROWS, narrow.box_rows if narrow.units > narrow.column_block else 1)
     turns = turns_of(narrow)
     fitting = (count for count in range(1, MOST_PLACES + 1) if count * THREADS % (rows * per_row(narrow)) == 0)
@@ -43,9 +43,9 @@ def places_of(narrow: RingShape) -> int:
 
 
 class Places:
-    """Where a thread loads and stores in each turn: those of the first turns, and how far apart later ones are.
+    """Where a thread loads and stores in each turn: the places of the first turns, and the distance to those of later turns.
 
-    shapes: of the (narrow, wide) tiles; source, target: their addresses. thread: of THREADS.
+    shapes: of the (narrow, wide) tiles; source, target: the tiles' addresses. thread: its number, of THREADS.
     """
 
     def __init__(self, shapes: tuple[RingShape, RingShape], source: Int32, target: Int32, thread: Int32):
@@ -65,7 +65,7 @@ class Places:
         return Boolean(True) if (turn + 1) * THREADS <= work else self.thread + turn * THREADS < work
 
     def row(self, turn: int) -> Int32:
-        """The row of a turn, past the tile where there is none."""
+        """The row of a turn; it lies past the tile if the turn has none."""
         return self.rows[turn % self.count] + turn // self.count * self.rows_apart
 
     def target(self, turn: int) -> Int32:
@@ -79,7 +79,7 @@ class Places:
         return self.sources[turn % self.count] + turn // self.count * apart
 
     def load(self, turn: int) -> cute.Tensor:
-        """A turn's elements, four a word; others where it has none."""
+        """A turn's elements, four per word; if the turn has none, other elements."""
         address = cutlass.select_(self.inside(turn), self.source(turn), self.first)
         words = cute.make_rmem_tensor(NARROW_BYTES // 4, Int32)
         pointer = cute.make_ptr(Int32, address, cute.AddressSpace.smem, assumed_align=NARROW_BYTES)
@@ -89,7 +89,7 @@ class Places:
 
 @cute.jit
 def widen_tile(stored: cutlass.Constexpr, shapes: cutlass.Constexpr, source: Int32, target: Int32, warp: Int32):
-    """Writes a tile of 8-bit elements as one of f16. Operands as Places; warp: which of the WIDENING_WARPS this one is."""
+    """Writes a tile of 8-bit elements as one of f16. Operands as in Places; warp: which of the WIDENING_WARPS this one is."""
     turns = cutlass.const_expr(turns_of(shapes[0]))
     places = Places(shapes, source, target, warp * LANES + cute.arch.lane_idx())
     for begin in cutlass.range_constexpr(0, turns, TOGETHER):
@@ -101,26 +101,26 @@ def widen_tile(stored: cutlass.Constexpr, shapes: cutlass.Constexpr, source: Int
 
 @cute.jit
 def zero_widened(shapes: cutlass.Constexpr, target: Int32, seen: TilePlace, warp: Int32):
-    """Writes zeros over what no row sees of a widened tile, each thread over what it has written."""
+    """Writes zeros over the tokens of a widened tile that no row sees. Each thread overwrites what it has written."""
     if has_outside(shapes[0], seen):
         zero(Places(shapes, target, target, warp * LANES + cute.arch.lane_idx()), seen)
 
 
 def zero(places: Places, seen: TilePlace):
-    """The same, where there is something."""
+    """zero_widened, for a tile with tokens that no row sees."""
     for turn in range(turns_of(places.narrow)):
         outside = is_outside(seen, places.row(turn))
         store([Int32(0)] * (WIDE_BYTES // 4), places.target(turn), outside & places.inside(turn))
 
 
 def widened(stored: str, words: cute.Tensor) -> list[Int32]:
-    """Elements of 8 bits, four a word, as words of two of f16."""
+    """8-bit elements, four per word, as words of two f16."""
     return [half for i in range(cute.size(words)) for half in decode(stored, True, words[i], HALVES)]
 
 
 @cute.jit
 def store(words: list, address: Int32, inside: Boolean):
-    """Stores 16 bytes, where there are any."""
+    """Stores 16 bytes, if `inside`."""
     if inside:
         text = "st.shared.v4.b32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};"
         cute.arch.inline_ptx(text, read_only_args=[address, *words])

@@ -1,1 +1,1 @@
-"""The parts of a cut row, through the workspace, into one."""
+"""Combines a cut row's parts (partial results) through the workspace."""

@@ -1,9 +1,10 @@
-"""Combines the partial states of a cut row: out = sum_p w_p out_p with w_p = 2^(lse_p - lse), in piece order.
+"""Combines the partial states of a cut row (split-KV): out = sum_p w_p out_p with w_p = 2^(lse_p - lse), in piece order.
 
-Every CTA stores its pieces and goes on, and combines at the end of its share. The columns of a row are divided between the CTAs
-of all its pieces but the first (a reduce-scatter): each gathers its own columns of every piece. Which CTA combines a column
-changes no bit of it, so the result is deterministic, and there is no second launch.
-Who they are, and how they know that they may wait for each other: schedule/crew.py.
+In a balanced plan every CTA stores its pieces (KV splits) and goes on, and combines at the end of its share (work partition). The
+columns of a row are divided between the CTAs of all its pieces but the first (a reduce-scatter): each gathers its own columns of
+every piece. Which CTA combines a column changes no bit of it, so the result is deterministic, and there is no second launch.
+schedule/crew.py says which CTAs combine, and how they know that they may wait for each other. In an invariant plan one CTA
+combines a row.
 """
 
 from dataclasses import dataclass
@@ -21,13 +22,13 @@ from ..ptx.registers import LANES, as_float, quotient, remainder
 from ..schedule.work_scheduler import Piece
 from .partials import PRESENT, WRITTEN, clear, columns_of_word, is_missing, receive, without_mark
 
-IN_FLIGHT = 16  # words a thread waits for together where one CTA combines a row
-FEW_PARTS, FEW_WORDS = 2, 4  # of warpgroups: twice as many words spill, 8 us slower at 128 rows; without them 4 us at 16 rows
+IN_FLIGHT = 16  # words that a thread waits for together if one CTA combines a row
+FEW_PARTS, FEW_WORDS = 2, 4  # for warpgroups: twice as many words spill, +8 us at 128 rows; without this round +4 us at 16 rows
 
 
 @dataclass(frozen=True)
 class Parts:
-    """The states to combine. opened: slot of piece 0; continued: of 1; stride: to the next."""
+    """The states to combine. opened: the slot of piece 0; continued: that of piece 1; stride: slots from there to the next."""
 
     count: Int32
     opened: Int32
@@ -37,9 +38,9 @@ class Parts:
 
 @dataclass(frozen=True)
 class Columns:
-    """Words [low, high) of a block of packed rows, which are laid end to end.
+    """Words [low, high) of a block of packed rows, whose words are laid end to end.
 
-    bits: 2^bits threads lie beside each other on them (width_bits).
+    bits: 2^bits neighbouring threads take neighbouring words (width_bits).
     """
 
     block: QueryBlock
@@ -50,38 +51,38 @@ class Columns:
 
 @dataclass(frozen=True)
 class Round:
-    """What a thread waits for together: so many words, of so many parts each."""
+    """How many words, each of how many parts, a thread waits for together."""
 
     words: int
     parts: int
 
 
 def usual_round(spec: KernelSpec) -> Round:
-    """Whatever the number of parts."""
+    """The round that serves any number of parts."""
     return Round(spec.combine_words, PARTS_IN_FLIGHT if spec.divides_combine else IN_FLIGHT // spec.combine_words)
 
 
 def all_columns(spec: KernelSpec, piece: Piece, parts: Parts) -> Columns:
-    """Those of a whole row."""
+    """The columns of a whole row."""
     work = piece.block.rows * spec.row_words
     return Columns(piece.block, Int32(0), work, width_bits(spec, work, parts.count))
 
 
 def columns_of(spec: KernelSpec, block: QueryBlock, index: Int32, step: Int32, bits: Int32) -> Columns:
-    """Those of one CTA of a crew, `step` of each: the last ones may have none."""
+    """The columns of CTA `index` of a crew (reduction group): `step` words each, but the last CTAs may have none."""
     work = block.rows * spec.row_words
     return Columns(block, cutlass.min(index * step, work), cutlass.min(index * step + step, work), bits)
 
 
 def step_of(spec: KernelSpec, heads: Int32, crew: Int32) -> Int32:
-    """Words of each of `crew` CTAs: whole cache lines."""
+    """Words for each of `crew` CTAs, in whole cache lines."""
     return quotient(heads * spec.row_words + crew * LINE_WORDS - 1, crew * LINE_WORDS) * LINE_WORDS
 
 
 def width_bits(spec: KernelSpec, words: Int32, count: Int32) -> Int32:
-    """The logarithm of how many threads lie beside each other on words: the others have the same of other parts.
+    """log2 of how many neighbouring threads take different words; further threads take the same words of other parts.
 
-    No fewer than the words need, nor than lets a thread wait for all of its `count` parts together: merging costs.
+    It is the largest width at which a thread waits for all its parts together, unless the words need more: merging costs.
     """
     most, usual = (spec.num_warps * LANES).bit_length() - 1, usual_round(spec)
     found = Int32(most)
@@ -93,9 +94,9 @@ def width_bits(spec: KernelSpec, words: Int32, count: Int32) -> Int32:
 
 @cute.jit
 def combine_columns(spec: cutlass.Constexpr, words: cute.Tensor, parts: Parts, columns: Columns, scratch: tuple, out, lse, sinks):
-    """Combines columns of a row into out and lse. By all consumer warps.
+    """Combines columns of a row into out and lse. All consumer warps call it.
 
-    scratch: (f32 of the merge buffer, bytes of the pieces that decline). sinks: f32 [num_heads], or None.
+    scratch: (f32 of the merge buffer, Shared.declined). sinks: f32 [num_heads], or None.
     """
     usual, few = usual_round(spec), Round(FEW_WORDS, FEW_PARTS)
     if cutlass.const_expr(spec.by_warpgroup and spec.divides_combine):
@@ -119,15 +120,15 @@ def combine_rounds(
     lse,
     sinks,
 ):
-    """combine_columns with so many words and parts a round."""
+    """combine_columns with `together` as its round."""
     thread, bits = cute.arch.thread_idx()[0], cute.arch.make_warp_uniform(columns.bits)
     width = 1 << bits
     for base in cutlass.range(columns.low, columns.high, width * together.words, unroll=1):
         step, begin = 1, base + (thread & (width - 1)) * together.words
-        if cutlass.const_expr(spec.by_warpgroup):  # neighbours' words beside each other: with 4 a thread it matters
+        if cutlass.const_expr(spec.by_warpgroup):  # neighbours take neighbouring words: with 4 words per thread it matters
             step, begin = width, base + (thread & (width - 1))
         states = gather(spec, together, words, parts, columns.high, begin, step, bits, scratch[1])
-        if cutlass.const_expr(together.parts > FEW_PARTS):  # few parts leave no threads to share words
+        if cutlass.const_expr(together.parts > FEW_PARTS):  # with few parts no threads share words
             merge_sharers(spec, states, width, scratch[0])
         if begin < columns.high and thread < width:
             for j in cutlass.range_constexpr(together.words):
@@ -147,14 +148,14 @@ def gather(
     bits: Int32,
     declined,
 ):
-    """This thread's words from `begin` on, `step` apart, over its parts: (columns, peak, total) x words."""
+    """Merges this thread's words, from `begin` on and `step` apart, over its parts: (columns, peak, total) x words."""
     states = cute.make_rmem_tensor((spec.word_columns + 2, together.words), Float32)
     for j in cutlass.range_constexpr(together.words):
         clear_state(states[None, j])
     others = (spec.num_warps * LANES) >> bits
     for base in cutlass.range(
         0, parts.count, others * together.parts, unroll=1
-    ):  # as often in all lanes of a warp: collect syncs them
+    ):  # all lanes of a warp loop equally often: collect syncs them
         p = base + (cute.arch.thread_idx()[0] >> bits)
         found = cute.make_rmem_tensor((spec.word_columns + 1, together.parts, together.words), Float32)
         collect(spec, words, parts, high, (begin, step), others, p, found, declined)
@@ -165,27 +166,27 @@ def gather(
 
 @cute.jit
 def clear_state(state: cute.Tensor):
-    """An empty running state."""
+    """Makes a running state empty."""
     state.fill(0.0)
     state[cute.size(state) - 2] = -Float32.inf
 
 
 @cute.jit
 def merge_sharers(spec: cutlass.Constexpr, states: cute.Tensor, width: Int32, buffer: cute.Tensor):
-    """merge_threads, where threads share columns."""
+    """Calls merge_threads if threads share columns."""
     if width < spec.num_warps * LANES:
         merge_threads(spec, states, width, buffer)
 
 
 @cute.jit
 def merge_threads(spec: cutlass.Constexpr, states: cute.Tensor, width: Int32, buffer: cute.Tensor):
-    """Merges the states of threads that have the same columns, into those of the first `width` threads.
+    """Merges the states of threads that have the same columns, into the states of the first `width` threads.
 
-    Lanes of a warp by shuffles, warps through `buffer` [part of a state, word, thread].
+    Lanes of a warp merge by shuffles, warps through `buffer` [value of a state, word, thread].
     """
     thread, words = cute.arch.thread_idx()[0], cutlass.const_expr(spec.combine_words)
     values, peak = cutlass.const_expr(spec.word_columns + 2), cutlass.const_expr(spec.word_columns)
-    cute.arch.sync_warp()  # lanes may be apart behind the branches of merge_parts
+    cute.arch.sync_warp()  # lanes may have diverged in the branches of merge_parts
     for step in cutlass.range_constexpr(LINE_WORDS.bit_length() - 1, LANES.bit_length() - 1):
         if width <= cutlass.const_expr(1 << step):
             for j in cutlass.range_constexpr(words):
@@ -210,7 +211,7 @@ def merge_threads(spec: cutlass.Constexpr, states: cute.Tensor, width: Int32, bu
 
 
 def merge_buffer(spec: KernelSpec, base: cute.Pointer) -> cute.Tensor:
-    """f32 [part of a state, word, thread] for merge_threads: a thread's four beside each other, else those of all threads."""
+    """f32 [value of a state, word, thread] for merge_threads: innermost are the values with narrow words, else the threads."""
     values, words, threads = spec.word_columns + 2, spec.combine_words, spec.num_warps * LANES
     stride = (threads, threads * values, 1) if spec.wide_words else (1, values, values * words)
     return cute.make_tensor(base, cute.make_layout((values, words, threads), stride=stride))
@@ -229,7 +230,7 @@ def normalised(state: cute.Tensor) -> tuple[list[Float32], Float32]:
 def store_word(
     spec: cutlass.Constexpr, state: cute.Tensor, columns: Columns, index: Int32, out: cute.Tensor, lse: cute.Tensor, sinks
 ):
-    """Writes the columns of a combined word, and the lse beside a packed row's first one."""
+    """Writes the columns of a combined word, and with a packed row's first word its lse."""
     place, word = place_in(spec, columns.block, quotient(index, spec.row_words)), remainder(index, spec.row_words)
     values, row_lse = normalised(state)
     if cutlass.const_expr(spec.modifiers.sinks):
@@ -248,7 +249,7 @@ def store_word(
 def merge_parts(state: cute.Tensor, parts: cute.Tensor, count: Int32):
     """Merges the first `count` of a chunk's parts (columns, lse) into the running (columns, peak, total).
 
-    Parts may be running states too. One maximum for the chunk, so that the weights do not wait for each other.
+    Parts may be running states too. The chunk has one maximum, so that the weights do not wait for each other.
     """
     at, values = cutlass.const_expr(cute.size(state) - 2), cutlass.const_expr(cute.size(state))
     peak = state[at]
@@ -280,10 +281,10 @@ def collect(
     found: cute.Tensor,
     declined: cute.Tensor,
 ):
-    """Waits for a chunk of this thread's parts, p and on, one of `others`, and clears their words. found: (columns, lse).
+    """Waits for a chunk of this thread's parts, every `others`-th from p on, and clears their words. found: (columns, lse).
 
-    place: (the first of the thread's words, how far they are apart). All loads of a round are in flight together, and a round
-    asks only for what is missing.
+    place: (the first of the thread's words, how far the words are apart). All loads of a round are in flight together, and a
+    round asks only for words that are missing.
     """
     values, chunk, count = (cutlass.const_expr(cute.size(found, mode=[mode])) for mode in range(3))
     begin, step = place
@@ -311,7 +312,7 @@ def collect(
         for j in cutlass.range_constexpr(count):
             for i in cutlass.range_constexpr(chunk):
                 waiting = waiting | is_missing(spec, (found[0, i, j], seen[i, j]))
-    cute.arch.sync_warp()  # lanes leave that loop one by one, and stay apart: 0.1 to 0.5 us, 1 us more where shuffles follow
+    cute.arch.sync_warp()  # lanes leave that loop one by one and stay diverged: 0.1 to 0.5 us, 1 us more if shuffles follow
     signs = Int32(0)
     for j in cutlass.range_constexpr(count):
         for i in cutlass.range_constexpr(chunk):
@@ -327,7 +328,7 @@ def collect(
 
 
 def inside(begin: Int32, step: Int32 | int, j: int, high: Int32) -> Boolean:
-    """Whether a thread's word j is one of the columns: neighbouring words all are, or none."""
+    """Whether a thread's word j is one of the columns: if step is an int, all its words are, or none."""
     return (begin if isinstance(step, int) else begin + j * step) < high
 
 

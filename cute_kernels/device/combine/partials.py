@@ -1,12 +1,13 @@
-"""Partial states in the workspace: words that announce themselves.
+"""Partial results of KV splits in the workspace: words that each carry a mark for their reader.
 
-A state is a piece's normalised output and its lse (base 2). It is written and read in words, each one atomic access, that carry a
-mark: a reader that sees the mark has the word, with no counter and no fence (the idea of NCCL's LL protocol). A word without a
-mark is zero: a workspace is zeroed once, and each launch clears every word that it has read, so that it leaves the workspace as
-it found it. The sign of a mark beside an lse is a message (schedule/crew.py): DECLINED.
+A state is the normalised output and the lse (base 2) of a piece (a KV split). It is written and read in words. Each word is one
+atomic access and carries a mark (a flag): a reader that sees the mark has the word, with no counter and no fence (the idea of
+NCCL's LL protocol). A word without a mark is zero: a workspace is zeroed once, and each launch clears every word that it has
+read, so that it leaves the workspace as it found it. The sign of a mark next to an lse is a message (schedule/crew.py): DECLINED.
 
-Narrow words, of 16 bytes, hold two columns, the lse and a mark. Wide ones hold four columns, of which the first gives its lowest
-bit for a mark; the lse and its mark are words of 8 bytes behind them, one for each WORDS_AN_LSE, so that one reader has it alone.
+Narrow words, of 16 bytes, hold two columns, the lse and a mark. Wide words hold four columns, of which the first gives its lowest
+bit for a mark. After all wide words come words of 8 bytes with an lse and its mark, one for WORDS_AN_LSE wide words, so that it
+has one reader.
 """
 
 import cutlass
@@ -16,42 +17,42 @@ from cutlass import Boolean, Float32, Int32, Int64, Uint8
 from ...config.decode import LINE_BYTES, SLOTS, WORDS_AN_LSE, KernelSpec
 from ..ptx.registers import as_bits, as_float, quotient, remainder
 
-WORD = 4  # 32-bit parts of 16 bytes
-WRITTEN, DECLINED = 1, -1  # marks: a state; a state whose CTA leaves its columns to the row's last one
+WORD = 4  # 32-bit parts of a word of 16 bytes
+WRITTEN, DECLINED = 1, -1  # marks: a state; a state whose CTA leaves its columns to the row's last CTA
 PRESENT = 1  # the bit that marks a wide word
 
 
 def open_workspace(spec: KernelSpec, workspace: cute.Tensor) -> cute.Tensor:
-    """16 bytes [part, word of the packed rows laid end to end, slot] of 32-bit parts; SLOTS[partition] slots a CTA.
+    """The states, Int32 [part of 16 bytes, word of the packed rows laid end to end, slot]: SLOTS[partition] slots per CTA.
 
-    Balanced: slot 2c holds the piece with which CTA c continues a row, slot 2c + 1 the one with which it opens a row.
+    Balanced: slot 2c holds the piece with which CTA c continues a row, slot 2c + 1 the piece with which it opens a row.
     Invariant: slot (2c + 1) MAX_BLOCKS + b holds block b of the row that CTA c opens for others, and
-    2c MAX_BLOCKS + b that of the row which it works on alone.
+    slot 2c MAX_BLOCKS + b holds block b of the row that it works on alone.
     """
     layout = cute.make_layout((WORD, spec.state_words, SLOTS[spec.partition] * cute.arch.grid_dim()[0]))
     return cute.make_tensor(cute.recast_ptr(workspace.iterator, dtype=Int32), layout)
 
 
 def state_bytes(spec: KernelSpec) -> Int64:
-    """Bytes of all of it in a workspace, with the announcements behind the states; whole cache lines."""
+    """Bytes of all states and the announcements after them, in whole cache lines."""
     ctas = Int64(cute.arch.grid_dim()[0])
     each = spec.state_words * WORD * 4 * SLOTS[spec.partition] + (4 if spec.divides_combine else 0)
     return (ctas * each + LINE_BYTES - 1) // LINE_BYTES * LINE_BYTES
 
 
 def workspace_from(workspace: cute.Tensor, begin: Int64) -> cute.Tensor:
-    """The workspace from byte `begin` on, a whole number of cache lines behind its own start.
+    """The workspace from byte `begin` on, which is a whole number of cache lines after its start.
 
-    Its start is a multiple of 16 bytes. `Pointer.align` would round the address up, and so move the last words past the end.
+    The start is a multiple of 16 bytes. `Pointer.align` would round the address up, and so move the last words past the end.
     """
     start = (workspace.iterator + begin).toint()
     return cute.make_tensor(cute.make_ptr(Uint8, start, cute.AddressSpace.gmem, assumed_align=4 * WORD), workspace.layout)
 
 
 def columns_of_word(spec: KernelSpec, word: Int32) -> tuple[list[Int32], int]:
-    """(where its runs of neighbouring columns begin, columns of a run) of a packed row's word.
+    """(where the runs of neighbouring columns of a packed row's word begin, columns per run).
 
-    Those of a lane's registers, two of each of two n8 steps, where states go from there to memory.
+    If states go to memory from registers, a word has a lane's columns: two of each of two n8 steps.
     """
     if spec.wide_words and spec.overlaps:
         first = quotient(word, 4) * 16 + remainder(word, 4) * 2
@@ -78,7 +79,7 @@ def lse_at(spec: KernelSpec, words: cute.Tensor, index: Int32, slot: Int32) -> I
 
 @cute.jit
 def send(spec: cutlass.Constexpr, words: cute.Tensor, index: Int32, slot: Int32, values: list, lse: Float32, mark: Int32):
-    """Writes a word, and with the first of those that share an lse that."""
+    """Writes a word, and with the first of the words that share an lse also that lse."""
     address = word_at(words, index, slot)
     if cutlass.const_expr(spec.wide_words):
         store_words(address, as_float(as_bits(values[0]) | PRESENT), *values[1:])
@@ -89,7 +90,7 @@ def send(spec: cutlass.Constexpr, words: cute.Tensor, index: Int32, slot: Int32,
 
 @cute.jit
 def clear(spec: cutlass.Constexpr, words: cute.Tensor, index: Int32, slot: Int32):
-    """Takes a word's mark away, and an lse's. By neighbouring lanes, all of which have read theirs."""
+    """Zeroes a word and its lse, marks included. Neighbouring lanes call it, once all have read their words."""
     nothing = Float32(0.0)
     store_words(word_at(words, index, slot), nothing, nothing, nothing, Int32(0))
     if cutlass.const_expr(spec.wide_words):
@@ -98,7 +99,7 @@ def clear(spec: cutlass.Constexpr, words: cute.Tensor, index: Int32, slot: Int32
 
 @cute.jit
 def send_lse(spec: cutlass.Constexpr, words: cute.Tensor, index: Int32, slot: Int32, lse: Float32, mark: Int32):
-    """Writes the lse of a wide word, if it is the first of those that share it."""
+    """Writes the lse of a wide word, if this word is the first of those that share the lse."""
     if remainder(index, WORDS_AN_LSE) == 0:
         store_pair(lse_at(spec, words, index, slot), lse, mark)
 
@@ -113,7 +114,7 @@ def store_words(address: Int64, first, second, third, fourth):
 
 
 def store_pair(address: Int64, lse: Float32, mark: Int32):
-    """Two of them, of 8 bytes."""
+    """An lse and its mark in one atomic store of 8 bytes."""
     cute.arch.inline_ptx(
         "{ .reg .b64 pair; mov.b64 pair, {{$r1}, {$r2}}; st.relaxed.gpu.global.b64 [{$r0}], pair; }",
         read_only_args=[address, lse, mark],
@@ -121,7 +122,7 @@ def store_pair(address: Int64, lse: Float32, mark: Int32):
 
 
 def receive(spec: KernelSpec, words: cute.Tensor, index: Int32, slot: Int32, known: tuple) -> tuple:
-    """Reads a word (its columns, the lse, a mark), unless `known` is it already: by predicates, so that loads stay in flight."""
+    """Reads a word (its columns, the lse, a mark), unless `known` has it already: by predicates, so that loads stay in flight."""
     address = word_at(words, index, slot)
     if not spec.wide_words:
         return load_words(address, "setp.eq.s32 absent, {$r4}, 0; ", known, Int32)
@@ -130,7 +131,7 @@ def receive(spec: KernelSpec, words: cute.Tensor, index: Int32, slot: Int32, kno
 
 
 def load_words(address: Int64, test: str, known: tuple, last: type) -> tuple:
-    """Four 32-bit values, of which the last is of a type of its own, in one atomic load, if the test of `known` sets absent."""
+    """Four 32-bit values, the last of type `last`: by one atomic load if `test` sets absent, else from `known`."""
     return cute.arch.inline_ptx(
         f"{{ .reg .pred absent; .reg .b64 lo, hi; .reg .b128 word; {test}"
         "mov.b64 lo, {{$r1}, {$r2}}; mov.b64 hi, {{$r3}, {$r4}}; mov.b128 word, {lo, hi}; "
@@ -142,7 +143,7 @@ def load_words(address: Int64, test: str, known: tuple, last: type) -> tuple:
 
 
 def load_pair(address: Int64, known: tuple) -> tuple[Float32, Int32]:
-    """An lse and its mark, unless known."""
+    """An lse and its mark: by one atomic load if `known` lacks the mark, else `known`."""
     return cute.arch.inline_ptx(
         "{ .reg .pred absent; .reg .b64 pair; setp.eq.s32 absent, {$r2}, 0; mov.b64 pair, {{$r1}, {$r2}}; "
         "@absent ld.relaxed.gpu.global.b64 pair, [{$r0}]; mov.b64 {{$w0}, {$w1}}, pair; }",
@@ -152,11 +153,11 @@ def load_pair(address: Int64, known: tuple) -> tuple[Float32, Int32]:
 
 
 def is_missing(spec: KernelSpec, known: tuple) -> Boolean:
-    """Whether what receive gave lacks its mark, or the lse's."""
+    """Whether a word that `receive` returned lacks its mark, or its lse's mark."""
     missing = known[-1] == 0
     return missing | (as_bits(known[0]) & PRESENT == 0) if spec.wide_words else missing
 
 
 def without_mark(spec: KernelSpec, first: Float32) -> Float32:
-    """The first column of a word that is there."""
+    """The first column of a received word, without the mark."""
     return as_float(as_bits(first) & ~PRESENT) if spec.wide_words else first

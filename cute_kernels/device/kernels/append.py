@@ -1,9 +1,9 @@
 """Appends K and V of new tokens to a paged cache: one launch that reads each value once and writes it once.
 
-A few lanes of a warp take one (token, head) row of K and of V, 16 bytes a load where the alignment allows. The loads of all
-rows that a thread has, and of their slots, go out together; a scale that is computed is the lanes' maximum, by shuffles.
-Quotients are those of IEEE division, so that every backend stores the same bits. With a rotary embedding, K is rotated in
-between, and CTAs behind those of K and V do the same to q.
+A few lanes of a warp take one (token, head) row of K and of V, 16 bytes per load if the alignment allows. The loads of all
+rows that a thread has, and of their slots, are issued together; a computed scale follows from the lanes' maximum, by shuffles.
+Quotients are those of IEEE division, so that every backend stores the same bits. With a rotary embedding, K is rotated between
+load and store, and further CTAs, after those of K and V, rotate q.
 """
 
 from collections.abc import Callable
@@ -29,7 +29,7 @@ class AppendKernel:
 
     def __init__(self, spec: AppendSpec):
         self.spec = spec
-        self.overlap = spec.target == "sm_90a"  # programmatic dependent launch: start while the kernel before drains
+        self.overlap = spec.target == "sm_90a"  # programmatic dependent launch: starts while the previous kernel drains
 
     @cute.jit
     def __call__(
@@ -50,10 +50,10 @@ class AppendKernel:
         status: Int64,
         stream,
     ):
-        """k, v [tokens, num_kv_heads, head_dim]; caches 4-D in the spec's order; scales of its forms.
+        """k, v [tokens, num_kv_heads, head_dim]; caches: 4-D, in the spec's axis order; scales: in the spec's forms.
 
         table0..2: slots [tokens], or a page table's tensors. q, q_out [tokens, num_heads, head_dim], cos_sin_cache
-        [max_position, rotary_dim] and positions [tokens] where the spec has them. status: address of the
+        [max_position, rotary_dim] and positions [tokens]: None if the spec does not have them. status: address of the
         plan's 4 int32 status words.
         """
         caches, scales = (k_cache, v_cache), (k_scale, v_scale)
@@ -70,7 +70,7 @@ class AppendKernel:
         )
 
     def ctas_of(self, rows: cute.Tensor) -> Int32:
-        """CTAs that take the rows of a tensor [tokens, heads, head_dim]."""
+        """How many CTAs take the rows of a tensor [tokens, heads, head_dim]."""
         return cute.ceil_div(Int32(rows.shape[0]) * Int32(rows.shape[1]), self.spec.rows_per_cta)
 
     @cute.kernel
@@ -86,9 +86,9 @@ class AppendKernel:
         status: Int64,
         divisors: tuple,
     ):
-        """CTAs of K's and V's rows first, then those of q's: rows_per_cta (token, head) rows each, heads innermost.
+        """Each CTA takes rows_per_cta (token, head) rows, heads innermost: the first CTAs rows of K and V, the others rows of q.
 
-        divisors: what divides by num_kv_heads and num_heads; the latter is None without q.
+        divisors: fast divisors by num_kv_heads and by num_heads; the latter is None without q.
         """
         spec = self.spec
         if cutlass.const_expr(self.overlap):
@@ -106,15 +106,15 @@ class AppendKernel:
 
 
 def row_of(spec: AppendSpec, cta: Int32, u: int) -> tuple[Int32, Int32]:
-    """(row, lane) of a thread: its u-th row of the CTA's."""
+    """(row, lane) of a thread, for its u-th row among the CTA's rows."""
     thread = cute.arch.thread_idx()[0]
     return cta * spec.rows_per_cta + u * spec.row_groups + quotient(thread, spec.lanes), remainder(thread, spec.lanes)
 
 
 def token_of(row: Int32, heads) -> tuple[Int32, Int32]:
-    """(token, head) of a row. heads: what divides by their number.
+    """(token, head) of a row. heads: a fast divisor by the number of heads.
 
-    The mask changes nothing: products with 64-bit strides are shorter where the compiler knows that a factor is not negative.
+    The mask changes nothing: products with 64-bit strides are shorter if the compiler knows that a factor is not negative.
     """
     token, head = divmod(row, heads)
     return Int32(token) & INT32_MAX, Int32(head) & INT32_MAX
@@ -133,10 +133,10 @@ def append_rows(
     heads,
     cta: Int32,
 ):
-    """A CTA's rows of K and V: all loads go out before the first is waited for.
+    """Appends a CTA's rows of K and V: all loads are issued before the first is waited for.
 
-    A thread past the last token loads rows of that one, and stores nothing: no branch is then before the loads. heads: what
-    divides by their number.
+    A thread past the last token loads rows of the last token and stores nothing, so no branch precedes the loads. heads: as in
+    token_of.
     """
     tokens = Int32(k.shape[0])
     k_rows = [empty_row(spec, k.element_type) for _ in range(spec.unroll)]
@@ -173,7 +173,7 @@ def rotate_key(
     speaks: Boolean,
     status: Int64,
 ) -> Int32:
-    """Rotates a thread's part of a row of K and returns `place`; no place, reported, where the position has no angles."""
+    """Rotates a thread's part of a row of K and returns `place`; if the position has no angles, reports it and returns -1."""
     position = rotary[1][token]
     angles = find_angles(position, rotary[0])
     rotate_row(spec, source, rotary[0], angles, lane, row)
@@ -186,7 +186,7 @@ def rotate_key(
 
 @cute.jit
 def rotate_queries(spec: cutlass.Constexpr, q: cute.Tensor, q_out: cute.Tensor, rotary: tuple, heads, cta: Int32):
-    """A CTA's rows of q. A row's lanes all have loaded before one stores: q_out may be q."""
+    """Rotates a CTA's rows of q. All lanes of a row load before any lane stores: q_out may be q."""
     tokens = Int32(q.shape[0])
     for u in cutlass.range_constexpr(spec.unroll):
         row, lane = row_of(spec, cta, u)
@@ -201,12 +201,12 @@ def rotate_queries(spec: cutlass.Constexpr, q: cute.Tensor, q_out: cute.Tensor, 
 
 
 def clamped(value) -> Int32:
-    """An i32 or i64 as the nearest i32."""
+    """The i32 that is nearest to an i32 or i64."""
     return Int32(cutlass.max(Int64(-INT32_MAX - 1), cutlass.min(Int64(value), Int64(INT32_MAX))))
 
 
 def empty_row(spec: AppendSpec, dtype: type) -> cute.Tensor:
-    """Zeros [columns, rounds]: a thread's part of a row. A round more where the values would not come in pairs."""
+    """Zeros [columns, rounds]: a thread's part of a row, with one more round if its values would not come in pairs."""
     row = cute.make_rmem_tensor((spec.columns, spec.rounds + spec.columns * spec.rounds % 2), dtype)
     row.fill(0.0)
     return row
@@ -214,7 +214,7 @@ def empty_row(spec: AppendSpec, dtype: type) -> cute.Tensor:
 
 @cute.jit
 def load_row(spec: cutlass.Constexpr, source: cute.Tensor, lane: Int32, row: cute.Tensor):
-    """A thread's part [columns, rounds] of a row [head_dim]; what is past the row stays as it is."""
+    """Loads a thread's part [columns, rounds] of a row [head_dim]; elements past the row stay as they are."""
     pieces = cute.zipped_divide(source, (spec.columns,))
     for r in cutlass.range_constexpr(spec.rounds):
         piece = r * spec.lanes + lane
@@ -234,7 +234,7 @@ def append_pair(
     lane: Int32,
     status: Int64,
 ):
-    """Converts a row of K and one of V and stores them at slot `place`, nowhere where that is negative.
+    """Converts a row of K and a row of V and stores them at slot `place`, or not at all if `place` is negative.
 
     All lanes of the warp take part.
     """
@@ -254,7 +254,7 @@ def append_pair(
 
 
 def store_scale(form: str, scales, page: Int32, slot: Int32, head: Int32, scale: Float32) -> None:
-    """Stores the scale of a row where it is computed."""
+    """Stores the scale of a row, if scales are computed."""
     if form.startswith("token"):
         row = scales[page, slot, None]
         row[head] = scale.to(scales.element_type)
@@ -262,9 +262,9 @@ def store_scale(form: str, scales, page: Int32, slot: Int32, head: Int32, scale:
 
 @cute.jit
 def row_divisor(stored_type: cutlass.Constexpr, form: cutlass.Constexpr, largest, where: tuple):
-    """What a row is divided by, which is what is stored as its scale; None where no scale is computed.
+    """The divisor of a row, which is stored as its scale; None if no scale is computed.
 
-    largest: magnitude of the row. where: (token, head, whether this thread reports, status), for a scale that f16 lacks.
+    largest: the row's largest magnitude. where: (token, head, whether this thread reports, status), for a scale beyond f16.
     """
     if cutlass.const_expr(not form.startswith("token")):
         return None
@@ -291,7 +291,7 @@ def convert_row(
     largest,
     divisor,
 ) -> cute.Tensor:
-    """What is stored of a row [columns, rounds]. largest, divisor: its magnitude and row_divisor, where a scale is computed."""
+    """A row [columns, rounds] as it is stored. largest, divisor: its magnitude and row_divisor, if a scale is computed."""
     codes = row
     if cutlass.const_expr(stored_type != spec.element_type):
         by_instruction = cutlass.const_expr(spec.arch == "sm90")
@@ -307,7 +307,7 @@ def convert_row(
 
 @cute.jit
 def store_row(spec: cutlass.Constexpr, stored: cute.Tensor, target: cute.Tensor, lane: Int32):
-    """A thread's part [columns, rounds] to its place in a row [head_dim]."""
+    """Stores a thread's part [columns, rounds] at its place in a row [head_dim]."""
     pieces = cute.zipped_divide(target, (spec.columns,))
     for r in cutlass.range_constexpr(spec.rounds):
         piece = r * spec.lanes + lane
@@ -316,7 +316,7 @@ def store_row(spec: cutlass.Constexpr, stored: cute.Tensor, target: cute.Tensor,
 
 
 def largest_magnitudes(spec: AppendSpec, k_row: cute.Tensor, v_row: cute.Tensor) -> tuple[Float32, Float32]:
-    """The largest magnitudes of a row of K and of one of V, at least LEAST_AMAX; NaN where the row holds one.
+    """The largest magnitudes of a row of K and of a row of V, at least LEAST_AMAX; NaN if the row holds a NaN.
 
     The lanes of the rows exchange both in one word.
     """
@@ -330,9 +330,9 @@ def largest_magnitudes(spec: AppendSpec, k_row: cute.Tensor, v_row: cute.Tensor)
 
 
 def largest_pair(larger: Callable[[Int32, Int32], Int32], row: cute.Tensor) -> Int32:
-    """The largest magnitude of the even values in a thread's part of a row, in the low half, and of the odd ones.
+    """The largest magnitudes in a thread's part of a row: of the even values in the low half, of the odd ones in the high half.
 
-    A tree, for a short chain. Each is of either sign.
+    The reduction is a tree, for a short dependency chain. Each result may have either sign.
     """
     words = as_words(row)
     pairs = [words[i] for i in range(cute.size(words))]
@@ -342,6 +342,6 @@ def largest_pair(larger: Callable[[Int32, Int32], Int32], row: cute.Tensor) -> I
 
 
 def at_least(value: Float32) -> Float32:
-    """The larger of a magnitude and LEAST_AMAX, NaN where that is NaN."""
+    """The larger of |value| and LEAST_AMAX; NaN if value is NaN."""
     text = "{ .reg .f32 m; abs.f32 m, {$r0}; max.NaN.f32 {$w0}, m, {$r1}; }"
     return cute.arch.inline_ptx(text, write_only_types=[Float32], read_only_args=[value, Float32(LEAST_AMAX)])

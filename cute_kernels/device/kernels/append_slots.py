@@ -1,4 +1,4 @@
-"""Where an append puts a token: at the slot that it is given, or at the end of its row of a page table."""
+"""Where an append stores a token: in a given slot, or at the end of the token's row of a page table."""
 
 import cutlass
 import cutlass.cute as cute
@@ -13,7 +13,7 @@ INT32_MAX = 2**31 - 1
 
 
 def given_slot(spec: AppendSpec, tables: tuple, token: Int32) -> Int32 | Int64:
-    """The slot of a token as it is given; nothing of use where it comes from a page table."""
+    """The slot that is given for a token; a dummy 0 if the slot comes from a page table."""
     return tables[0][token] if spec.table_format == "none" else Int32(0)
 
 
@@ -21,9 +21,9 @@ def given_slot(spec: AppendSpec, tables: tuple, token: Int32) -> Int32 | Int64:
 def find_slot(
     spec: cutlass.Constexpr, tables: tuple, slot: Int32 | Int64, token: Int32, num_pages: Int32, speaks: Boolean, status: Int64
 ) -> Int32:
-    """page * page_size + slot of a token, negative where it is skipped or what says so is out of range.
+    """page * page_size + slot of a token; negative if the token is skipped or its slot, page or length is out of range.
 
-    tables: (slots,), or those of a page table. slot: given_slot. speaks: whether this thread reports what is wrong. The host
+    tables: (slots,), or the tensors of a page table. slot: given_slot. speaks: whether this thread reports faults. The host
     bounds slots by 2**31.
     """
     place = Int32(-1)

@@ -1,4 +1,4 @@
-"""The attention kernel: the decode kernel with several query rows a request, masks, and functions of a score."""
+"""The attention kernel: the decode kernel with several query rows per request, masks, and functions of a score."""
 
 import cutlass
 import cutlass.cute as cute
@@ -26,10 +26,11 @@ class AttentionKernel(DecodeKernel):
         max_q_len: Int32, window_left: Int32, window_right: Int32, softcap: Float32,
         stream,
     ):  # fmt: skip
-        """As DecodeKernel, but for these. q, out [batch, q_len, num_heads, head_dim], ragged [total_q, num_heads, head_dim].
+        """As DecodeKernel, except: q, out [batch, q_len, num_heads, head_dim], or ragged [total_q, num_heads, head_dim].
 
-        lse: the same without the last axis. k, v may be packed, [1, num_kv_heads, total_k, head_dim]. qo_indptr [batch + 1];
-        tree_mask [batch, q_len, words] or [total_q, words]; alibi_slopes, sinks f32 [num_heads]; each None where there is none.
+        (One query row: DecodeKernel's.) lse: the same without the last axis. k, v may be packed, [1, num_kv_heads, total_k,
+        head_dim]. qo_indptr [batch + 1]; tree_mask [batch, q_len, words] or [total_q, words]; alibi_slopes, sinks f32
+        [num_heads]; None if the spec does not use them.
         """
         tables = tuple(t for t in (table0, table1, table2) if t is not None)
         caches, scales = self.mainloop.operands(k, v), (k_scale, v_scale)
@@ -46,7 +47,7 @@ class AttentionKernel(DecodeKernel):
         registers: cutlass.Constexpr,
         warps: cutlass.Constexpr,
     ):
-        """`divide`, for a phase of a mixed kernel, if it is `wanted`: warps past its own have nothing to do."""
+        """Runs `divide` as a phase of a mixed kernel, if it is `wanted`; warps beyond the phase's own have nothing to do."""
         if wanted & (cute.arch.make_warp_uniform(cute.arch.warp_idx()) < self.spec.warps):
             self.divide(problem, shared, scale_log2, registers, (warps[0], min(warps[1], self.spec.warps)))
 

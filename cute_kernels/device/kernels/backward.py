@@ -1,11 +1,11 @@
 """The backward of attention: dQ by CTAs that own query rows, then dK and dV by CTAs that own keys.
 
-Both make S and dP anew from the lse (FlashAttention-2, Dao 2023), so that seven products stand where one kernel would make five,
-and nothing is summed in memory: every gradient is summed in the registers of one warp, in an order that depends on the problem
-alone. The query heads of a KV head are packed as rows, so that dK and dV are summed over them too. Where requests share pages
-the owner of a page walks the chain of its uses (kv/chains.py).
+Both launches recompute S and dP from the lse (FlashAttention-2, Dao 2023): seven products instead of the five of one kernel, but
+nothing is summed in memory. Every gradient is summed in the registers of one warp, in an order that depends on the problem alone.
+The query heads of a KV head are packed as rows, so that dK and dV are summed over them too. If requests share pages, the owner of
+a page walks the chain of its uses (kv/chains.py).
 
-The launch over query rows comes first: it leaves delta = rowsum(dout * out) of each for the others.
+The launch over query rows comes first: it stores delta = rowsum(dout * out) of each row for the launches over keys.
 """
 
 import cutlass
@@ -28,17 +28,17 @@ from ..schedule.dealing import search
 
 
 def blocks_of_rows(spec: BackwardSpec, queries: Int32) -> Int32:
-    """Blocks of packed rows of a KV head of a request with so many query rows."""
+    """How many blocks of packed rows a KV head of a request has. queries: its query rows."""
     return quotient(queries * spec.group_size + spec.resident_rows - 1, spec.resident_rows)
 
 
 def query_items(spec: BackwardSpec, rows: Rows, index: Int32) -> Int32:
-    """CTAs that own query rows of request `index`."""
+    """How many CTAs own query rows of request `index`."""
     return blocks_of_rows(spec, open_queries(spec, rows.queries, index)[1]) * Int32(rows.k.shape[1])
 
 
 def owned_keys(spec: BackwardSpec, rows: Rows, row: Row) -> tuple[Int32, Int32]:
-    """The keys [begin, end) of a request that CTAs own: those that are seen, or where pages are shared all of their pages."""
+    """The keys [begin, end) of a request that CTAs own: the seen keys, extended to whole pages if pages are shared."""
     if not spec.shared_pages:
         return keys_seen(spec, rows.queries, row, Int32(0), row.queries)
     first, stop = used_pages(spec, rows, row)
@@ -46,13 +46,13 @@ def owned_keys(spec: BackwardSpec, rows: Rows, row: Row) -> tuple[Int32, Int32]:
 
 
 def key_tiles(spec: BackwardSpec, rows: Rows, row: Row) -> Int32:
-    """CTAs that own keys of a KV head of a request."""
+    """How many CTAs own keys of one KV head of a request."""
     begin, end = owned_keys(spec, rows, row)
     return quotient(end - begin + spec.resident_rows - 1, spec.resident_rows)
 
 
 def key_items(spec: BackwardSpec, rows: Rows, index: Int32) -> Int32:
-    """CTAs that own keys of request `index`."""
+    """How many CTAs own keys of request `index`."""
     return key_tiles(spec, rows, open_row(spec, rows, index)) * Int32(rows.k.shape[1])
 
 
@@ -72,8 +72,9 @@ class BackwardKernel:
     ):  # fmt: skip
         """q, dout, out, dq [batch, q_len, num_heads, head_dim] or [total_q, num_heads, head_dim]; lse, delta: without columns.
 
-        k, v, dk, dv, the tables and what is further as AttentionKernel; dsinks f32 [num_heads] beside sinks. ranges: zeros, int32
-        [batch, num_kv_heads], None but in f16. pages, nodes, offsets: Chains, zeros, None where pages are not shared.
+        k, v, dk, dv, the tables and the further operands: as AttentionKernel's; dsinks f32 [num_heads], if there are sinks.
+        ranges: int32 zeros [batch, num_kv_heads], for f16 only. pages, nodes, offsets: zeros for Chains, if pages are shared.
+        Unused operands are None.
         """
         spec = self.spec
         tables = tuple(table for table in (table0, table1, table2) if table is not None)
@@ -97,14 +98,14 @@ class BackwardKernel:
             self.sinks(operands, dsinks).launch(grid=(Int32(dsinks.shape[0]), 1, 1), block=block, smem=WORDS_BYTES, stream=stream)
 
     def most_query_blocks(self, q, batch: Int32) -> Int32:
-        """Of a KV head, blocks of packed rows at most."""
+        """The most blocks of packed rows that one KV head may have in the batch."""
         spec = self.spec
         if spec.query == "uniform":
             return batch * blocks_of_rows(spec, Int32(q.shape[1]))
         return blocks_of_rows(spec, Int32(q.shape[0])) + batch
 
     def most_key_tiles(self, k, tables: tuple, batch: Int32) -> Int32:
-        """Of a KV head, tiles of keys at most."""
+        """The most tiles of keys that one KV head may have in the batch."""
         spec = self.spec
         if spec.table_format == "dense":
             return batch * cute.ceil_div(bounded(Int32(tables[0].shape[1]), spec.page_size), spec.resident_rows)
@@ -114,7 +115,7 @@ class BackwardKernel:
         return tiles + batch if spec.table_format == "packed" else tiles * batch
 
     def named(self, operands: tuple) -> Gradients:
-        """The operands of a launch."""
+        """The operands of a launch, by name."""
         *tensors, k, v, tables, queries, scores, scale, status = operands
         return Gradients(*tensors, k, v, Rows(tables, k, queries), scores, scale, status)
 
@@ -128,7 +129,7 @@ class BackwardKernel:
 
     @cute.kernel
     def queries(self, operands: tuple, dq):
-        """A CTA owns a block of packed rows of a request and KV head: their delta and dQ."""
+        """A CTA owns a block of packed rows of a request and KV head: it computes their delta and dQ."""
         spec, problem, shared = self.spec, self.named(operands), allocate_twins(self.spec)
         rows, batch = problem.rows, problem.batch(self.spec)
         if cute.arch.warp_idx() == 0:
@@ -138,7 +139,7 @@ class BackwardKernel:
         if index < batch:
             row = uniform_row(open_row(spec, rows, index))
             blocks = blocks_of_rows(spec, row.queries)
-            kv_head, number = quotient(rest, blocks), blocks - 1 - remainder(rest, blocks)  # the last see most keys
+            kv_head, number = quotient(rest, blocks), blocks - 1 - remainder(rest, blocks)  # the last blocks see most keys
             base, head = number * spec.resident_rows, kv_head * spec.group_size
             count = cutlass.min(row.queries * spec.group_size - base, spec.resident_rows)
             block = QueryBlock(index, head, count, row.query, base)
@@ -146,7 +147,7 @@ class BackwardKernel:
 
     @cute.kernel
     def keys(self, operands: tuple, outputs: tuple, chains: tuple):
-        """A CTA owns a tile of keys of a request and KV head: their dK, dV or both."""
+        """A CTA owns a tile of keys of a request and KV head: it computes their dK, dV or both."""
         spec, problem, shared = self.spec, self.named(operands), allocate_twins(self.spec)
         rows, batch = problem.rows, problem.batch(self.spec)
         index, rest, _, _ = search(spec, rows, batch, cute.arch.block_idx()[0], Int32(0), Int32(0), key_items)
@@ -164,7 +165,7 @@ class BackwardKernel:
 
     @cute.kernel
     def sinks(self, operands: tuple, dsinks):
-        """A CTA sums the gradient of a head's sink: less its weight times delta, of each query row."""
+        """A CTA sums the gradient of a head's sink: minus the sink's weight times delta, over all query rows."""
         spec, problem = self.spec, self.named(operands)
         smem = cutlass.memory.SmemAllocator()
         sums = smem.allocate_tensor(Float32, cute.make_layout(SINK_WARPS), byte_alignment=16)

@@ -1,8 +1,8 @@
-"""The decode kernel: a persistent grid in which each CTA attends to its share of all (row, KV head, KV tile) work.
+"""The decode kernel: a persistent grid in which each CTA attends to its share (work partition) of all (row, KV head, KV tile).
 
-It composes pieces that know nothing of each other: schedule/work_scheduler says who works on what, kv/source where a tile is, a
-mainloop/ how the machine moves it, attend/ what is computed on it, and attend/epilogue where the result goes, or combine/ where
-a row was cut.
+It composes modules that know nothing of each other: schedule/work_scheduler decides which CTA works on what, kv/source finds a
+tile, a mainloop/ moves the tile to shared memory, attend/ computes on it, and attend/epilogue stores the result, which combine/
+completes if the row was cut. A piece is a KV split of a row; a crew: the CTAs that combine a cut row.
 """
 
 import cutlass
@@ -65,7 +65,7 @@ from ..schedule.work_scheduler import Piece, Share, block_of, first_slice, follo
 
 
 def mainloop_of(spec: KernelSpec) -> TmaMainloop | CpAsyncMainloop:
-    """How the machine moves tiles."""
+    """The mainloop of a spec: how tiles reach shared memory."""
     if spec.arch == "sm80":
         return BlockMainloop(spec) if spec.shares_ring else CpAsyncMainloop(spec)
     if spec.dealt:
@@ -79,7 +79,7 @@ class DecodeKernel:
     def __init__(self, spec: KernelSpec):
         self.spec = spec
         self.mainloop = mainloop_of(spec)
-        self.overlap = spec.target == "sm_90a"  # programmatic dependent launch: start while the kernel before drains
+        self.overlap = spec.target == "sm_90a"  # programmatic dependent launch: starts while the previous kernel drains
         self.divides = spec.divides_combine
         self.fetches_late = spec.query_buffers == 1 and (spec.by_warpgroup or spec.splits or spec.shares_ring)
 
@@ -93,17 +93,17 @@ class DecodeKernel:
         softmax_scale: Float32, num_ctas: Int32, status: Int64,
         stream,
     ):  # fmt: skip
-        """q, out [batch, num_heads, head_dim]; k, v [pages, num_kv_heads, page_size, head_dim] (contiguous: a page per row).
+        """q, out [batch, num_heads, head_dim]; k, v [pages, num_kv_heads, page_size, head_dim] (contiguous: one page per row).
 
-        k_scale, v_scale: [1], [num_kv_heads], or a token's (kv/scale.fetch_scales), or None. workspace: zero, as each launch
-        leaves it, or None where rows stay whole. status: address of the plan's 4 int32 status words.
+        k_scale, v_scale: [1], [num_kv_heads], or one scale per token (kv/scale.find_scale), or None. workspace: zeros, as each
+        launch leaves it, or None if no row is cut. status: address of the plan's 4 int32 status words.
         """
         tables = tuple(t for t in (table0, table1, table2) if t is not None)
         caches, scales = self.mainloop.operands(k, v), (k_scale, v_scale)
         self.launch(q, k, caches, scales, tables, out, lse, workspace, softmax_scale, num_ctas, status, (), stream)
 
     def launch(self, q, k, caches, scales, tables, out, lse, workspace, softmax_scale, num_ctas, status, further, stream):
-        """Starts the grid. further: AttentionKernel's operands, () in a plain kernel."""
+        """Starts the grid. further: the further operands of AttentionKernel, () in a plain kernel."""
         self.decode(q, k, caches, scales, tables, out, lse, workspace, softmax_scale * LOG2_E, status, further).launch(
             grid=(num_ctas, 1, 1),
             block=(32 * self.spec.warps, 1, 1),
@@ -133,9 +133,9 @@ class DecodeKernel:
     def divide(
         self, problem: Problem, shared: Shared, scale_log2: Float32, registers: cutlass.Constexpr, warps: cutlass.Constexpr
     ):
-        """What each warp of a range does: attend, or bring tiles.
+        """Gives each warp of a range its work: to attend, or to bring tiles.
 
-        registers: of a thread that attends and of another, or None where all keep theirs. warps: (first, one past the last).
+        registers: of a thread that attends and of another, or None if all keep theirs. warps: (first, one past the last).
         """
         spec, warp = self.spec, cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if cutlass.const_expr(spec.opens_kernel) and warp == 0:
@@ -157,7 +157,7 @@ class DecodeKernel:
 
     @cute.jit
     def supply(self, problem: Problem, shared: Shared, role: Int32):
-        """The warps that bring tiles. role: the first brings K and V, the second their tokens' scales, the last ones widen."""
+        """The warps that bring or widen tiles. role: 0, or below `gatherers`: K and V; 1: tokens' scales; the last ones widen."""
         spec = self.spec
         if cutlass.const_expr(spec.gathers):
             if role == 0:
@@ -176,7 +176,7 @@ class DecodeKernel:
 
     @cute.jit
     def consume(self, problem: Problem, shared: Shared, scale_log2: Float32):
-        """The consumer warps: every piece of the share, in order, then what the share combines for others."""
+        """The consumer warps: every piece of the share, in order, then the columns that this CTA combines."""
         if cutlass.const_expr(self.overlap):
             cute.arch.griddepcontrol_wait()
         if cutlass.const_expr(self.divides):
@@ -189,8 +189,8 @@ class DecodeKernel:
         held, states = hold_query(spec), tuple(make_state(spec, thr_mma) for _ in range(spec.warp_tiles))
         heads = heads_of(spec, queries, share.unit)
         scaling = open_scaling(spec, problem.scales, heads[0], scale_log2)
-        index, row, first, issued, settled = share.row, opening.row, share.tile, Int32(0), Int32(-1)  # settled: whose query is
-        turn = Int32(0)  # rows before, where a row's index does not say it
+        index, row, first, issued, settled = share.row, opening.row, share.tile, Int32(0), Int32(-1)  # settled: the query's row
+        turn = Int32(0)  # how many rows came before, if a row's index does not say it
         if unfinished(share, index, first):
             block = query_block(spec, queries, share.unit, heads, index, row)
             fetch_query(spec, problem.q, block, query_buffer(spec, shared.query, self.turn_of(index, turn)))
@@ -213,8 +213,8 @@ class DecodeKernel:
             sync_consumers(spec)
             row_tiles = self.row_tiles(problem, piece, buffer, factors, held, states)
             if cutlass.const_expr(spec.query_buffers == 1 and not self.fetches_late):
-                sync_consumers(spec)  # all have read theirs
-            if cutlass.const_expr(spec.several):  # which query rows to fetch follows from the row
+                sync_consumers(spec)  # all warps have read their query rows
+            if cutlass.const_expr(spec.several):  # the next row says which query rows to fetch
                 row = self.open_next(problem, share, next_index, next_first)
             if cutlass.const_expr(not self.fetches_late):
                 self.fetch_next(problem, next_buffer, share, heads, index, (next_index, next_first), row)
@@ -229,10 +229,10 @@ class DecodeKernel:
             merging = merge_scaling(spec, scaling)
             outcome = self.settle(shared, piece, row_tiles, thr_mma, order, merging)
             sync_consumers(spec)
-            if cutlass.const_expr(self.fetches_late and not spec.overlaps):  # all have read this one
+            if cutlass.const_expr(self.fetches_late and not spec.overlaps):  # all warps have read this query
                 self.fetch_next(problem, next_buffer, share, heads, index, (next_index, next_first), row)
             self.store(problem, shared, share, piece, merging, (outcome, buffer))
-            if cutlass.const_expr(self.fetches_late and spec.overlaps):  # the output went through it
+            if cutlass.const_expr(self.fetches_late and spec.overlaps):  # the output went through the query's buffer
                 sync_consumers(spec)
                 self.fetch_next(problem, next_buffer, share, heads, index, (next_index, next_first), row)
             issued += piece.stop - piece.first
@@ -250,7 +250,7 @@ class DecodeKernel:
     def settle(
         self, shared: Shared, piece: Piece, row_tiles: tuple, thr_mma, order: Int32, merging: Scaling
     ) -> SettledRows | None:
-        """A piece is attended to: the warps' states meet in shared memory, or each stays settled in its registers."""
+        """Ends a piece: the warps' states meet in shared memory, or each is settled in its registers and returned."""
         spec, settled = self.spec, None
         for rows, row_tile in zip(row_tiles, row_tiles_of(spec), strict=True):
             inverses = None if cutlass.const_expr(spec.modifiers.functions) else rows.inverses
@@ -265,14 +265,14 @@ class DecodeKernel:
 
     @cute.jit
     def fetch_next(self, problem: Problem, buffer, share: Share, heads: tuple, index: Int32, following: tuple, row: Row):
-        """Starts to bring the query of the row after `index`. heads: of the unit; following: where the share goes on, in row."""
+        """Starts to load the query of the row after `index`. heads: of the unit; following: where the share goes on, in `row`."""
         spec, queries = self.spec, problem.rows.queries
         if following[0] > index and unfinished(share, *following):
             block = query_block(spec, queries, share.unit, heads, following[0], row)
             fetch_query(spec, problem.q, block, buffer)
 
     def turn_of(self, index: Int32, turn: Int32) -> Int32:
-        """What goes up by one from row to row: their index, or, in a phase that passes over rows, how many it had before."""
+        """A number that grows by one per row: the row's index, or how many rows came before if the phase skips some."""
         return index if self.spec.q_lens is None else turn
 
     def open_next(self, problem: Problem, share: Share, index: Int32, first: Int32) -> Row:
@@ -285,7 +285,7 @@ class DecodeKernel:
         return None, None
 
     def row_tiles(self, problem: Problem, piece: Piece, buffer, factors, held, states: tuple) -> tuple[RowTile, ...]:
-        """What a warp attends to a piece's tiles with: its m-tiles of a settled query, with their states."""
+        """The m-tiles with which a warp attends to a piece: their settled query and their states."""
         spec, found = self.spec, []
         for row_tile, state in zip(row_tiles_of(spec), states, strict=True):
             query, inverses = read_query(spec, buffer, held, row_tile), read_inverses(spec, factors, row_tile)
@@ -306,9 +306,9 @@ class DecodeKernel:
 
     @cute.jit
     def store(self, problem: Problem, shared: Shared, share: Share, piece: Piece, scaling: Scaling, outcome: tuple):
-        """A whole row is a result; a part of one goes to the workspace.
+        """Stores the result of a whole row, or writes a part of a cut row to the workspace.
 
-        outcome: this warp's settled rows, or None where states met, and the buffer of the query, which may be overwritten.
+        outcome: this warp's settled rows, or None if states met, and the query's buffer, which may be overwritten.
         """
         spec, (settled, buffer) = self.spec, outcome
         if piece.first > 0 or piece.stop < piece.tiles:
@@ -331,7 +331,7 @@ class DecodeKernel:
 
     @cute.jit
     def combine_alone(self, problem: Problem, shared: Shared, share: Share, piece: Piece, slot: Int32):
-        """Combines the blocks of a row that this CTA works on alone, after its last one."""
+        """Combines the blocks of a row that this CTA works on alone, after the row's last block."""
         if piece.stop == piece.tiles and not self.continued(share, piece):
             parts = self.blocks(slot, piece)
             self.combine(problem, shared, parts, all_columns(self.spec, piece, parts))
@@ -352,7 +352,7 @@ class DecodeKernel:
         return (piece.index == share.row) & (share.tile > 0)
 
     def slot_of(self, shared: Shared, share: Share, piece: Piece) -> Int32:
-        """Where the state of a piece goes (partials.open_workspace)."""
+        """The slot to which the state of a piece goes (partials.open_workspace)."""
         cta = cute.arch.block_idx()[0]
         if self.spec.partition == "balanced":
             return 2 * cta + (piece.first == 0)
@@ -362,14 +362,14 @@ class DecodeKernel:
         return region * MAX_BLOCKS + quotient(piece.first, block_of(piece.tiles))
 
     def blocks(self, last: Int32, piece: Piece) -> Parts:
-        """All blocks of a row whose last one is in slot `last`."""
+        """All blocks of a row whose last block is in slot `last`."""
         count = quotient(piece.tiles + block_of(piece.tiles) - 1, block_of(piece.tiles))
         first = last - count + 1
         return Parts(count, first, first + 1, Int32(1))
 
     @cute.jit
     def finish(self, problem: Problem, shared: Shared, share: Share):
-        """Combines the row that this share began inside: all of it, if it ended it, or this CTA's part of its columns."""
+        """Combines the row inside which this share began: this CTA's columns, or all of it (invariant) if this share ended it."""
         if share.tile > 0 and unfinished(share, share.row, share.tile):
             if cutlass.const_expr(self.divides):
                 self.finish_columns(problem, shared, share)
@@ -378,7 +378,7 @@ class DecodeKernel:
 
     @cute.jit
     def finish_columns(self, problem: Problem, shared: Shared, share: Share):
-        """This CTA's columns of the row, and as its last one those of CTAs that decline."""
+        """Combines this CTA's columns of the row, and, if it is the row's last CTA, the columns of CTAs that decline."""
         crew = take_crew(self.spec, shared)
         parts, place = crew_parts(crew, share), crew.place
         if declines(shared, share):
@@ -389,7 +389,7 @@ class DecodeKernel:
 
     @cute.jit
     def finish_blocks(self, problem: Problem, shared: Shared, share: Share):
-        """All of the row, under the invariant partition, if this share ended it."""
+        """Combines the whole row, under the invariant partition, if this share ended the row."""
         spec = self.spec
         row = open_row(spec, problem.rows, share.row)
         piece = make_piece(spec, problem.rows, share, share.row, row, share.tile, Int32(0))

@@ -1,4 +1,4 @@
-"""The kernel of long queries (prefill): a persistent grid whose CTAs attend to blocks of query rows, each with all its keys."""
+"""The kernel of long queries (prefill): a persistent grid whose CTAs attend to items (work tiles: query blocks with all keys)."""
 
 import cutlass
 import cutlass.cute as cute
@@ -19,7 +19,7 @@ class LongQueryKernel(AttentionKernel):
 
     @cute.jit
     def consume(self, problem: Problem, shared: Shared, scale_log2: Float32):
-        """The consumer warps: every item of this CTA. A warpgroup meets no other but to multiply in turn."""
+        """The work of the consumer warps: every item of this CTA. Warpgroups meet only to multiply in turn."""
         spec, batch, mainloop = self.spec, problem.batch(self.spec), self.mainloop
         cute.arch.griddepcontrol_wait()
         meet_all(spec)
@@ -59,6 +59,6 @@ class LongQueryKernel(AttentionKernel):
 
     @cute.jit
     def fetch_item(self, problem: Problem, item: Item, batch: Int32, buffer: cute.Tensor):
-        """Starts to bring the query of an item, if there is one."""
+        """Starts to load the query of an item, if there is one."""
         if item.index < batch:
             fetch_query(self.spec, problem.q, piece_of(self.spec, problem.rows, item, Int32(0)).block, buffer)

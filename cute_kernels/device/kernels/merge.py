@@ -1,8 +1,8 @@
 """Merges attention states over disjoint parts of the KV: out = sum_s w_s out_s, w_s = exp(lse_s - lse), in state order.
 
-The softmax over whole states (the merge of cascade inference and of context parallelism, as in FlashInfer), with the
+This is a softmax over whole states (the merge of cascade inference and of context parallelism, as in FlashInfer), with the
 arithmetic of the combine. Weights come from differences to the largest lse, taken in the lses' own base: an lse of any size
-costs no precision, and where empty states (lse = -inf) stand does not change a bit of the result.
+costs no precision, and the positions of empty states (lse = -inf) do not change a bit of the result.
 """
 
 import cutlass
@@ -18,15 +18,15 @@ WORDS = {16: Uint16, 32: Uint32, 64: Uint64}  # what one load brings, by its bit
 
 
 class MergeStatesKernel:
-    """Launches the merge for one spec: a thread merges `columns` neighbouring columns of one head of one row."""
+    """Launches the merge for one spec: each thread merges `columns` neighbouring columns of one head of one row."""
 
     def __init__(self, spec: MergeSpec):
         self.spec = spec
-        self.overlap = spec.target == "sm_90a"  # programmatic dependent launch: start while the kernel before drains
+        self.overlap = spec.target == "sm_90a"  # programmatic dependent launch: starts while the previous kernel drains
 
     @cute.jit
     def __call__(self, outs, lses, out, lse, sinks, stream):
-        """outs [num_states, batch, num_heads, head_dim], lses [num_states, batch, num_heads]; out and lse without states.
+        """outs [num_states, batch, num_heads, head_dim], lses [num_states, batch, num_heads]; out, lse: without num_states.
 
         sinks: f32 [num_heads], or None where the spec has none.
         """
@@ -38,7 +38,7 @@ class MergeStatesKernel:
 
     @cute.kernel
     def merge(self, outs, lses, out, lse, sinks):
-        """One CTA: a stretch of one row's heads, laid end to end."""
+        """One CTA merges a stretch of one row's heads, laid end to end."""
         spec = self.spec
         if cutlass.const_expr(self.overlap):
             cute.arch.griddepcontrol_launch_dependents()
@@ -58,10 +58,10 @@ class MergeStatesKernel:
 
 @cute.jit
 def merge_columns(spec: cutlass.Constexpr, outs: cute.Tensor, lses: cute.Tensor, place: Int32, sink: Float32 | None):
-    """(a thread's merged columns, of the outputs' type; the merged lse).
+    """(a thread's merged columns, in the type of the outputs; the merged lse).
 
-    outs: ((1, columns), (num_states, threads of a head)); lses: [num_states]; place: of the thread in its head; sink: the
-    head's, which joins the merged state, or None.
+    outs: ((1, columns), (num_states, threads of a head)); lses: [num_states]; place: the thread's number in its head; sink: the
+    head's sink, which joins the merged state, or None.
     """
     count = Int32(lses.shape[0])
     state = cute.make_rmem_tensor(4, Float32)  # first, second, peak in base 2 relative to the largest lse (0), total
@@ -87,7 +87,7 @@ def merge_columns(spec: cutlass.Constexpr, outs: cute.Tensor, lses: cute.Tensor,
     for c in cutlass.range_constexpr(spec.columns):
         merged[c] = (second if cutlass.const_expr(c) else first).to(outs.element_type)
     alone = live == 1 if cutlass.const_expr(not spec.sinks) else Boolean(False)
-    if alone:  # its bits as they are: also the sign of a zero and what a NaN carries
+    if alone:  # the only state keeps its bits: also the sign of a zero and the payload of a NaN
         cute.autovec_copy(outs[(0, None), (last, place)], merged)
         merged_lse = lses[last]
     return merged, merged_lse
@@ -95,7 +95,7 @@ def merge_columns(spec: cutlass.Constexpr, outs: cute.Tensor, lses: cute.Tensor,
 
 @cute.jit
 def survey(spec: cutlass.Constexpr, lses: cute.Tensor, noted: tuple):
-    """What `note` says of all states."""
+    """The result of `note` over all states."""
     largest, live, last = noted
     for begin in cutlass.range(0, Int32(lses.shape[0]), spec.in_flight, unroll=1):
         values = cute.make_rmem_tensor(spec.in_flight, Float32)
@@ -107,9 +107,9 @@ def survey(spec: cutlass.Constexpr, lses: cute.Tensor, noted: tuple):
 
 @cute.jit
 def note(values: cute.Tensor, begin: Int32, count: Int32, noted: tuple):
-    """noted: (the largest lse but for NaN; how many of the `count` states are not empty; the last of them), with values added.
+    """`noted` with `values` added: (the largest lse that is no NaN; how many of `count` states are not empty; the last such one).
 
-    values: lses of states [begin, begin + size); those past the end repeat the last.
+    values: lses of states [begin, begin + size); places past the end repeat the last state.
     """
     largest, live, last = noted
     for i in cutlass.range_constexpr(cute.size(values)):
@@ -131,8 +131,8 @@ def merge_chunk(spec: cutlass.Constexpr, state: cute.Tensor, parts: cute.Tensor,
 def load_states(spec: cutlass.Constexpr, outs: cute.Tensor, lses: cute.Tensor, place: Int32, begin: Int32, parts: cute.Tensor):
     """parts: (first, second, lse) of states [begin, begin + in_flight). Places past the end repeat the last state.
 
-    A word a load, through `load`, and before the lses: LLVM moves a plain access of the first state behind the exponentials, and
-    the assembler some of the others when the lses come first (read from PTX and SASS).
+    Each load brings one word, through `load`, before the lses: LLVM moves a plain access of the first state after the
+    exponentials, and the assembler moves some other accesses there if the lses are loaded first (read from PTX and SASS).
     """
     word = WORDS[spec.columns * outs.element_type.width]
     words = cute.make_rmem_tensor(spec.in_flight, word)

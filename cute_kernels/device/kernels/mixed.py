@@ -1,9 +1,9 @@
-"""The kernel of mixed batches: its CTAs attend to requests of few query rows, then to those of more, phase by phase.
+"""The kernel of mixed batches: its CTAs attend to requests with few query rows, then to requests with more, phase by phase.
 
-A phase is a kernel of its own for the requests whose number of query rows suits it (KernelSpec.q_lens): the same body, schedule,
-mainloop and combine, in the warps and the shared memory of all. A warp that the first phase leaves idle meanwhile makes the
-mbarriers of the others, looks which of them have a request at all, and reports bad metadata of every request, also of those that
-no phase serves. So a batch of decode rows pays a barrier for each of the others, and no launch.
+A phase is the kernel that would serve its requests alone (those whose number of query rows is within KernelSpec.q_lens): the same
+body, schedule, mainloop and combine, in warps and shared memory that all phases use. A warp that the first phase leaves idle
+meanwhile makes the mbarriers of the other phases, looks which of them have a request, and reports bad metadata of every request,
+also of one that no phase serves. So a batch of decode rows pays one barrier per further phase, and no launch.
 """
 
 from dataclasses import dataclass
@@ -28,12 +28,12 @@ from .long_queries import LongQueryKernel
 
 @dataclass(frozen=True)
 class Mainloops:
-    """Those of all phases."""
+    """The mainloops of all phases."""
 
     phases: tuple
 
     def operands(self, k: cute.Tensor, v: cute.Tensor) -> tuple:
-        """The caches as each takes them."""
+        """The caches as each phase's mainloop takes them."""
         return tuple(phase.mainloop.operands(k, v) for phase in self.phases)
 
 
@@ -61,7 +61,7 @@ class MixedKernel(AttentionKernel):
     def attend(
         self, q, k, caches: tuple, scales: tuple, tables: tuple, out, lse, workspace, scale_log2: Float32, status: Int64, further
     ):
-        """One CTA: each phase that has a request, one after the other."""
+        """The work of one CTA: each phase that has a request, one after the other."""
         spec, smem = self.spec, cutlass.memory.SmemAllocator()
         base = arena_of(smem, spec.union_bytes)
         present = smem.allocate_tensor(Int32, cute.make_layout(len(self.phases)), byte_alignment=8)
@@ -96,11 +96,12 @@ class MixedKernel(AttentionKernel):
 
     @cute.jit
     def attend_phases(self, problems: tuple, shared: tuple, present: cute.Tensor, scale_log2: Float32, warps: cutlass.Constexpr):
-        """Every phase, for the busy warps of a range. present: from look_for_phases, for all but the first.
+        """Runs every phase in the busy warps of a range. present: from look_for_phases, for all phases but the first.
 
-        All busy warps meet between two phases, then those that attend once more, at an aligned barrier: behind another ptxas
-        keeps no value of a warp in a uniform register, and the loop over 8-bit tiles has 618 instructions for 560 (read from
-        SASS). All cannot: synccheck wants those who come to an aligned barrier to come from one instruction.
+        All busy warps meet between two phases, then the attending warps meet once more, at an aligned barrier: after a barrier
+        that is not aligned, ptxas keeps no warp value in a uniform register, and the loop over 8-bit tiles has 618 instructions
+        instead of 560 (read from SASS). The first barrier cannot be aligned: synccheck demands that all warps at an aligned
+        barrier come from one instruction.
         """
         meeting = self.spec.busy_warps | {self.spec.lookout}
         for number in cutlass.range_constexpr(len(self.phases)):
@@ -124,7 +125,7 @@ class MixedKernel(AttentionKernel):
 
     @cute.jit
     def look_for_phases(self, rows: Rows, present: cute.Tensor, status: Int64):
-        """A warp finds out which phases but the first have a request, then looks for bad metadata of all requests."""
+        """A warp finds out which of the later phases have a request, then reports bad metadata of all requests."""
         batch = Int32(rows.queries.indptr.shape[0]) - 1
         cute.arch.griddepcontrol_wait()
         for number in cutlass.range_constexpr(1, len(self.phases)):
@@ -138,4 +139,4 @@ class MixedKernel(AttentionKernel):
             cute.arch.sync_warp()
             cute.arch.barrier_arrive(barrier_id=BETWEEN, number_of_threads=LANES * (len(self.spec.busy_warps) + 1))
         inspect_requests(self.phases[-1].spec, rows, batch, status)
-        cute.arch.sync_warp()  # the lanes take different ways through it
+        cute.arch.sync_warp()  # the lanes take different branches in inspect_requests

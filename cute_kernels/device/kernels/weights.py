@@ -1,8 +1,8 @@
-"""Attention weights from K and the lse that decode gave: a CTA takes a chunk of one row's keys, with all heads.
+"""Attention weights from K and the lse that decode returned: a CTA takes a chunk of one row's keys, with all heads.
 
-The lse is known, so nothing waits for a maximum or a sum, and a chunk depends on no other. A warp takes tiles of the chunk in
-turn and walks the KV heads of each: a K tile is read once for its group, and the mean over all heads stays in registers. There is
-a CTA a chunk. The hardware deals them to the SMs, several an SM, so that one opens its row while others stream.
+The lse is known, so nothing waits for a maximum or a sum, and a chunk depends on no other chunk. Warps take the tiles of a chunk
+in turn, and a warp walks the KV heads of its tile: a K tile is read once for its query heads, and the mean over all heads stays
+in registers. There is one CTA per chunk. The hardware runs several CTAs per SM, so that one opens its row while others stream.
 """
 
 from dataclasses import dataclass, replace
@@ -31,9 +31,9 @@ from ..ptx.registers import LANES, quotient, remainder
 
 @dataclass(frozen=True)
 class Shared:
-    """query: all heads of the row (attend/query_heads.py). factors, lses: f32 [num_heads], of scores and in base 2.
+    """query: all query heads of the row (attend/query_heads.py). factors: f32 [num_heads], factors on the scores, to base 2.
 
-    means: f32 [tokens of the chunk], the mean over the heads; None where nothing needs it.
+    lses: f32 [num_heads], in base 2. means: f32 [tokens of the chunk], the mean over the heads; None if no output needs it.
     """
 
     rings: KeyRings
@@ -45,7 +45,7 @@ class Shared:
 
 @dataclass(frozen=True)
 class Outputs:
-    """weights [batch, num_heads, max_seq_len], mean [batch, max_seq_len], page_mass [batch, max_pages]; None where not wanted."""
+    """weights [batch, num_heads, max_seq_len], mean [batch, max_seq_len], page_mass [batch, max_pages]; None if not wanted."""
 
     weights: cute.Tensor | None
     mean: cute.Tensor | None
@@ -55,9 +55,9 @@ class Outputs:
 
 @dataclass(frozen=True)
 class Chunk:
-    """Keys [begin, end) of a row that a CTA writes, at most max_seq_len; of its tiles [first, stop) hold some that count.
+    """Keys [begin, end) of a row that a CTA writes, up to max_seq_len; its tiles [first, stop) hold the keys that count.
 
-    index: the row's; row: as it was opened; keys: those that count.
+    index: the row's index; row: the opened row; keys: the keys of the row that count.
     """
 
     index: Int32
@@ -81,7 +81,7 @@ class Work:
 
 @dataclass(frozen=True)
 class HeadTile:
-    """A tile of a KV head, in a stage of the rings. holes: attend/mask.py."""
+    """A tile of a KV head, in a stage of the rings. holes: bits of its pages outside the pool (attend/mask.py)."""
 
     place: TilePlace
     kv_head: Int32
@@ -111,7 +111,7 @@ class WeightsKernel:
     def __init__(self, spec: WeightsSpec):
         self.spec = spec
         self.keys = TmaKeys(spec) if spec.arch == "sm90" else CpAsyncKeys(spec)
-        self.overlap = spec.target == "sm_90a"  # programmatic dependent launch: start while the kernel before drains
+        self.overlap = spec.target == "sm_90a"  # programmatic dependent launch: starts while the previous kernel drains
 
     @cute.jit
     def __call__(
@@ -134,10 +134,10 @@ class WeightsKernel:
         status: Int64,
         stream,
     ):
-        """q [batch, num_heads, head_dim]; k [pages, num_kv_heads, page_size, head_dim] (contiguous: a page per row).
+        """q [batch, num_heads, head_dim]; k [pages, num_kv_heads, page_size, head_dim] (contiguous: one page per row).
 
-        Tables and k_scale as DecodeKernel; lse f32 [batch, num_heads]; alibi_slopes f32 [num_heads]. The outputs as Outputs has
-        them. What the spec has not is None. status: address of the plan's 4 int32 status words.
+        Tables and k_scale: as DecodeKernel's; lse f32 [batch, num_heads]; alibi_slopes f32 [num_heads]; outputs: see Outputs. An
+        operand that the spec does not have is None. status: address of the plan's 4 int32 status words.
         """
         tables = tuple(table for table in (table0, table1, table2) if table is not None)
         queries = Queries(None, Int32(1), Int32(1), window_left, Int32(0))
@@ -157,7 +157,7 @@ class WeightsKernel:
 
     @cute.kernel
     def weights(self, operands: tuple, outputs: tuple, scale_log2: Float32, chunks: Int32, status: Int64):
-        """One CTA: a chunk of a row's keys."""
+        """The work of one CTA: a chunk of a row's keys."""
         spec, shared, wanted = self.spec, allocate(self.spec), Outputs(*outputs)
         q, k, caches, scales, tables, queries, lse, scores = operands
         problem = Problem(q, caches, scales, Rows(tables, k, queries), None, lse, None, status, scores)
@@ -183,7 +183,7 @@ class WeightsKernel:
 
     @cute.jit
     def attend(self, work: Work, scale_log2: Float32):
-        """The tiles of a chunk that hold keys which count."""
+        """Attends to the tiles of a chunk that hold keys which count."""
         spec, heads = self.spec, cutlass.const_expr(self.spec.num_kv_heads)
         problem, shared, chunk = work.problem, work.shared, work.chunk
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -213,7 +213,7 @@ class WeightsKernel:
 
     @cute.jit
     def issue(self, problem: Problem, rings: KeyRings, tiles: WarpTiles, item: Int32, pages: Int32, warp: Int32) -> Int32:
-        """Starts to bring an item, if the warp has it. pages: of the item before; returns those of this one."""
+        """Starts to load an item, if the warp has it. pages: tile_pages of the previous item; returns those of this item."""
         spec = self.spec
         live = item < tiles.count * spec.num_kv_heads
         if live and remainder(item, spec.num_kv_heads) == 0:
@@ -224,7 +224,7 @@ class WeightsKernel:
 
     @cute.jit
     def settle(self, problem: Problem, shared: Shared, row: Int32, scale_log2: Float32):
-        """The row's query heads, their factors and lses come to lie in shared memory, for all warps."""
+        """Puts the row's query heads, their factors and their lses into shared memory, for all warps."""
         spec = self.spec
         for head in cutlass.range(cute.arch.thread_idx()[0], spec.num_heads, 32 * spec.num_warps, unroll=1):
             factor = scale_log2
@@ -240,7 +240,7 @@ class WeightsKernel:
 
     @cute.jit
     def attend_head(self, products: HeadProducts, work: Work, tile: HeadTile, sums: cute.Tensor):
-        """A tile of a KV head: its weights are stored, and added to the sums over the heads."""
+        """Stores the weights of a tile of a KV head, and adds them to the sums over the heads."""
         spec = self.spec
         settle_scales(spec, (work.shared.rings.scales, None), tile.stage)
         if cutlass.const_expr(spec.m_tiles == 1):
@@ -251,7 +251,7 @@ class WeightsKernel:
 
     @cute.jit
     def attend_rows(self, products: HeadProducts, work: Work, tile: HeadTile, row_tile: Int32 | int, sums: cute.Tensor):
-        """The same for an m-tile of its query heads."""
+        """Does attend_head's work for one m-tile of the query heads."""
         spec, shared, chunk = self.spec, work.shared, work.chunk
         acc_s = products.scores([products.query(tile.kv_head, row_tile)], tile.stage)[0]
         coords = products.thr_mma.partition_C(cute.make_identity_tensor((TILE_M, spec.tile_n)))
@@ -268,7 +268,7 @@ class WeightsKernel:
 
 @cute.jit
 def open_chunk(spec: cutlass.Constexpr, problem: Problem, max_seq_len: Int32, chunks: Int32) -> Chunk:
-    """This CTA's chunk. The first of a row reports what is wrong with it; keys past max_seq_len do not count."""
+    """This CTA's chunk. A row's first chunk reports what is wrong with the row; keys past max_seq_len do not count."""
     cta, queries = cute.arch.block_idx()[0], problem.rows.queries
     index, begin = quotient(cta, chunks), remainder(cta, chunks) * spec.chunk
     row = uniform_row(open_row(spec, problem.rows, index))
@@ -287,13 +287,13 @@ def open_chunk(spec: cutlass.Constexpr, problem: Problem, max_seq_len: Int32, ch
 
 
 def place_of(chunk: Chunk, token: Int32) -> TilePlace:
-    """Where a tile that begins at `token` is."""
+    """The place of the tile that begins at `token`."""
     keys = chunk.keys
     return TilePlace(token, keys.end - token, None if keys.begin is None else keys.begin - token)
 
 
 def warp_tiles(spec: WeightsSpec, chunk: Chunk, warp: Int32) -> WarpTiles:
-    """The tiles of a chunk that a warp takes: they go round."""
+    """The tiles of a chunk that a warp takes: every num_warps-th tile."""
     mine = chunk.first + warp
     count = quotient(cutlass.max(chunk.stop - mine, 0) + spec.num_warps - 1, spec.num_warps)
     first = chunk.begin + mine * spec.tile_n
@@ -310,7 +310,7 @@ def lane_rows(spec: WeightsSpec, shared: Shared, kv_head: Int32, row_tile: Int32
 
 
 def modifier_of(spec: WeightsSpec, scores: ScoreOperands, row: Row, rows: list[LaneRow]) -> ScoreModifier | None:
-    """That of this lane's rows, None where scores are only scaled: the query row stands at the row's last key."""
+    """The modifier of this lane's scores; None if scores are only scaled. The query row stands at the row's last key."""
     if not spec.modifiers.functions:
         return None
     slopes = [scores.slopes[row.head] * LOG2_E for row in rows] if spec.modifiers.alibi else None
@@ -319,7 +319,7 @@ def modifier_of(spec: WeightsSpec, scores: ScoreOperands, row: Row, rows: list[L
 
 @cute.jit
 def store_means(spec: cutlass.Constexpr, means: cute.Tensor, outputs: Outputs, chunk: Chunk):
-    """The mean over the heads, and its sum over each page of the chunk, which a warp adds up in a fixed order."""
+    """Stores the mean over the heads, and its sum over each page of the chunk, which a warp adds up in a fixed order."""
     thread, threads = cute.arch.thread_idx()[0], cutlass.const_expr(32 * spec.num_warps)
     if cutlass.const_expr(outputs.mean is not None):
         for i in cutlass.range(thread, chunk.end - chunk.begin, threads, unroll=1):

@@ -1,8 +1,9 @@
-"""The uses of each page, chained in the order of the requests: whoever owns a page's gradient walks its chain.
+"""The uses of each page, chained in the order of the requests: the CTA that owns a page's gradient walks the page's chain.
 
-A use is an entry of the page table that some query row sees a token of. It has a node; a page has the first and the last node of
-its chain. The CTA of the first use owns the page's dK and dV, and adds the query rows of every use in the chain's order, so that
-sums need no atomics and no partial result. Numbers of nodes are kept plus one: zero, as a workspace begins, is none.
+A use is an entry of the page table of which some query row sees a token. Each use has a node; a page stores the first and the
+last node of its chain. The CTA of the first use owns the page's dK and dV, and adds the query rows of every use in the chain's
+order, so that sums need no atomics and no partial results. Node numbers are stored plus one: zero, with which a workspace begins,
+means none.
 """
 
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ NEXT, OWNER = range(2)  # rows of Chains.nodes
 
 @dataclass(frozen=True)
 class Chains:
-    """pages: int32 [3, num_pages]; nodes: int32 [2, nodes]; offsets: int32 [batch], of page j of a request the node is j more."""
+    """pages: int32 [3, num_pages]; nodes: int32 [2, nodes]; offsets: int32 [batch], page j of a request has node offset + j."""
 
     pages: cute.Tensor
     nodes: cute.Tensor
@@ -32,7 +33,7 @@ class Chains:
 
 
 def used_pages(spec: BackwardSpec, rows: Rows, row: Row) -> tuple[Int32, Int32]:
-    """The pages [first, stop) of a request of which some query row sees a token."""
+    """The pages [first, stop) of a request that hold a token which some query row sees."""
     begin, end = keys_seen(spec, rows.queries, row, Int32(0), row.queries)
     first = quotient(begin, spec.page_size)
     return first, cutlass.select_(begin < end, quotient(end + spec.page_size - 1, spec.page_size), first)
@@ -40,9 +41,9 @@ def used_pages(spec: BackwardSpec, rows: Rows, row: Row) -> tuple[Int32, Int32]:
 
 @cute.jit
 def chain_uses(spec: cutlass.Constexpr, rows: Rows, chains: Chains, batch: Int32, votes: cute.Tensor):
-    """One CTA chains the uses of all pages. votes: Int32, one of each warp.
+    """One CTA chains the uses of all pages, request by request. votes: Int32, one per warp.
 
-    Request by request; of uses of one page by one request, of a table that repeats it, the first takes the page first.
+    If a request's table repeats a page, the uses of the page are chained in table order.
     """
     thread, used, capacity = cute.arch.thread_idx()[0], Int32(0), Int32(chains.nodes.shape[1])
     for index in cutlass.range(batch, unroll=1):
@@ -66,13 +67,13 @@ def chain_uses(spec: cutlass.Constexpr, rows: Rows, chains: Chains, batch: Int32
 
 
 def some_wait(votes: cute.Tensor, waiting: Boolean) -> Boolean:
-    """Whether a thread of the CTA waits. A barrier."""
+    """Whether any thread of the CTA waits. A barrier."""
     return least_of_all(CHAIN_THREADS // LANES, votes, cutlass.select_(waiting, Int32(0), Int32(1))) == 0
 
 
 @cute.jit
 def take_pages(chains: Chains, page: Int32, node: Int32, thread: Int32, waiting: Boolean) -> Boolean:
-    """Of the threads that wait for a page the first appends its node; returns whether this one still waits."""
+    """For each page the first thread that waits for it appends its node; returns whether this thread still waits."""
     own, won = CHAIN_THREADS - thread, Boolean(False)
     if waiting:
         cute.arch.atomic_max(chains.pages.iterator + cute.crd2idx((CLAIM, page), chains.pages.layout), own)
@@ -94,7 +95,7 @@ def take_pages(chains: Chains, page: Int32, node: Int32, thread: Int32, waiting:
 
 @cute.jit
 def owner_of(chains: Chains, use: Int32) -> Int32:
-    """The request of a use, a node plus one; past every request where there is none."""
+    """The request of a use (a node plus one); a number past every request if use is 0."""
     owner = Int32(2**31 - 1)
     if use > 0:
         owner = chains.nodes[OWNER, use - 1]
@@ -103,7 +104,7 @@ def owner_of(chains: Chains, use: Int32) -> Int32:
 
 @cute.jit
 def first_use(spec: cutlass.Constexpr, chains: Chains, index: Int32, token: Int32, page: Int32) -> Int32:
-    """The first use of the page of a token of request `index`, where that is this request's use; else 0."""
+    """The first use of the page of a token of request `index`, if it is this request's use of that page; else 0."""
     use = Int32(0)
     if page >= 0 and page < Int32(chains.pages.shape[1]):
         own = chains.offsets[index] + quotient(token, spec.page_size) + 1
@@ -113,7 +114,7 @@ def first_use(spec: cutlass.Constexpr, chains: Chains, index: Int32, token: Int3
 
 @cute.jit
 def next_use(chains: Chains, use: Int32) -> Int32:
-    """The next use of the same page, 0 where there is none."""
+    """The next use of the same page; 0 if there is none."""
     following = Int32(0)
     if use > 0:
         following = chains.nodes[NEXT, use - 1]

@@ -1,20 +1,21 @@
-"""What the bits of a cache mean: a 32-bit register of a tile, as ldmatrix gives it, becomes operands of the MMA.
+"""The meaning of a cache's bits: a 32-bit register of a tile, as ldmatrix gives it, becomes operands of the MMA.
 
-16-bit elements are operands as they are. Of 8 bits, a register of K holds four neighbouring columns of one token, and one of V,
-transposed, two columns of each of two tokens. Both become two registers of two f16, which hold every such element exactly:
-of K the lower and the upper half, of V the even and the odd bytes, so that each is two tokens of one column.
+16-bit elements are operands as they are. With 8-bit elements, a register of K holds four neighbouring columns of one token, and a
+register of V, transposed, holds two columns of each of two tokens. Both become two registers of two f16, which hold every 8-bit
+element exactly. K splits into its lower and upper half; V into its even and odd bytes, so that each result is two tokens of one
+column.
 """
 
 import cutlass.cute as cute
 from cutlass import Int32
 
 HALVES, PARITIES = ("10", "32"), ("20", "31")  # bytes of each register, the upper first
-E4M3_TO_F16 = "0x5C005C00"  # 2 ** (15 - 7), twice: between the biases of the exponents
-INT8_BIAS = "0x64806480"  # 1024 + 128, twice: an int8 with its sign flipped, below the exponent of 1024, less this
+E4M3_TO_F16 = "0x5C005C00"  # 2 ** (15 - 7), twice: for the difference of the exponent biases
+INT8_BIAS = "0x64806480"  # 1024 + 128, twice: subtracted from 1024 + an int8 whose sign bit is flipped, it leaves the int8
 
 
 def decode(stored_type: str, by_instruction: bool, word: Int32, pairs: tuple[str, str]) -> tuple[Int32, Int32]:
-    """Two registers of f16 from one of 8-bit elements. pairs: HALVES or PARITIES; by_instruction: e4m3, on SM90."""
+    """Two registers of f16 from one register of 8-bit elements. pairs: HALVES or PARITIES; by_instruction: for e4m3, on SM90."""
     if stored_type == "int8":
         text = _int8(pairs)
     elif stored_type == "e5m2":
@@ -47,7 +48,7 @@ def _e4m3(pairs: tuple[str, str]) -> str:
 
 
 def _e4m3_in_integers(index: int, pair: str) -> str:
-    """The bits of an f16 at 2 ** -8 of the value: the magnitude one place down; a carry out of NaN's makes NaN's exponent."""
+    """e4m3 bits, shifted down one place, are an f16 of 2 ** -8 times the value; the carry out of a NaN sets NaN's exponent."""
     return (
         "{ .reg .b32 x, sign, size, carry, factor; "
         f"prmt.b32 x, {{$r0}}, 0, 0x{pair[0]}4{pair[1]}4; and.b32 sign, x, 0x80008000; "

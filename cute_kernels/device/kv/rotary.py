@@ -1,6 +1,6 @@
-"""Rotary position embedding of rows on their way through registers: f32 products and sums, each rounded by itself.
+"""Rotary position embedding of rows in registers: f32 products and sums, each rounded by itself.
 
-No multiply-add: PyTorch's f32 operations on the CPU then give the same bits.
+There is no fused multiply-add, so that PyTorch's f32 operations on the CPU give the same bits.
 """
 
 import cutlass
@@ -12,7 +12,7 @@ from ...config.append import AppendSpec, angle_columns
 
 @cute.jit
 def find_angles(position, cos_sin_cache: cute.Tensor) -> Int32:
-    """The row of cos_sin_cache [max_position, rotary_dim] for a position of either width; -1 where it has none."""
+    """The row of cos_sin_cache [max_position, rotary_dim] for a position, i32 or i64; -1 if the cache has no such row."""
     row = Int32(-1)
     if position >= 0 and position < cos_sin_cache.shape[0]:
         row = Int32(position)
@@ -23,9 +23,9 @@ def find_angles(position, cos_sin_cache: cute.Tensor) -> Int32:
 def rotate_row(
     spec: cutlass.Constexpr, source: cute.Tensor, cos_sin_cache: cute.Tensor, angles: Int32, lane: Int32, row: cute.Tensor
 ):
-    """Rotates a thread's part [columns, rounds] of the row `source` [head_dim], loaded before; not at all where angles < 0.
+    """Rotates `row`, a thread's loaded part [columns, rounds] of `source` [head_dim]; leaves it unchanged if angles < 0.
 
-    The other column of a pair is in another thread's part, so it is loaded again: from L1, with its whole piece.
+    If the other column of a pair is in another thread's part, it is loaded again: from L1, with its whole piece.
     """
     if angles >= 0:
         pieces = cute.zipped_divide(source, (spec.columns,))
@@ -63,7 +63,7 @@ def rotate_piece(spec: cutlass.Constexpr, pieces: cute.Tensor, table: cute.Tenso
 
 
 def pairing_of(spec: AppendSpec, piece: Int32, sines: int) -> tuple:
-    """(piece of the cosines, piece of the other columns, whether these are the second of each pair) for a piece of a row."""
+    """(piece of the cosines, piece of the other columns, whether `piece` has the second column of each pair) of a row."""
     if spec.rotary.half:
         second = piece >= sines
         return cutlass.select_(second, piece - sines, piece), cutlass.select_(second, piece - sines, piece + sines), second
@@ -73,7 +73,7 @@ def pairing_of(spec: AppendSpec, piece: Int32, sines: int) -> tuple:
 
 
 def rotated(own: Float32, cos: Float32, other: Float32, sin: Float32) -> Float32:
-    """own * cos + other * sin, three roundings."""
+    """own * cos + other * sin, with three roundings."""
     return cute.arch.inline_ptx(
         "{ .reg .f32 first, second; mul.rn.f32 first, {$r0}, {$r1}; mul.rn.f32 second, {$r2}, {$r3}; "
         "add.rn.f32 {$w0}, first, second; }",

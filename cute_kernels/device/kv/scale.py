@@ -1,12 +1,12 @@
 """The scales of a cache on the device: where they fold into attention without touching K or V.
 
-One for all, or one a KV head: K's into the softmax scale, its sign into the query; V's into the output. One a token and KV head:
-K's into the columns of S, V's into those of P. A token's scale travels with its tile: the producer copies the 32-bit word that
-holds it by cp.async, and the warp that reads the tile makes it an f32. Where other warps widen the tile,
-these do so for all that read it.
+With one scale per tensor or per KV head, K's scale folds into the softmax scale, its sign into the query, and V's scale into the
+output. With one scale per token and KV head, K's scales fold into the columns of S, V's into the columns of P. A token's scale
+travels with its tile: the producer copies the 32-bit word that holds the scale by cp.async, and the warp that reads the tile
+converts the scale to f32. If other warps widen the tile, those warps convert the scale for all readers.
 
-P is f16, and V's scales have any size: softmax weights, and so their sums and O, are kept in a unit, the power of two below the
-largest scale that the warp has met. So a token whose scale is below 2**-28 of the largest in its tile loses bits.
+P is f16, but V's scales have any size. So softmax weights, their sums and O are multiples of a unit, the power of two below the
+largest scale that the warp has met. A token whose scale is below 2**-28 of the largest in its tile therefore loses bits.
 """
 
 import math
@@ -21,13 +21,13 @@ from ...config.problem import ScaleForm
 from ..ptx.cp_async import copy_async
 from ..ptx.registers import LANES, MAGNITUDE, as_bits, as_float, remainder, warp_max
 
-EXPONENT = 0x7F800000  # bits of an f32
+EXPONENT = 0x7F800000  # the exponent bits of an f32
 SMALLEST_UNIT, LARGEST_UNIT = (127 - 60) << 23, (127 + 100) << 23  # weights, and their sums, stay normal f32
 
 
 @dataclass(frozen=True)
 class Scaling:
-    """What a CTA multiplies by, f32: the scores, to base 2 and above zero; the output; and the query, 1, 0 or -1."""
+    """The f32 factors of a CTA. log2: on scores, to base 2, above zero; value: on the output; sign: on the query, 1, 0 or -1."""
 
     log2: Float32
     value: Float32
@@ -38,8 +38,9 @@ class Scaling:
 class ScaleRing:
     """Scales of the tokens of each stage's tile: 32-bit words [token, stage].
 
-    upper: [32 tokens, stage], bit l: an f16 scale lies in the upper half of the word of token l. Of widened tiles words are f32,
-    those of a lane's columns of an accumulator beside each other, and `upper` has the bits of their largest magnitude.
+    upper: Int32 [group of 32 tokens, stage]; bit l: the f16 scale of token l lies in the upper half of its word. For widened
+    tiles words are f32, ordered so that the words of a lane's accumulator columns are neighbours, and `upper` has the bits of the
+    largest magnitude in each group.
     """
 
     words: cute.Tensor
@@ -47,7 +48,7 @@ class ScaleRing:
 
 
 def make_scale_rings(spec: KernelSpec, smem, stages: int, widened: bool = False) -> tuple:
-    """(K's, V's) rings, each None where there is no scale a token. widened: of widened tiles."""
+    """The rings of (K's scales, V's scales), None for a tensor without a scale per token. widened: whether tiles are widened."""
     rings, layout = [], cute.make_layout((spec.tile_n, stages))
     if widened:  # a token is (column of a pair, pair of an n8 step, step)
         steps = spec.tile_n // 8
@@ -64,7 +65,7 @@ def make_scale_rings(spec: KernelSpec, smem, stages: int, widened: bool = False)
 
 @cute.jit
 def open_scaling(spec: cutlass.Constexpr, scales: tuple, kv_head: Int32, scale_log2: Float32) -> Scaling:
-    """The scaling of a KV head. scales: (K's, V's), [1] or [num_kv_heads] where they are not per token."""
+    """The scaling of a KV head. scales: (K's, V's), [1] or [num_kv_heads] if they are not per token."""
     value, sign = Float32(1.0), Float32(1.0)
     if cutlass.const_expr(spec.k_scale == "head"):
         scale = head_scale(scales[0], kv_head)
@@ -76,21 +77,21 @@ def open_scaling(spec: cutlass.Constexpr, scales: tuple, kv_head: Int32, scale_l
 
 
 def merge_scaling(spec: KernelSpec, scaling: Scaling) -> Scaling:
-    """That of states whose maxima are logits to base 2 already, where scores are more than scaled (attend/score.py)."""
+    """The scaling with which states merge: if scores have functions (attend/score.py), maxima are logits to base 2 already."""
     return replace(scaling, log2=Float32(1.0)) if spec.modifiers.functions else scaling
 
 
 def head_scale(scales: cute.Tensor, kv_head: Int32) -> Float32:
-    """A KV head's scale, or the one for all."""
+    """A KV head's scale, or the one scale of the tensor."""
     return scales[cutlass.min(kv_head, Int32(scales.shape[0]) - 1)]
 
 
 @cute.jit
 def find_scale(spec: cutlass.Constexpr, scales, page: Int32, position: Int32, kv_head: Int32, inside: Boolean):
-    """Where each lane's token has its scale: (address, whether to read it, `upper` of the lanes' tokens).
+    """Where the scale of each lane's token is: (address, whether to read it, `upper` of the lanes' tokens).
 
-    scales: [pages, page_size, num_kv_heads], contiguous [batch, num_kv_heads, tokens]. position: of the token in its row, or
-    packed in all.
+    scales: [pages, page_size, num_kv_heads], contiguous [batch, num_kv_heads, tokens]. position: the token's position in its row,
+    or for a packed cache among all tokens.
     """
     coord = (page, kv_head, position)
     if cutlass.const_expr(spec.page_size):
@@ -105,9 +106,9 @@ def find_scale(spec: cutlass.Constexpr, scales, page: Int32, position: Int32, kv
 
 @cute.jit
 def fetch_scales(rings: tuple, found: list, stage: Int32):
-    """Each lane starts to copy the words that hold its tokens' scales, or zeros; lane 0 stores which half of them.
+    """Each lane starts to copy the words that hold its tokens' scales, or zeros; lane 0 stores which half of each word counts.
 
-    found: for each 32 tokens of the tile [K's, V's] by find_scale, None where rings has None.
+    found: per 32 tokens of the tile, [K's, V's] by find_scale, None where `rings` has None.
     """
     for group in cutlass.range_constexpr(len(found)):
         token = group * LANES + cute.arch.lane_idx()
@@ -115,23 +116,23 @@ def fetch_scales(rings: tuple, found: list, stage: Int32):
             if token < cute.size(ring.words, mode=[0]):
                 target = ring.words.iterator + cute.crd2idx((token, stage), ring.words.layout)
                 copy_async(address & ~Int64(SCALE_BYTES - 1), target.toint(), SCALE_BYTES, inside)
-    if cute.arch.lane_idx() == 0:  # once, behind all copies: a branch between them makes two of one
+    if cute.arch.lane_idx() == 0:  # once, after all copies: with a branch between them the compiler makes two copies of one
         for group in cutlass.range_constexpr(len(found)):
             for ring, (_, _, upper) in with_scales(rings, found[group]):
                 ring.upper[group, stage] = upper
 
 
 def with_scales(rings: tuple, found: list) -> list:
-    """(ring, what find_scale found) of K and of V, where they have a scale a token."""
+    """(ring, the result of find_scale) of K and of V, for tensors that have a scale per token."""
     return [both for both in zip(rings, found, strict=True) if both[0] is not None]
 
 
 @cute.jit
 def settle_scales(spec: cutlass.Constexpr, rings: tuple, stage: Int32) -> Int32:
-    """Makes the scales of a tile that has come f32, each lane its own tokens; returns the bits of V's largest magnitude.
+    """Converts the scales of a tile that has come to f32, each lane its own tokens; returns the bits of V's largest magnitude.
 
-    Where several warps read a tile the words stay as they came: column_scales widens them. rings, stage: those of widened tiles
-    where others widen; there is nothing left to make.
+    If several warps read a tile, its words stay as they came: column_scales converts them. If other warps widen tiles, rings and
+    stage are of the widened tiles, whose scales are f32 already.
     """
     peak, alone = Int32(0), cutlass.const_expr(spec.readers == 1)
     if cutlass.const_expr(spec.widens_tiles):
@@ -150,7 +151,7 @@ def settle_scales(spec: cutlass.Constexpr, rings: tuple, stage: Int32) -> Int32:
 
 @cute.jit
 def settle(ring: ScaleRing, stage: Int32, half: cutlass.Constexpr, kept: cutlass.Constexpr) -> Int32:
-    """Makes this lane's scales f32, from f16 where `half`, in place where `kept`; returns the bits of their largest magnitude."""
+    """Returns the bits of the largest magnitude of this lane's scales. half: they are f16; kept: they become f32 in place."""
     peak = Int32(0)
     for group in cutlass.range_constexpr((cute.size(ring.words, mode=[0]) + LANES - 1) // LANES):
         peak = cutlass.max(peak, settle_group(ring, stage, group, half, (ring, stage) if kept and half else None))
@@ -159,7 +160,7 @@ def settle(ring: ScaleRing, stage: Int32, half: cutlass.Constexpr, kept: cutlass
 
 @cute.jit
 def settle_group(ring: ScaleRing, stage: Int32, group: Int32 | int, half: cutlass.Constexpr, target: tuple | None) -> Int32:
-    """The same of a group of 32 tokens, kept in a stage of a ring, or not."""
+    """As `settle`, for a group of 32 tokens. target: (ring, stage) that receives the f32 scales, or None."""
     lane, peak = cute.arch.lane_idx(), Int32(0)
     token = group * LANES + lane
     if token < cute.size(ring.words, mode=[0]):
@@ -174,7 +175,7 @@ def settle_group(ring: ScaleRing, stage: Int32, group: Int32 | int, half: cutlas
 
 @cute.jit
 def widen_scales(spec: cutlass.Constexpr, rings: tuple, stage: Int32, wide: tuple, wide_stage: Int32, warp: Int32):
-    """A warp of those that widen makes the scales of 32 tokens f32 for all that read the tile, with their largest magnitude."""
+    """A widening warp stores the scales of 32 tokens as f32 for all readers of the tile, with their largest magnitude."""
     both = zip(rings, wide, (spec.k_scale, spec.v_scale), strict=True)
     for ring, target, form in [one for one in both if one[0] is not None]:
         if warp < spec.token_groups:
@@ -184,7 +185,7 @@ def widen_scales(spec: cutlass.Constexpr, rings: tuple, stage: Int32, wide: tupl
 
 
 def find_scales(spec: KernelSpec, scales: tuple, *where) -> list:
-    """find_scale of K's and V's scales, None where there is none a token. where: what else it takes."""
+    """find_scale of K's and V's scales, None for a tensor without a scale per token. where: its further arguments."""
     forms = spec.k_token_scale, spec.v_token_scale
     return [find_scale(spec, one, *where) if form else None for one, form in zip(scales, forms, strict=True)]
 
@@ -212,7 +213,7 @@ def column_scales(spec: KernelSpec, ring: ScaleRing, form: ScaleForm, stage: Int
 
 
 def own_scales(ring: ScaleRing, count: int, stage: Int32) -> cute.Tensor:
-    """As column_scales, of a widened tile: the lane's `count` scales lie beside each other."""
+    """As column_scales, for a widened tile: the lane's `count` scales are neighbours in memory."""
     found = cute.make_rmem_tensor((2, count // 2), Float32)
     place = (cute.arch.lane_idx() % 4 + 4 * stage) * count
     align = math.gcd(16, 4 * count)
@@ -222,7 +223,7 @@ def own_scales(ring: ScaleRing, count: int, stage: Int32) -> cute.Tensor:
 
 
 def widen_columns(ring: ScaleRing, found: cute.Tensor, stage: Int32):
-    """Makes words that hold an f16 in either half f32 in place. found: [column pair, n8], of this lane."""
+    """Converts this lane's words, which hold an f16 in either half, to f32 in place. found: [column pair, n8]."""
     words, lane = cute.recast_tensor(found, Int32), cute.arch.lane_idx()
     for n in range(cute.size(found, mode=[1])):
         upper = ring.upper[n // 4, stage] >> (n % 4 * 8 + lane % 4 * 2)
@@ -241,13 +242,13 @@ def scale_columns(acc_s: cute.Tensor, rows: cutlass.Constexpr, scales: cute.Tens
 
 @cute.jit
 def widen_unit(unit: cute.Tensor, peak: Int32) -> tuple[Float32, Float32]:
-    """The unit, Int32 [1], an exponent field, comes to hold the power of two below a scale of the bits `peak`, if that is larger.
+    """Raises the unit (Int32 [1], an f32 exponent field) to the power of two below the warp's largest scale, if that is larger.
 
-    peak: of this lane's tokens. Returns (old / new, the base-2 logarithm of 1 / new).
+    peak: the bits of the largest scale of this lane's tokens. Returns (old unit / new unit, log2(1 / new unit)).
     """
     before = unit[0]
     unit[0] = cutlass.max(before, cutlass.min(warp_max(peak) & EXPONENT, LARGEST_UNIT))
-    step = cutlass.max(0, (127 << 23) + before - unit[0])  # of more binades than f32 has, what was before is nothing beside it
+    step = cutlass.max(0, (127 << 23) + before - unit[0])  # 0 if the units differ by more binades than f32 has
     return as_float(step), (127 - (unit[0] >> 23)).to(Float32)
 
 

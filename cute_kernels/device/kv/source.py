@@ -1,9 +1,9 @@
 """Where the KV tokens of a row are: the length of the row, and the page that holds a token.
 
-A source is dense (a table row), CSR (a slice of the indices), contiguous (one page per row: all of it, or a length of its own),
-or packed (all rows end to end in one page). The page of a token that no query row sees is `num_pages`, one past the last: TMA
-fills such a box with zeros, and no table entry is read for it. Page ids and lengths come from the device and are not
-trusted: what is out of range is never read, and is reported.
+A source is dense (a table row), CSR (a slice of the indices), contiguous (one page per row: the whole page, or a length per row),
+or packed (all rows end to end in one page). The page of a token that no query row sees is `num_pages`, one past the last page:
+TMA fills such a box with zeros, and no table entry is read for it. Page ids and lengths come from the device and are not
+trusted: memory that an out-of-range value names is never read, and the value is reported.
 """
 
 from dataclasses import dataclass, replace
@@ -23,10 +23,10 @@ LONGEST = 2**31 - 1
 
 @dataclass(frozen=True)
 class Rows:
-    """What says which keys and query rows each request has.
+    """The tensors that say which keys and query rows each request has.
 
-    tables: the page table's tensors. k [pages, num_kv_heads, page_size, head_dim], or [batch, num_kv_heads, seq_len, head_dim]
-    when contiguous, gives extents only. queries: None in a plain kernel.
+    tables: the page table's tensors. k [pages, num_kv_heads, page_size, head_dim], contiguous [batch, num_kv_heads, seq_len,
+    head_dim], packed [1, num_kv_heads, total_k, head_dim]: for its extents only. queries: None in a plain kernel.
     """
 
     tables: tuple
@@ -39,7 +39,7 @@ class Rows:
         return Int32(self.k.shape[0])
 
     def unsettled(self) -> "Rows":
-        """The same, to be read before the kernels before this one are done."""
+        """These Rows for reads while previous kernels still run."""
         queries = self.queries
         if queries is not None and queries.indptr is not None:
             queries = replace(queries, indptr=Unsettled(queries.indptr))
@@ -53,7 +53,7 @@ def bounded(pages: Int32, page_size: int) -> Int32:
 
 @cute.jit
 def row_length(spec: cutlass.Constexpr, tables: tuple, k: cute.Tensor, row: Int32) -> Int32:
-    """Tokens of a row: a negative length counts as empty, one past what the row has room for as that, a bad indptr as empty."""
+    """Tokens of a row: a negative length or a bad indptr counts as 0, a length past the row's room as that room."""
     if cutlass.const_expr(spec.table_format == "dense"):
         table, seq_lens = tables
         return cutlass.max(0, cutlass.min(seq_lens[row], bounded(Int32(table.shape[1]), spec.page_size)))
@@ -79,7 +79,7 @@ def row_length(spec: cutlass.Constexpr, tables: tuple, k: cute.Tensor, row: Int3
 
 @cute.jit
 def find_tokens(spec: cutlass.Constexpr, tables: tuple, k: cute.Tensor, row: Int32) -> tuple[Int32, Int32]:
-    """(start, length) of a row; start is the row itself, its first entry of the CSR indices, or its first packed token."""
+    """(start, length) of a row; start is the row's index, its first entry of the CSR indices, or its first packed token."""
     length, start = row_length(spec, tables, k, row), row
     if cutlass.const_expr(spec.table_format == "csr"):
         start = tables[1][row]
@@ -89,7 +89,7 @@ def find_tokens(spec: cutlass.Constexpr, tables: tuple, k: cute.Tensor, row: Int
 
 
 def open_row(spec: KernelSpec, rows: Rows, row: Int32) -> Row:
-    """A row, with its query rows."""
+    """Reads a row: its keys and its query rows."""
     return Row(*find_tokens(spec, rows.tables, rows.k, row), *open_queries(spec, rows.queries, row))
 
 
@@ -108,19 +108,19 @@ def empty_row(spec: KernelSpec) -> Row:
 
 
 def row_fields(spec: KernelSpec) -> tuple[str, ...]:
-    """The fields of a Row that are there."""
+    """The fields of a Row that are not None."""
     return {"one": ("start", "length"), "uniform": ("start", "length", "queries")}.get(
         spec.query, ("start", "length", "query", "queries")
     )
 
 
 def uniform_row(row: Row) -> Row:
-    """The same, known to be equal in all lanes."""
+    """`row`, marked for the compiler as equal in all lanes of a warp."""
     return Row(*(None if word is None else cute.arch.make_warp_uniform(word) for word in vars(row).values()))
 
 
 def page_of(spec: KernelSpec, tables: tuple, start: Int32, token: Int32) -> Int32:
-    """The page that a row's table names for a token, unchecked. Rows of a packed source lie in one page."""
+    """The page that a row's table names for a token, unchecked. All rows of a packed source lie in page 0."""
     if spec.table_format == "dense":
         return tables[0][start, token // spec.page_size]
     if spec.table_format == "csr":
@@ -129,7 +129,7 @@ def page_of(spec: KernelSpec, tables: tuple, start: Int32, token: Int32) -> Int3
 
 
 def is_seen(keys: KvRange, token: Int32, tokens: int) -> Boolean:
-    """Whether the first of `tokens` neighbours, or for what comes before the range one of them, is in it."""
+    """Whether the range `keys` reaches into the `tokens` neighbouring tokens that begin at `token`."""
     seen = token < keys.end
     return seen if keys.begin is None else seen & (token + tokens > keys.begin)
 
@@ -138,7 +138,7 @@ def is_seen(keys: KvRange, token: Int32, tokens: int) -> Boolean:
 def find_page(
     spec: cutlass.Constexpr, tables: tuple, start: Int32, keys: KvRange, token: Int32, tokens: cutlass.Constexpr, num_pages: Int32
 ) -> Int32:
-    """The page that holds `token` and the next ones of a row, or num_pages where no query row sees one of `tokens`."""
+    """The page that holds the `tokens` tokens of a row from `token` on, or num_pages if no query row sees any of them."""
     page = num_pages
     if is_seen(keys, token, tokens):
         page = page_of(spec, tables, start, token)
@@ -146,17 +146,17 @@ def find_page(
 
 
 def box_pages(spec: KernelSpec, rows: Rows, start: Int32, keys: KvRange, tile: Int32) -> Int32:
-    """Lane l holds the page of box l from `tile` on, of the row opened at `start`: 32 boxes."""
+    """Lane l holds the page of box l from tile `tile` on, of the row opened at `start`: 32 boxes."""
     return find_page(spec, rows.tables, start, keys, token_of_lane(spec, tile), spec.box_rows, rows.num_pages)
 
 
 def token_of_lane(spec: KernelSpec, tile: Int32) -> Int32:
-    """The first token of box l from `tile` on, in lane l."""
+    """Lane l holds the first token of box l from tile `tile` on."""
     return tile * spec.tile_n + cute.arch.lane_idx() * spec.box_rows
 
 
 def slot_start(spec: KernelSpec, row: Row) -> Int32 | int:
-    """Where in its page a contiguous row begins."""
+    """The slot in its page at which a contiguous row begins."""
     return row.start if spec.table_format == "packed" else 0
 
 
@@ -164,7 +164,7 @@ def slot_start(spec: KernelSpec, row: Row) -> Int32 | int:
 def find_holes(
     token: Int32, keys: KvRange, tokens: cutlass.Constexpr, page: Int32, num_pages: Int32, row: Int32, status: Int64
 ) -> Int32:
-    """Bit l: the page that lane l looked up for `tokens` of the row is not in the pool. Reports such a page."""
+    """Bit l: the page that lane l looked up, for `tokens` tokens from `token` on, is not in the pool. Reports such a page."""
     hole = is_seen(keys, token, tokens) and (page < 0 or page >= num_pages)
     holes = cute.arch.vote_ballot_sync(hole)
     if hole:
@@ -174,7 +174,7 @@ def find_holes(
 
 @cute.jit
 def inspect_row(spec: cutlass.Constexpr, tables: tuple, k: cute.Tensor | None, row: Int32, status: Int64):
-    """Reports a length or an indptr that row_length had to correct. k: of a contiguous cache."""
+    """Reports a length or an indptr that row_length had to correct. k: the cache, if it is contiguous."""
     if cutlass.const_expr(spec.table_format == "dense"):
         length = tables[1][row]
         if length < 0 or length > bounded(Int32(tables[0].shape[1]), spec.page_size):
@@ -199,7 +199,7 @@ def inspect_row(spec: cutlass.Constexpr, tables: tuple, k: cute.Tensor | None, r
 
 @cute.jit
 def inspect_requests(spec: cutlass.Constexpr, rows: Rows, batch: Int32, status: Int64):
-    """Reports what open_row has to correct of any request: a warp of each CTA takes its part of the batch."""
+    """inspect_request for all requests: one warp of each CTA takes its part of the batch."""
     first = cute.arch.block_idx()[0] * LANES + cute.arch.lane_idx()
     for row in cutlass.range(first, batch, cute.arch.grid_dim()[0] * LANES, unroll=1):
         inspect_request(spec, rows, row, status)
@@ -207,7 +207,7 @@ def inspect_requests(spec: cutlass.Constexpr, rows: Rows, batch: Int32, status: 
 
 @cute.jit
 def inspect_request(spec: cutlass.Constexpr, rows: Rows, row: Int32, status: Int64):
-    """Reports what open_row had to correct."""
+    """Reports the metadata of a request that open_row had to correct."""
     inspect_row(spec, rows.tables, rows.k, row, status)
     if cutlass.const_expr(not spec.plain):
         inspect_queries(spec, rows.queries, row, status)

@@ -1,4 +1,4 @@
-"""The status words of a plan: what a kernel reports of bad metadata."""
+"""The status words of a plan, in which a kernel reports bad metadata."""
 
 import cutlass
 import cutlass.cute as cute

@@ -1,4 +1,4 @@
-"""Tensors that the kernel before this one may yet write to."""
+"""Tensors to which the previous kernel may still write."""
 
 from dataclasses import dataclass
 
@@ -9,17 +9,17 @@ from cutlass import Int32
 
 @dataclass(frozen=True)
 class Unsettled:
-    """A tensor of a page table, or of query rows, that the kernel before this one may yet write to.
+    """A tensor of a page table, or of query rows, to which the previous kernel may still write.
 
-    Reads pass by L1, which would keep the old value. Two of them may disagree, so that what one has bounded is past the end
-    for the next: an index of a 1-D tensor is clamped.
+    Reads bypass L1, which would keep the old value. Two reads may disagree, so an index that was in bounds by one read may be out
+    of bounds by the next: an index of a 1-D tensor is clamped.
     """
 
     tensor: cute.Tensor
 
     @property
     def shape(self) -> tuple:
-        """That of the tensor."""
+        """The shape of the tensor."""
         return self.tensor.shape
 
     def __getitem__(self, coord: Int32 | tuple) -> Int32:

@@ -1,4 +1,4 @@
-"""Shared memory that the phases of a kernel use one after the other: each lays out its own from the same beginning."""
+"""Shared memory that the phases of a kernel use one after the other: each phase lays out its own from the same beginning."""
 
 import cutlass
 import cutlass.cute as cute
@@ -7,11 +7,11 @@ ALIGNMENT = 1024  # bytes: that of swizzled tiles
 
 
 class Arena:
-    """An allocator, as mainloop/shared.allocate takes it, of `nbytes` that are allocated already.
+    """An allocator, as mainloop/shared.allocate takes it, over `nbytes` that are allocated already.
 
-    barriers: room for a phase's mbarriers outside of them, None where it has none. Memory that held an mbarrier must not be used
-    for anything else (PTX, mbarrier.inval): its state was written over what the next phase had copied there, and the scales of a
-    tile were NaN.
+    barriers: memory for a phase's mbarriers outside of `nbytes`, or None if none are allocated from it. Memory that held an
+    mbarrier must not be used for anything else (PTX, mbarrier.inval): the mbarrier's state was written over scales that the
+    next phase had copied there, and they were NaN.
     """
 
     def __init__(self, base: cute.Pointer, nbytes: int, barriers: cute.Pointer | None = None):
@@ -24,7 +24,7 @@ class Arena:
         return cute.recast_ptr(self._take(count * element_type.width // 8, byte_alignment), dtype=element_type)
 
     def allocate_tensor(self, element_type, layout, byte_alignment: int = 8, swizzle=None) -> cute.Tensor:
-        """A tensor, swizzled where it is asked for."""
+        """A tensor, swizzled if `swizzle` is given."""
         begin = self._take(cute.cosize(layout) * element_type.width // 8, byte_alignment)
         return cute.make_tensor(cute.recast_ptr(begin, swizzle_=swizzle, dtype=element_type), layout)
 
@@ -37,5 +37,5 @@ class Arena:
 
 
 def arena_of(smem: cutlass.memory.SmemAllocator, nbytes: int) -> cute.Pointer:
-    """The beginning of such bytes."""
+    """The beginning of the `nbytes` of an Arena."""
     return smem.allocate(nbytes, byte_alignment=ALIGNMENT)

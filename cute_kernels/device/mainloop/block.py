@@ -1,8 +1,8 @@
 """SM80 mainloop of long queries: the warps of a CTA fill one ring by cp.async together, and each attends to every tile of it.
 
-The computation of FlashAttention-2 (Dao 2023): a warp has m-tiles of its own, so a tile that is read once from L2 serves all
-packed rows of the unit. A barrier of the CTA a tile says that it has come for all, and that all are done with the one before.
-Nothing runs ahead of a piece, so that the states of its end may lie where the ring does (shared.allocate).
+As in FlashAttention-2 (Dao 2023) a warp has m-tiles of its own, so a tile that is read once from L2 serves all packed rows of the
+unit (query block). One CTA barrier per tile says that the tile has come and that the previous one is free. No load runs ahead of
+a piece (KV split), so the states of its end may lie in the ring's memory (shared.allocate).
 """
 
 import cutlass
@@ -22,23 +22,23 @@ from .shared import Shared, read_holes
 
 
 class BlockMainloop(CpAsyncMainloop):
-    """CpAsyncMainloop with a ring for all warps."""
+    """CpAsyncMainloop with one ring for all warps."""
 
     def __init__(self, spec: KernelSpec):
         super().__init__(spec)
         self.depth, self.parts = spec.num_stages, spec.num_warps
 
     def order(self, piece: Piece) -> Int32:
-        """This warp's place in the merge: there is one turn."""
+        """This warp's place in the merge: 0, as all warps attend to every tile."""
         return Int32(0)
 
     def leads(self) -> Boolean:
-        """As CpAsyncMainloop."""
+        """As CpAsyncMainloop.leads: one thread of the CTA."""
         return cute.arch.thread_idx()[0] == 0
 
     @cute.jit
     def consume(self, piece: Piece, attention: Attention, problem: Problem, shared: Shared):
-        """Every tile of the piece, `depth` - 1 of them in flight."""
+        """Attends to every tile of the piece, with `depth` - 1 tiles in flight."""
         spec, depth, tables = self.spec, self.depth, problem.rows.tables
         num_pages = problem.rows.num_pages
         pages = self.lookup(tables, piece, piece.first, num_pages)

@@ -1,4 +1,4 @@
-"""TMA boxes: the tensor map of a cache, and where each box of a tile is in it and in a ring of tiles."""
+"""TMA boxes: the tensor map of a cache, and where each box of a tile lies in the cache and in a ring of tiles."""
 
 import cutlass
 import cutlass.cute as cute
@@ -13,7 +13,7 @@ EVICT_FIRST = 0x12F0000000000000  # L2 policy: KV is read once
 
 
 def in_units(cache: cute.Tensor) -> cute.Tensor:
-    """A cache [pages, heads, slots, head_dim] in elements of 16 bits: pairs of neighbouring columns where it has 8."""
+    """A cache [pages, heads, slots, head_dim] as 16-bit units: two neighbouring 8-bit columns make one, an f32 column two."""
     if cache.element_type.width == 8 * UNIT_BYTES:
         return cache
     return cute.recast_tensor(cache, cutlass.Float16)
@@ -36,7 +36,7 @@ def tensor_map(cache: cute.Tensor, shape: RingShape) -> tuple:
 def partition_boxes(atom, coords: cute.Tensor, ring: cute.Tensor, shape: RingShape) -> tuple:
     """Boxes in shared memory [box, slab, column block, stage] and global memory [box, slot block, column block, head, page].
 
-    Global memory has no axis of column blocks where a box brings all.
+    Global memory has no axis of column blocks if a box brings all of them.
     """
     slabs = cute.make_tensor(ring.iterator, tile.slab_ring_layout(shape))
     boxes = cute.zipped_divide(coords, (shape.box_rows, tile.box_columns(shape)))
@@ -44,5 +44,5 @@ def partition_boxes(atom, coords: cute.Tensor, ring: cute.Tensor, shape: RingSha
 
 
 def arrive_after_copies(barrier: cute.Pointer):
-    """Each lane arrives once its own cp.async so far have landed."""
+    """Each lane arrives at the barrier once all cp.async that it has started so far have landed."""
     cute.arch.inline_ptx("cp.async.mbarrier.arrive.noinc.shared.b64 [{$r0}];", read_only_args=[Int32(barrier.toint())])

@@ -1,6 +1,6 @@
-"""SM80 mainloop: each warp fills a cp.async ring of its own, token by token, and attends to it; no block-wide barrier.
+"""SM80 mainloop: each warp fills a cp.async ring of its own, token by token, and attends to its tiles; no block-wide barrier.
 
-It takes any page size and any alignment of an element or more, so it also serves pages under 8 tokens on SM90. Rows past
+It takes any page size and any alignment of at least one element, so it also serves pages below 8 tokens on SM90. Rows past
 the end and columns past head_dim are filled with zeros by cp.async's source size.
 """
 
@@ -26,7 +26,7 @@ from .shared import Shared, read_holes
 
 @dataclass(frozen=True)
 class TileTokens:
-    """The tokens of a row from `first` on, as a tile of a KV head. keys: those that are read; the others become zeros."""
+    """The tokens of a row from `first` on, as a tile of a KV head. keys: the tokens that are read; other tokens become zeros."""
 
     row: Row
     keys: KvRange
@@ -48,18 +48,18 @@ class CpAsyncMainloop:
         return (k, v)
 
     def order(self, piece: Piece) -> Int32:
-        """This warp's place in the merge: the residue of its tiles in the piece, so it depends on the piece alone."""
+        """This warp's place in the merge: the number of its first tile in the piece, so the merge depends on the piece alone."""
         return cute.arch.warp_idx()
 
     def open_share(self, problem: Problem, shared: Shared) -> Opening:
-        """What the consumers begin with, found by each warp for itself."""
+        """The opening (the CTA's share and its first row), which each warp finds for itself."""
         spec, rows, batch = self.spec, problem.rows, problem.batch(self.spec)
         share = take_share(spec, rows, batch)
         return Opening(share, open_row_or_nothing(spec, rows, share.row, batch))
 
     @cute.jit
     def consume(self, piece: Piece, attention: Attention, problem: Problem, shared: Shared):
-        """Warp w takes tiles w, w + num_warps, ... of the piece, `depth` - 1 of them in flight."""
+        """Warp w attends to tiles w, w + num_warps, ... of the piece, with `depth` - 1 tiles in flight."""
         spec, depth, tables = self.spec, self.depth, problem.rows.tables
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         begin = piece.first + warp
@@ -93,12 +93,12 @@ class CpAsyncMainloop:
         return find_page(self.spec, tables, piece.row.start, piece.keys, token, 1, num_pages)
 
     def first_token(self, piece: Piece, token_tile: Int32) -> Int32:
-        """The first token of a tile of the range that the piece's unit sees."""
+        """The first token of a tile. token_tile: its number in the key range that the piece's unit sees."""
         return (first_tile(self.spec, piece.keys) + token_tile) * self.spec.tile_n
 
     @cute.jit
     def fetch(self, problem: Problem, shared: Shared, piece: Piece, token_tile: Int32, stage: Int32, pages: Int32):
-        """Starts the loads of one tile and commits them as a group; the group is empty past the piece's end."""
+        """Starts the loads of one tile and commits them as a group, which is empty past the piece's end."""
         spec, num_pages = self.spec, problem.rows.num_pages
         if token_tile < piece.stop:
             position = self.first_token(piece, token_tile) + cute.arch.lane_idx()
@@ -119,7 +119,7 @@ class CpAsyncMainloop:
         cute.arch.cp_async_commit_group()
 
     def leads(self) -> Boolean:
-        """Whether this thread writes what is one for a tile."""
+        """Whether this thread writes the words that a tile has once (its holes)."""
         return cute.arch.lane_idx() == 0
 
 
@@ -134,9 +134,9 @@ def fetch_tokens(
     pages: Int32,
     parts: cutlass.Constexpr = 1,
 ):
-    """A warp starts the loads of a tile. caches: (cache, ring, RingShape) of those with elements of one size.
+    """A warp starts the loads of a tile. caches: (cache, ring, RingShape) of caches whose elements have one size.
 
-    columns: of a token's head. Lane l of `pages` has the page of the tile's token l. parts: of that many warps, which share them.
+    columns: columns of a head. Lane l of `pages` has the page of the tile's token l. parts: how many warps share these loads.
     """
     element_bytes = cutlass.const_expr(caches[0][0].element_type.width // 8)
     vector = cutlass.const_expr(spec.vector_bytes // element_bytes)
@@ -158,7 +158,7 @@ def fetch_tokens(
 
 @cute.jit
 def fetch_vector(spec: cutlass.Constexpr, cache: cute.Tensor, ring: cute.Tensor, coord: tuple, offset: Int32, inside: Boolean):
-    """One vector of a token: cp.async of 16, 8 or 4 bytes with zero fill, or a plain load and store of 2 or 1."""
+    """Copies one vector of a token: cp.async of 16, 8 or 4 bytes with zero fill, or a plain load and store of 2 or 1 bytes."""
     size = cutlass.const_expr(spec.vector_bytes)
     target = ring.iterator.toint() + offset
     source = cache.iterator.toint()

@@ -1,4 +1,4 @@
-"""The mainloop of long queries: OverlapMainloop on the items that a CTA is dealt, one after the other (schedule/dealing.py)."""
+"""The mainloop of long queries: OverlapMainloop on the items (work tiles) that a CTA is dealt in turn (schedule/dealing.py)."""
 
 import cutlass
 import cutlass.cute as cute
@@ -15,24 +15,24 @@ from .shared import Shared, item_barrier, taken_barrier
 
 
 class DealtMainloop(OverlapMainloop):
-    """Its producers and those that widen go from item to item by themselves."""
+    """OverlapMainloop whose producers and widening warps go from item to item by themselves."""
 
     @cute.jit
     def prepare(self, operands: tuple, shared: Shared):
-        """As TmaMainloop, with the mbarriers of items."""
+        """As TmaMainloop.prepare, with the mbarriers of items."""
         takers = LANES * (self.spec.num_warps + helpers(self.spec))
         with cute.arch.elect_one():
             for slot in cutlass.range_constexpr(ITEMS):
                 cute.arch.mbarrier_init(item_barrier(self.spec, shared, slot), 1)
                 cute.arch.mbarrier_init(taken_barrier(self.spec, shared, slot), takers)
-        OverlapMainloop.prepare(self, operands, shared)  # super() of traced code is that of the object's own class
+        OverlapMainloop.prepare(self, operands, shared)  # in traced code super() is relative to the object's own class
 
     def look_ahead(self, problem: Problem, shared: Shared):
-        """Nothing: what a CTA begins with is small beside what follows."""
+        """Does nothing: a CTA's first loads are small compared with all that follow."""
 
     @cute.jit
     def produce(self, problem: Problem, shared: Shared, scales: cutlass.Constexpr):
-        """A producer warp: every item, in order. scales: whether it brings the tokens' scales; K and V, and items, otherwise."""
+        """A producer warp: every item, in order. scales: whether it brings tokens' scales; K, V and the items otherwise."""
         spec, rows, batch, issued, turn = self.spec, problem.rows, problem.batch(self.spec), Int32(0), Int32(0)
         cute.arch.griddepcontrol_wait()
         meet_all(spec)
@@ -47,11 +47,11 @@ class DealtMainloop(OverlapMainloop):
             inspect_requests(spec, rows, batch, problem.status)
 
     def no_next(self, problem: Problem, pages: Int32) -> tuple:
-        """What issue begins with: it always finds an item."""
+        """The value with which `issue` begins; it always finds an item."""
         return Item(Int32(0), Int32(0), Int32(0), empty_row(self.spec)), Found(Int32(0), Int32(0)), pages
 
     def open_next(self, problem: Problem, where: tuple, piece: Piece, scales: bool) -> tuple:
-        """The item behind a piece's. where: (shared memory, its round, Found before)."""
+        """The item after a piece's. where: (shared memory, the item's round, Found of the previous one)."""
         return self.next_item(problem, *where, scales)
 
     def next_item(self, problem: Problem, shared: Shared, turn: Int32, found: Found, scales: bool) -> tuple[Item, Found, Int32]:
@@ -70,7 +70,7 @@ class DealtMainloop(OverlapMainloop):
 
     @cute.jit
     def widen(self, problem: Problem, shared: Shared, warp: Int32):
-        """The warps that widen 8-bit tiles: every item, in order, all warps together. warp: which of them."""
+        """The warps that widen 8-bit tiles: together, every item in order. warp: this warp's number."""
         spec, batch, issued, turn = self.spec, problem.batch(self.spec), Int32(0), Int32(0)
         cute.arch.griddepcontrol_wait()
         meet_all(spec)

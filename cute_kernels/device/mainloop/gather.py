@@ -1,9 +1,9 @@
 """The mainloop of long queries over pages that no TMA box can bring: the producer warps bring tiles token by token, by cp.async.
 
-Warp w of those that gather has the tokens from 32 w on of every tile, one a lane: it looks up their pages a tile ahead, and the
-address of each goes to the lanes that copy it by shuffles. A token that no query row sees, or whose page is not in the pool,
-becomes zeros. What cp.async has written is ordered before wgmma's reads by a proxy fence of its writer, so a warp arrives at a
-full barrier itself, one group behind the copies that it starts: it owes the arrival until then.
+Gathering warp w has the tokens from 32 w on of every tile, one token per lane: it looks up their pages one tile ahead, and
+shuffles give the address of each token to the lanes that copy it. A token that no query row sees, or whose page is not in the
+pool, becomes zeros. A proxy fence by the warp that issued the cp.async orders its writes before wgmma's reads, so the warp itself
+arrives at the full barrier, one group of copies later: it owes the arrival until then.
 """
 
 import cutlass
@@ -22,8 +22,8 @@ from . import tile
 from .dealt import DealtMainloop
 from .shared import Shared, full_place
 
-VECTOR_BYTES = 16  # of a copy
-NOTHING = -1  # is owed: else the place of a full barrier among all
+VECTOR_BYTES = 16  # bytes of one copy
+NOTHING = -1  # no arrival is owed; otherwise `owed` is the index of a full barrier (shared.full_place)
 
 
 class GatherMainloop(DealtMainloop):
@@ -32,19 +32,19 @@ class GatherMainloop(DealtMainloop):
     def __init__(self, spec: KernelSpec):
         super().__init__(spec)
         self.arrivals = spec.gatherers, spec.gatherers
-        self.zeroes_alone = False  # what no row sees comes as zeros
+        self.zeroes_alone = False  # tokens that no row sees arrive as zeros
 
     def operands(self, k: cute.Tensor, v: cute.Tensor) -> tuple:
         """(K, V) caches [pages, heads, slots, head_dim] in any strides."""
         return (k, v)
 
     def maps(self, operands: tuple) -> tuple:
-        """None: plain pointers."""
+        """No tensor maps: the caches are read through plain pointers."""
         return ()
 
     @cute.jit
     def gather(self, problem: Problem, shared: Shared, part: Int32, leads: cutlass.Constexpr):
-        """A producer warp: its part of every tile of every item, in order. leads: whether it finds the items for all."""
+        """The work of a producer warp: its part of every tile, item by item. leads: whether it finds the items for all warps."""
         spec, rows, batch = self.spec, problem.rows, problem.batch(self.spec)
         cute.arch.griddepcontrol_wait()
         meet_all(spec)
@@ -56,7 +56,7 @@ class GatherMainloop(DealtMainloop):
             item, found = self.find_or_take(
                 problem, shared, turn, found, leads
             )  # consumers take it before they attend to this one
-            if piece.tiles == 0:  # consumers take this item behind the last V of the one before
+            if piece.tiles == 0:  # consumers take this item only after the last V of the previous item
                 owed = self.pay(shared, owed, 0)
             owed = self.bring(problem, shared, piece, part, owed)
             issued += piece.tiles
@@ -65,7 +65,7 @@ class GatherMainloop(DealtMainloop):
             inspect_requests(spec, rows, batch, problem.status)
 
     def token_of_lane(self, piece: Piece, i: Int32, part: Int32) -> Int32:
-        """The token of the piece's tile i that this lane looks up: past the range where the tile has none for it."""
+        """The token of the piece's tile i that this lane looks up; a token past the range if the tile has none for this lane."""
         within = part * LANES + cute.arch.lane_idx()
         token = self.tile_at(piece, i) * self.spec.tile_n + within
         return token if self.spec.tile_n % LANES == 0 else cutlass.select_(within < self.spec.tile_n, token, piece.keys.end)
@@ -77,10 +77,10 @@ class GatherMainloop(DealtMainloop):
 
     @cute.jit
     def bring(self, problem: Problem, shared: Shared, piece: Piece, part: Int32, owed: Int32) -> Int32:
-        """This warp's tokens of all tiles of a piece, V of a tile behind K of the next one, as OverlapMainloop reads them."""
+        """Brings this warp's tokens of all tiles of a piece: V of a tile after K of the next, the order of OverlapMainloop."""
         spec, rows, tiles = self.spec, problem.rows, piece.tiles
         pages = self.lookup(problem, piece, Int32(0), part)
-        values, seen_values = Int64(0), Int32(0)  # of the tile before
+        values, seen_values = Int64(0), Int32(0)  # of the previous tile
         for i in cutlass.range(tiles + cutlass.min(tiles, 1), unroll=1):
             upcoming, token = self.lookup(problem, piece, i + 1, part), self.token_of_lane(piece, i, part)
             (keys, following), seen = self.locate(problem, piece, token, pages)
@@ -97,7 +97,7 @@ class GatherMainloop(DealtMainloop):
         return owed
 
     def locate(self, problem: Problem, piece: Piece, token: Int32, pages: Int32) -> tuple[tuple[Int64, Int64], Int32]:
-        """(where this lane's token lies in K and in V, bit l: whether that of lane l is to be read)."""
+        """((address of this lane's token in K, in V), mask whose bit l says whether lane l's token is read)."""
         inside = is_seen(piece.keys, token, 1) & (pages >= 0) & (pages < problem.rows.num_pages)
         place = cutlass.select_(inside, pages, 0), piece.kv_head, remainder(token, self.spec.page_size), Int32(0)
         sources = tuple(Int64((cache.iterator + cute.crd2idx(place, cache.layout)).toint()) for cache in problem.caches)
@@ -107,14 +107,14 @@ class GatherMainloop(DealtMainloop):
     def copy_tokens(
         self, shared: Shared, tokens: tuple, which: cutlass.Constexpr, stage: Int32, part: Int32, owed: Int32
     ) -> Int32:
-        """Starts the copies of this warp's tokens to a stage of K (0) or V (1), and pays what it owed; returns what it owes now.
+        """Starts to copy this warp's tokens to a stage of K (0) or V (1) and pays the arrival owed; returns the one owed now.
 
-        tokens: where that of each lane lies, and which are read. Lanes share a token's row of a column block, so one shuffle
-        serves all blocks, and the distances are immediate.
+        tokens: (address of this lane's token, mask of the tokens that are read). Lanes share a token's row of a column block, so
+        one shuffle serves all blocks, and the distances between blocks are immediate operands.
         """
         spec, shape, lane = self.spec, self.spec.rings[which], cute.arch.lane_idx()
         row_bytes = cutlass.const_expr(shape.column_block * UNIT_BYTES)
-        lanes = cutlass.const_expr(row_bytes // VECTOR_BYTES)  # of a token
+        lanes = cutlass.const_expr(row_bytes // VECTOR_BYTES)  # per token
         at_once = cutlass.const_expr(LANES // lanes)
         first, column = quotient(lane, lanes), remainder(lane, lanes) * VECTOR_BYTES
         ring, source, seen = shared.rings[which].iterator.toint(), tokens[0], tokens[1] >> first
@@ -132,7 +132,7 @@ class GatherMainloop(DealtMainloop):
 
     @cute.jit
     def pay(self, shared: Shared, owed: Int32, under_way: cutlass.Constexpr) -> Int32:
-        """Arrives at the full barrier that this warp owes, once what it is for is there: all but `under_way` groups of copies."""
+        """Arrives at the full barrier that this warp owes, once all but the last `under_way` groups of copies have landed."""
         if owed != NOTHING:
             cute.arch.cp_async_wait_group(under_way)
             cute.arch.fence_proxy("async.shared", space="cta")
@@ -143,6 +143,6 @@ class GatherMainloop(DealtMainloop):
 
 
 def shuffled(value: Int64, lane: Int32) -> Int64:
-    """The value of another lane."""
+    """`value` of lane `lane`."""
     low, high = (cute.arch.shuffle_sync(Int32(value >> shift), lane) for shift in (0, 32))
     return (Int64(high) << 32) | (Int64(low) & 0xFFFFFFFF)

@@ -1,7 +1,7 @@
-"""dK and dV, or one of them, of a tile of keys of a request and KV head, which a CTA owns.
+"""dK and dV, or one of them, of a tile of keys of a request and KV head, which one CTA owns.
 
-K and V stay, tiles of q and dout stream, of every request that reads a key. dK of a tile is under way while S and dP of the next
-are made; a tile is asked for once the one before the last is done with.
+K and V stay in shared memory; tiles of q and dout of every request that reads one of the keys stream. The product dK of a tile is
+in flight while S and dP of the next tile are computed; a tile is requested once the tile two before it, in its stage, is done.
 """
 
 from dataclasses import dataclass
@@ -42,9 +42,9 @@ NONE = 2**31 - 1  # past every request, and every key
 
 @dataclass(frozen=True)
 class Seen:
-    """Keys that a CTA owns, as keys of the request that is added. positions: of this lane's rows, below 0 where they are none.
+    """The keys that a CTA owns, as keys of the request that is added. positions: of this lane's rows, below 0 if not a key.
 
-    low, high: the least and the greatest of the CTA; whole: whether each of its rows is one.
+    low, high: the least and the greatest position in the CTA; whole: whether every row of the CTA is a key of the request.
     """
 
     positions: list
@@ -54,26 +54,26 @@ class Seen:
 
 
 class OwnedKeys:
-    """Where the gradients of a CTA's keys go. words: of each row whether some request reads it, None where all are read."""
+    """Where the gradients of a CTA's keys go. words: per row, whether some request reads it; None if all rows are read."""
 
     def __init__(self, spec: BackwardSpec, rows: Rows, tile: KeyTile, words: cute.Tensor | None):
         self.spec, self.rows, self.tile, self.words = spec, rows, tile, words
 
     def store_at(self, row: Int32) -> tuple[tuple, Boolean]:
-        """As QueryPlaces.store_at."""
+        """As QueryPlaces.store_at, for a row of the owned keys."""
         coord, inside = key_place(self.spec, self.rows, self.tile, row, page_of_key(self.spec, self.rows, self.tile, row))
         return coord, inside if self.words is None else inside & (self.words[row] != 0)
 
 
 class KeyGradients:
-    """What the CTAs of a launch over keys do."""
+    """The work of the CTAs of a launch over keys."""
 
     def __init__(self, spec: BackwardSpec):
         self.spec = spec
 
     @cute.jit
     def own_keys(self, problem: Gradients, shared: TwinTiles, tile: KeyTile, outputs: tuple):
-        """dK and dV of keys that no other request has."""
+        """Computes dK and dV of keys that no other request has."""
         spec, warp = self.spec, cute.arch.make_warp_uniform(cute.arch.warp_idx())
         self.inspect_pages(problem, tile)
         self.fetch_resident(problem, shared, tile, outputs)
@@ -89,7 +89,7 @@ class KeyGradients:
 
     @cute.jit
     def own_shared_keys(self, problem: Gradients, shared: TwinTiles, chains: Chains, tile: KeyTile, outputs: tuple):
-        """dK and dV of those keys whose page this request uses first, of all requests that use it."""
+        """Computes dK and dV of the keys whose page this request uses first, summed over all requests that use the page."""
         spec, rows, thread = self.spec, problem.rows, cute.arch.thread_idx()[0]
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         self.inspect_pages(problem, tile)
@@ -133,7 +133,7 @@ class KeyGradients:
 
     @cute.jit
     def inspect_pages(self, problem: Gradients, tile: KeyTile):
-        """Reports pages that are not in the pool: a KV head's CTAs do."""
+        """Reports pages that are not in the pool, in the CTAs of KV head 0."""
         spec, thread = self.spec, cute.arch.thread_idx()[0]
         if cutlass.const_expr(spec.source == "paged"):
             token = tile.first + thread
@@ -144,7 +144,7 @@ class KeyGradients:
 
     @cute.jit
     def fetch_resident(self, problem: Gradients, shared: TwinTiles, tile: KeyTile, outputs: tuple):
-        """Starts to bring the keys that a CTA owns: of their values only dK needs some. A commit group."""
+        """Starts to load K of the owned keys, and V if dK is wanted (only dK needs V). One commit group."""
         spec = self.spec
         tensors = (problem.k, problem.v) if cutlass.const_expr(outputs[0] is not None) else (problem.k,)
         pages = cute.make_rmem_tensor(turns_of(spec, spec.resident, spec.vector_bytes), Int32)
@@ -158,9 +158,9 @@ class KeyGradients:
         self, problem: Gradients, shared: TwinTiles, products: Products, sums: list, asked: Asked, index: Int32, seen: Seen,
         lift: Int32,
     ) -> Int32:  # fmt: skip
-        """Adds what the query rows of a request give to dK and dV of the CTA's keys.
+        """Adds the contribution of a request's query rows to dK and dV of the CTA's keys.
 
-        lift: the exponent field of the factor on dK so far; returns that from here on (gradient_range.py).
+        lift: the exponent field of the factor on dK so far; returns the field from here on (gradient_range.py).
         """
         spec, group = self.spec, self.spec.group_size
         first, stop = rows_seeing(spec, asked.queries, asked.row, seen.low, seen.high)
@@ -184,7 +184,7 @@ class KeyGradients:
 
     @cute.jit
     def start_scores(self, products: Products, sums: list, stage: Int32) -> tuple[cute.Tensor, cute.Tensor | None]:
-        """Starts S^T of a tile, and dP^T where dK is wanted; when it returns the tile before is done with."""
+        """Starts S^T of a tile, and dP^T if dK is wanted; when it returns, the previous tile is no longer read."""
         acc_s, acc_dp = products.start_scores(0, stage), None
         if cutlass.const_expr(sums[0] is not None):
             acc_dp = products.start_scores(1, stage)
@@ -197,7 +197,7 @@ class KeyGradients:
         self, problem: Gradients, products: Products, sums: list, started: tuple, rows: KeyRows, columns: QueryColumns,
         seen: Seen, stop: Int32, stage: Int32, factor: Float32 | None,
     ):  # fmt: skip
-        """Starts to add to dK and dV what a tile of packed rows before `stop` gives. started: S^T, dP^T; factor: grade_tile."""
+        """Starts to add a tile of packed rows below `stop` to dK and dV. started: S^T and dP^T; factor: see grade_tile."""
         spec, asked, (acc_s, acc_dp) = self.spec, columns.asked, started
         last = cutlass.min(columns.base + spec.tile_rows, stop) - 1
         positions = position_at(spec, asked, columns.base), position_at(spec, asked, last)
@@ -214,11 +214,11 @@ class KeyGradients:
             if cut:
                 hide_tile(spec, acc_dp, rows, columns, asked.queries)
             products.start_add(sums[0], weights_of(spec, acc_dp), 0, stage)
-            products.wait(1)  # with two under way from one tile to the next ptxas puts a wait behind each wgmma (read from SASS)
+            products.wait(1)  # with two in flight across tiles, ptxas puts a wait after each wgmma (read from SASS)
 
     @cute.jit
     def fetch_queries(self, problem: Gradients, shared: TwinTiles, block: QueryBlock, tile: Int32):
-        """Starts to bring tile `tile` of the packed rows of a block, with their lse and delta: a commit group."""
+        """Starts to load tile `tile` of the packed rows of a block, with their lse and delta, as one commit group."""
         spec, begin = self.spec, tile * self.spec.tile_rows
         if begin < block.rows:
             part = QueryBlock(block.row, block.head, block.rows - begin, block.query, block.base + begin)
@@ -229,7 +229,7 @@ class KeyGradients:
 
     @cute.jit
     def store(self, problem: Gradients, shared: TwinTiles, sums: list, outputs: tuple, places, lift: Int32, warp: Int32):
-        """Stores dK, times softmax_scale, and dV of the keys that a CTA owns. lift: add_request."""
+        """Stores dK, times softmax_scale, and dV of the keys that a CTA owns. lift: as add_request returns it."""
         spec, factors = self.spec, (problem.scale, Float32(1.0))
         if cutlass.const_expr(spec.lifts):
             factors = problem.scale * power_of_two(2 * ONE - lift), Float32(2.0**-spec.weight_bits)

@@ -1,7 +1,7 @@
-"""K alone, tile by tile and KV head by KV head: each warp fills and reads a ring of its own, and waits for no other.
+"""K alone, tile by tile and KV head by KV head: each warp fills and reads a ring of its own, and waits for no other warp.
 
 Item i of a warp is KV head i % num_kv_heads of its tile i // num_kv_heads, and lies in stage i % depth of its ring. TmaKeys
-brings a box a page and waits at an mbarrier a stage; CpAsyncKeys brings tokens, a commit group an item.
+brings one box per page and waits at one mbarrier per stage; CpAsyncKeys brings tokens, one commit group per item.
 """
 
 from dataclasses import dataclass
@@ -32,9 +32,9 @@ class KeyRings:
 
 @dataclass(frozen=True)
 class WarpTiles:
-    """The tiles of a row that a warp takes: `count` of them, `step` tokens apart, from token `first` on.
+    """The tiles of a row that a warp takes: `count` tiles, `step` tokens apart, from token `first` on.
 
-    index: the row's; row: as it was opened; keys: those that count.
+    index: the row's index; row: the opened row; keys: the keys that count.
     """
 
     index: Int32
@@ -50,7 +50,7 @@ class WarpTiles:
 
 
 def lane_token(spec: WeightsSpec, tiles: WarpTiles, tile: Int32) -> Int32:
-    """The first token of the box, or the token, of a tile that this lane looks up."""
+    """The token of a tile that this lane looks up: the first token of a box, or a single token."""
     return tiles.token(tile) + cute.arch.lane_idx() * spec.hole_tokens
 
 
@@ -82,7 +82,7 @@ def bring_scales(
     pages: Int32,
     stage: Int32,
 ):
-    """Starts to bring the scales of a tile of a KV head, a token a lane. pages: tile_pages."""
+    """Starts to load the scales of a tile of a KV head, one token per lane. pages: tile_pages."""
     lane, num_pages = cute.arch.lane_idx(), problem.rows.num_pages
     page, position = cute.arch.shuffle_sync(pages, quotient(lane, spec.hole_tokens)), token + lane
     inside = is_seen(tiles.keys, position, 1) & (page >= 0) & (page < num_pages)
@@ -95,8 +95,8 @@ class TmaKeys:
     def __init__(self, spec: WeightsSpec):
         self.spec = spec
         self.boxes = spec.tile_n // spec.box_rows
-        self.arrivals = 1 + (LANES + 1 if spec.k_token_scale else 0)  # K, each lane's scales, their flags
-        self.pending = 0  # cp.async groups that may be under way when the query has come
+        self.arrivals = 1 + (LANES + 1 if spec.k_token_scale else 0)  # for K, each lane's scales, and their flags
+        self.pending = 0  # cp.async groups that may be in flight when the query has come
 
     def operands(self, k: cute.Tensor) -> tuple:
         """(K atom, K coordinates) of a cache [pages, heads, slots, head_dim] in any strides."""
@@ -105,7 +105,7 @@ class TmaKeys:
     @cute.jit
     def prepare(self, operands: tuple, rings: KeyRings):
         """This warp makes the mbarriers of its stages."""
-        first = cute.arch.make_warp_uniform(cute.arch.warp_idx()) * self.spec.depth  # by all lanes, which it shuffles
+        first = cute.arch.make_warp_uniform(cute.arch.warp_idx()) * self.spec.depth  # computed by all lanes, as it shuffles
         with cute.arch.elect_one():
             cpasync.prefetch_descriptor(operands[0])
             for stage in cutlass.range_constexpr(self.spec.depth):
@@ -115,7 +115,7 @@ class TmaKeys:
 
     @cute.jit
     def issue(self, problem: Problem, rings: KeyRings, tiles: WarpTiles, item: Int32, pages: Int32, stage: Int32):
-        """Starts to bring an item into a stage that is free. pages: tile_pages of its tile."""
+        """Starts to load an item into a free stage. pages: tile_pages of its tile."""
         spec, shape = self.spec, self.spec.rings[0]
         tile, head = quotient(item, spec.num_kv_heads), remainder(item, spec.num_kv_heads)
         token, full = tiles.token(tile), rings.barriers + stage
@@ -157,7 +157,7 @@ class CpAsyncKeys:
 
     @cute.jit
     def issue(self, problem: Problem, rings: KeyRings, tiles: WarpTiles, item: Int32, pages: Int32, stage: Int32):
-        """As TmaKeys.issue; past the last item it commits an empty group."""
+        """As TmaKeys.issue; commits an empty group past the last item."""
         spec = self.spec
         if item < tiles.count * spec.num_kv_heads:
             tile, head = quotient(item, spec.num_kv_heads), remainder(item, spec.num_kv_heads)
@@ -169,6 +169,6 @@ class CpAsyncKeys:
         cute.arch.cp_async_commit_group()
 
     def await_item(self, rings: KeyRings, item: Int32, stage: Int32):
-        """As TmaKeys.await_item, for the oldest of the items under way."""
+        """As TmaKeys.await_item, for the oldest item in flight."""
         cute.arch.cp_async_wait_group(self.spec.depth - 1)
         cute.arch.sync_warp()

@@ -1,8 +1,8 @@
 """SM90 mainloop of warpgroups that all attend to the same tiles: products and softmax overlap inside a warpgroup.
 
-While a warpgroup weighs the scores of tile i, its tensor cores add tile i - 1 to the output and make the scores of tile i, as in
-FlashAttention-3 (Shah et al. 2024, section 3.2): a step starts Q K^T of tile i, then P V of tile i - 1, and waits for the first
-alone before softmax. K and V of a stage come and go by barriers of their own, so that two stages keep both products fed.
+As in FlashAttention-3 (Shah et al. 2024, section 3.2), a step starts Q K^T of tile i, then P V of tile i - 1, and waits only for
+Q K^T before softmax: while a warpgroup weighs the scores of tile i, its tensor cores still add tile i - 1 to the output. K and V
+of a stage have full and empty barriers of their own, so two stages keep both products fed.
 """
 
 import cutlass
@@ -27,7 +27,7 @@ from .tma import TmaMainloop
 
 
 class OverlapMainloop(TmaMainloop):
-    """The producers of TmaMainloop; consumers that each attend to every tile."""
+    """The producers of TmaMainloop, with consumers that each attend to every tile."""
 
     def __init__(self, spec: KernelSpec):
         super().__init__(spec)
@@ -35,7 +35,7 @@ class OverlapMainloop(TmaMainloop):
 
     @cute.jit
     def consume(self, piece: Piece, attention: Attention, problem: Problem, shared: Shared):
-        """This warp's m-tile and every tile of a piece."""
+        """Attends to every tile of a piece with this warp's m-tile."""
         acc_s, tiles = attention.products.make_scores(), piece.stop - piece.first
         p = cute.make_rmem_tensor(acc_s.shape, ELEMENT_TYPES[self.spec.v_math])
         if tiles > 0:
@@ -43,7 +43,7 @@ class OverlapMainloop(TmaMainloop):
                 stage, holes = self.operand(shared, piece, i, 0), self.read_holes(piece, i, shared)
                 cut = is_cut(self.spec, attention.row_tiles[0], self.place(piece, i))
                 scales = self.read_scales(piece, i, attention, shared)
-                if cutlass.const_expr(self.spec.wide[0] is not None):  # of what came, holes were left to read
+                if cutlass.const_expr(self.spec.wide[0] is not None):  # only holes were still read from the ring
                     self.release(empty_barrier(self.spec, shared, self.place_in_ring(piece.issued + i)[0]), False)
                 self.await_turn()
                 attention.products.start_scores(acc_s, attention.row_tiles[0].query, stage)
@@ -67,7 +67,7 @@ class OverlapMainloop(TmaMainloop):
 
     @cute.jit
     def operand(self, shared: Shared, piece: Piece, i: Int32, which: cutlass.Constexpr) -> Int32:
-        """Waits for K (0) or V (1) of the piece's tile i; returns its stage in what is multiplied: a ring, or a wide one."""
+        """Waits for K (0) or V (1) of the piece's tile i; returns its stage in the ring that wgmma reads, narrow or wide."""
         spec, ordinal = self.spec, piece.issued + i
         if cutlass.const_expr(spec.wide[which] is None):
             stage, parity = self.place_in_ring(ordinal)
@@ -79,42 +79,42 @@ class OverlapMainloop(TmaMainloop):
 
     @cute.jit
     def await_turn(self):
-        """This warpgroup may start its products: in turn, so that one weighs while another multiplies (FlashAttention-3, 3.1)."""
+        """Waits for this warpgroup's turn to multiply: one weighs while another multiplies (FlashAttention-3, section 3.1)."""
         if cutlass.const_expr(self.warpgroups > 1):
             cute.arch.barrier(barrier_id=PRODUCTS + warpgroup_of(), number_of_threads=2 * WARPGROUP * LANES)
 
     @cute.jit
     def pass_turn(self):
-        """This warpgroup has started its products: the next may."""
+        """Lets the next warpgroup start its products: this one has started its own."""
         if cutlass.const_expr(self.warpgroups > 1):
             following = remainder(warpgroup_of() + 1, self.warpgroups)
             cute.arch.barrier_arrive(barrier_id=PRODUCTS + following, number_of_threads=2 * WARPGROUP * LANES)
 
     @cute.jit
     def open_turns(self):
-        """Before the first piece: the last warpgroup has had its turn."""
+        """Begins the turns, before the first piece: the last warpgroup passes its turn to the first."""
         if warpgroup_of() == self.warpgroups - 1:
             self.pass_turn()
 
     @cute.jit
     def close_turns(self):
-        """Behind the last piece: the turn that nobody takes."""
+        """Ends the turns, after the last piece: the first warpgroup awaits the turn that nobody uses."""
         if warpgroup_of() == 0:
             self.await_turn()
 
     @cute.jit
     def read_holes(self, piece: Piece, i: Int32, shared: Shared) -> tuple[Int32, ...]:
-        """The words of holes of the piece's tile i, whose K has come: read ahead of what would wait for them."""
+        """The words of holes of the piece's tile i, whose K has come: read early, so that nothing waits for them."""
         spec, (stage, parity) = self.spec, self.place_in_ring(piece.issued + i)
-        if cutlass.const_expr(spec.wide[0] is not None):  # they came with what was widened
+        if cutlass.const_expr(spec.wide[0] is not None):  # holes come with the narrow K
             cute.arch.mbarrier_wait(full_barrier(spec, shared, stage), parity)
         return tuple(read_holes(spec, shared, stage * spec.hole_words + word) for word in range(spec.hole_words))
 
     def read_scales(self, piece: Piece, i: Int32, attention: Attention, shared: Shared) -> tuple:
-        """(scales_of the piece's tile i, K's of this lane's columns, weights_up), read while the warpgroup waits for its turn."""
+        """(scales_of the piece's tile i, K's scales of this lane's columns, weights_up), read before the warpgroup's turn."""
         spec, state, ordinal = self.spec, attention.row_tiles[0].state, piece.issued + i
         wide, turn = self.place_in_wide(ordinal) if spec.widens_tiles else (0, 0)
-        if spec.widens_tiles and spec.wide[0] is None and spec.token_scales:  # nothing else waits for what comes with K
+        if spec.widens_tiles and spec.wide[0] is None and spec.token_scales:  # nothing else waits for the widened scales
             cute.arch.mbarrier_wait(widened_barrier(spec, shared, wide), turn)
         token_scales = scales_of(spec, shared, self.place_in_ring(ordinal)[0], wide)
         peak = settle_scales(spec, *token_scales)
@@ -124,13 +124,12 @@ class OverlapMainloop(TmaMainloop):
     def weigh(
         self, piece: Piece, i: Int32, attention: Attention, shared: Shared, acc_s: cute.Tensor, scales: tuple, hidden: tuple
     ):
-        """The scores of the piece's tile i, in place, as weights times V's scales of tokens.
+        """Turns the scores of the piece's tile i, in place, into weights times V's scales of tokens.
 
-        scales: read_scales of the tile; hidden: (its holes, is_cut).
+        scales: read_scales of the tile; hidden: (its holes, is_cut). Returns the further arguments of follow_bases.
 
-        P V of the tile before is waited for among the exponentials, so that they hide the conversion of P, and no branch stands
-        between them. Where bases move nothing is waited for: that is a warp's own affair, a wait is its warpgroup's. Returns what
-        follow_bases takes.
+        The wait for P V of the previous tile stands among the exponentials, so that they hide the conversion of P, and no branch
+        stands between them. Code that moves bases does not wait: each warp moves its own bases, but a wait is for a warpgroup.
         """
         spec, stage, (rows,) = self.spec, self.place_in_ring(piece.issued + i)[0], attention.row_tiles
         token_scales, columns, up = scales
@@ -153,7 +152,7 @@ class OverlapMainloop(TmaMainloop):
 
     @cute.jit
     def start_values(self, piece: Piece, i: Int32, attention: Attention, shared: Shared, p: cute.Tensor):
-        """Starts to add P V of the piece's tile i, once its V has come and holds zeros where nothing is seen."""
+        """Starts to add P V of the piece's tile i, once its V has come and is zero for tokens that no query row sees."""
         stage = self.operand(shared, piece, i, 1)
         if cutlass.const_expr(self.zeroes_alone):
             parity = self.place_in_ring(piece.issued + i)[1]
@@ -161,7 +160,7 @@ class OverlapMainloop(TmaMainloop):
         attention.products.start_values(attention.row_tiles[0].state.acc_o, fragments(p), stage)
 
     def release_keys(self, piece: Piece, i: Int32, shared: Shared):
-        """This warp is done with K of the piece's tile i as it is multiplied, and with its scales."""
+        """Releases K of the piece's tile i in the ring that wgmma reads, and its scales: this warp is done with both."""
         spec, (stage, _) = self.spec, self.place_in_ring(piece.issued + i)
         if spec.wide[0] is None:
             self.release(empty_barrier(spec, shared, stage), self.all_release)
@@ -169,7 +168,7 @@ class OverlapMainloop(TmaMainloop):
             self.release(narrow_barrier(spec, shared, self.place_in_wide(piece.issued + i)[0]), self.lanes_widen > 1)
 
     def release_values(self, piece: Piece, i: Int32, shared: Shared, there: Boolean | bool = True):
-        """This warp is done with V of the piece's tile i, if it is there."""
+        """Releases V of the piece's tile i, with which this warp is done. there: whether there is such a tile."""
         spec, (stage, _) = self.spec, self.place_in_ring(piece.issued + i)
         if spec.wide[1] is None:
             self.release(empty_barrier(spec, shared, stage, 1), False, there)
@@ -178,7 +177,7 @@ class OverlapMainloop(TmaMainloop):
 
     @cute.jit
     def release(self, barrier: cute.Pointer, by_lane: cutlass.Constexpr, there: Boolean | bool = True):
-        """This warp is done with what a barrier stands for. by_lane: every lane arrives, for what it has read itself."""
+        """Arrives at a barrier, as this warp is done with its stage. by_lane: every lane arrives, for what it has read itself."""
         cute.arch.sync_warp()
         if cutlass.const_expr(not by_lane):
             there = there & (cute.arch.lane_idx() == 0)  # a predicate: an elected lane takes a vote and a branch

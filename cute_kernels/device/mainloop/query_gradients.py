@@ -1,7 +1,7 @@
-"""dQ of a block of packed rows of a request and KV head, which a CTA owns, and delta = rowsum(dout * out) of each.
+"""dQ, and delta = rowsum(dout * out), of a query block: packed rows of a request and KV head, which one CTA owns.
 
-q and dout stay, tiles of K and V stream. dQ of a tile is under way while S and dP of the next are made; a tile is asked for once
-the one before the last is done with.
+q and dout stay in shared memory, tiles of K and V stream. The product dQ of a tile is in flight while S and dP of the next tile
+are computed; a tile is requested once the tile two before it, in its stage, is done.
 """
 
 import cutlass
@@ -25,14 +25,14 @@ VECTOR = 8  # elements of 16 bytes
 
 
 class QueryGradients:
-    """What the CTAs of a launch over query rows do."""
+    """The work of the CTAs of a launch over query rows."""
 
     def __init__(self, spec: BackwardSpec):
         self.spec = spec
 
     @cute.jit
     def own_queries(self, problem: Gradients, shared: TwinTiles, asked: Asked, block: QueryBlock, kv_head: Int32, dq):
-        """dQ of a block of packed rows, and their delta."""
+        """Computes dQ and delta of a block of packed rows."""
         spec, places, row = self.spec, QueryPlaces(self.spec, block), asked.row
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         first = quotient(block.base, spec.group_size)
@@ -66,7 +66,7 @@ class QueryGradients:
 
     @cute.jit
     def start_scores(self, products: Products, stage: Int32) -> tuple[cute.Tensor, cute.Tensor]:
-        """Starts S and dP of a tile; when it returns the tile before is done with."""
+        """Starts S and dP of a tile; when it returns, the previous tile is no longer read."""
         acc_s, acc_dp = products.start_scores(0, stage), products.start_scores(1, stage)
         products.wait(2)
         cute.arch.sync_threads()
@@ -77,7 +77,7 @@ class QueryGradients:
         self, problem: Gradients, products: Products, sums: cute.Tensor, largest: cute.Tensor, started: tuple, rows: QueryRows,
         columns: KeyColumns, positions: tuple, stage: Int32,
     ):  # fmt: skip
-        """Starts to add to dQ what a tile of keys gives. started: S and dP; positions: of the block's first and last row."""
+        """Starts to add a tile of keys to dQ. started: S and dP; positions: of the block's first and last row."""
         spec, queries, (acc_s, acc_dp) = self.spec, problem.rows.queries, started
         keys = columns.first, columns.first + (spec.tile_rows - 1)
         cut = (keys[1] >= columns.end) | (not all_see(spec, queries, positions, keys))
@@ -93,14 +93,14 @@ class QueryGradients:
 
     @cute.jit
     def close(self, products: Products):
-        """The last tile is done with, and so are all warps."""
+        """Waits until the last tile is no longer read, by any warp."""
         products.wait(0)
         cute.arch.cp_async_wait_group(0)
         cute.arch.sync_threads()
 
     @cute.jit
     def fetch_keys(self, problem: Gradients, shared: TwinTiles, tile: KeyTile, pages: cute.Tensor, stage: Int32):
-        """Starts to bring a tile of keys whose pages are known, a commit group, and finds those of the next one."""
+        """Starts to load a tile of keys whose pages are known, as one commit group, and finds the pages of the next tile."""
         spec, rows = self.spec, problem.rows
         if tile.first < tile.end:
             places = KeyPlaces(spec, rows, tile, pages)
@@ -110,7 +110,7 @@ class QueryGradients:
         look_up(spec, spec.streamed, rows, following, pages)
 
     def query_rows(self, problem: Gradients, asked: Asked, block: QueryBlock, places: QueryPlaces, warp: Int32) -> QueryRows:
-        """This lane's rows of a block. Their delta is made here, and left for the launches over the keys."""
+        """This lane's rows of a block. Their delta is computed here, and stored for the launches over the keys."""
         spec, lses, deltas, packed = self.spec, [], [], []
         for r in range(2):
             number = warp * TILE_M + quotient(cute.arch.lane_idx(), 4) + 8 * r
@@ -123,7 +123,7 @@ class QueryGradients:
 
 @cute.jit
 def settle_delta(spec: cutlass.Constexpr, problem: Gradients, coord: tuple, inside: Boolean) -> Float32:
-    """delta of a query row that four lanes share, for each of them; it is left in memory too."""
+    """delta of a query row that four lanes share, returned to each of them and stored."""
     total, vectors = Float32(0.0), cutlass.const_expr(spec.head_dim // VECTOR)
     lane = remainder(cute.arch.lane_idx(), 4)
     for turn in cutlass.range_constexpr(-(-vectors // 4)):
@@ -149,7 +149,7 @@ def read_vector(tensor: cute.Tensor, coord: tuple) -> cute.Tensor:
 
 @cute.jit
 def read_lse(spec: cutlass.Constexpr, lses: cute.Tensor, coord: tuple, inside: Boolean) -> Float32:
-    """The lse of a query row, to base 2; of a row that is not there +inf, so that it weighs nothing."""
+    """The lse of a query row, to base 2; +inf for a missing row, so that its weights are 0."""
     lse = Float32.inf
     if inside:
         lse = usable_lse(spec, lses[coord])

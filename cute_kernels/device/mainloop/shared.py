@@ -1,4 +1,4 @@
-"""The shared memory of a CTA."""
+"""The shared memory of a CTA. Its share: a work partition; a piece: a KV split; a crew: the CTAs that combine a cut row."""
 
 from dataclasses import dataclass
 
@@ -15,24 +15,22 @@ from ..kv.source import row_fields
 from . import tile
 from .arena import Arena, arena_of
 
-SHARE_WORDS = 7  # of a share, but for what a CTA knows of it by itself
+SHARE_WORDS = 7  # words of a Share that a warp publishes: a CTA knows unit, index and units by itself
 
 
 @dataclass(frozen=True)
 class Shared:
-    """The K and V rings, swizzled, and their tokens' scales; two queries; the merge buffer; holes (attend/mask).
+    """The swizzled rings of K and V, their tokens' scales, the query buffers, the merge buffer, holes (attend/mask).
 
-    wide: rings of K and V tiles, [token, element, stage], where a warpgroup multiplies 8-bit ones, else None.
-    wide_scales: of the tokens of those.
-
+    wide: rings of 8-bit K and V tiles widened for wgmma, [token, element, stage], else None; wide_scales: their tokens' scales.
     barriers: the mbarriers, by the functions below.
 
     inverses: of the row factors of each query, f32 [row, query] (attend/query_range.py).
-    What only the end of a share needs, kept out of registers: opener, the slice that opened the share's first row
-    (DecodeKernel.find_opener), or crew and combines (schedule/crew.py). They share memory: a partition needs one or the other.
-    opening, pages: what one warp finds for others (schedule/opening.py).
-    declined: of each piece of the share's first row, Int8: whether its CTA declines.
-    items: words of an Item (schedule/dealing.py) [word, slot], where items are dealt.
+    Only the end of a share needs the next three, which stay out of registers: opener, the slice that opened the share's first row
+    (DecodeKernel.find_opener), or crew and combines (schedule/crew.py). opener and crew share memory: a partition needs only one.
+    opening, pages: one warp finds them for the others (schedule/opening.py).
+    declined: Int8 per piece of the share's first row: whether its CTA declines.
+    items: words of an Item (schedule/dealing.py) [word, slot], if items are dealt.
     """
 
     rings: tuple
@@ -54,14 +52,14 @@ class Shared:
 
 
 def crew_words(spec: KernelSpec) -> int:
-    """Those of a Crew (schedule/crew.py)."""
+    """Words of a Crew (schedule/crew.py)."""
     return 9 if spec.several else 7
 
 
 def merge_tensors(spec: KernelSpec, base: cute.Pointer) -> tuple:
     """Shared memory of the merge, f32: O [row, column, order], then row_max and row_sum [row, order], and lse [row].
 
-    Of warpgroups O of one order alone. Only they have an lse there. Where products overlap, nothing but what the combine needs.
+    For warpgroups O has one order only, and only they have an lse. If products overlap, it is only what the combine needs.
     """
     if spec.overlaps:
         return cute.make_tensor(base, cute.make_layout(spec.merge_floats)), None, None, None
@@ -76,7 +74,7 @@ def merge_tensors(spec: KernelSpec, base: cute.Pointer) -> tuple:
 
 
 def allocate_tiles(smem, spec: KernelSpec, shapes: tuple) -> tuple:
-    """Memory for tiles of K and of V, swizzled; None where there is no shape."""
+    """Swizzled memory for tiles of K and of V; None for a shape that is None."""
     tiles: list[cute.Tensor | None] = []
     for shape, math_type in zip(shapes, (spec.k_math, spec.v_math), strict=True):
         found = None
@@ -90,7 +88,7 @@ def allocate_tiles(smem, spec: KernelSpec, shapes: tuple) -> tuple:
 def allocate(spec: KernelSpec, smem) -> Shared:
     """Lays out the CTA's shared memory. smem: an allocator."""
     tiles, states = smem, smem
-    if spec.shares_ring:  # no tile is under way while the states of a piece's end are
+    if spec.shares_ring:  # no tile is in flight while the states of a piece's end use the memory
         base = arena_of(smem, spec.ring_bytes)
         tiles, states = (Arena(base, spec.ring_bytes) for _ in range(2))
     rings = allocate_tiles(tiles, spec, spec.rings)
@@ -117,63 +115,63 @@ def allocate(spec: KernelSpec, smem) -> Shared:
 
 
 def full_barrier(spec: KernelSpec, shared: Shared, stage: Int32 | int, which: int = 0) -> cute.Pointer:
-    """A stage's tile has come: its producers arrive. Where products overlap, that of K (0) or V (1); else both."""
+    """The barrier "a stage's tile has come": its producers arrive. which: K (0) or V (1) if products overlap, else both."""
     return shared.barriers + full_place(spec, stage, which)
 
 
 def full_place(spec: KernelSpec, stage: Int32 | int, which: int = 0) -> Int32 | int:
-    """Where a full barrier is among all."""
+    """The index of a full barrier among all mbarriers."""
     return (values_barriers(spec) if spec.overlaps and which else 0) + stage
 
 
 def empty_barrier(spec: KernelSpec, shared: Shared, stage: Int32 | int, which: int = 0) -> cute.Pointer:
-    """A stage is free: its reader arrives. As full_barrier."""
+    """The barrier "a stage is free": its readers arrive. As full_barrier."""
     return shared.barriers + ((values_barriers(spec) if spec.overlaps and which else 0) + spec.num_stages) + stage
 
 
 def values_barriers(spec: KernelSpec) -> int:
-    """Where those begin that V has alone: behind all others."""
+    """The index of the first mbarrier that V has alone: V's come after all others."""
     return spec.barrier_count - 2 * spec.num_stages
 
 
 def item_barrier(spec: KernelSpec, shared: Shared, slot: Int32 | int) -> cute.Pointer:
-    """A slot has an item: the producer arrives."""
+    """The barrier "a slot has an item": the producer arrives."""
     return shared.barriers + (values_barriers(spec) - 2 * ITEMS) + slot
 
 
 def taken_barrier(spec: KernelSpec, shared: Shared, slot: Int32 | int) -> cute.Pointer:
-    """All have taken a slot's item: each lane of a warp that does so arrives."""
+    """The barrier "all have taken a slot's item": each lane of a warp that does so arrives."""
     return shared.barriers + (values_barriers(spec) - ITEMS) + slot
 
 
 def crew_barrier(spec: KernelSpec, shared: Shared) -> cute.Pointer:
-    """The crew lies in shared memory: the producer arrives."""
+    """The barrier "the crew lies in shared memory": the producer arrives."""
     return shared.barriers + 2 * spec.num_stages
 
 
 def announced_barrier(spec: KernelSpec, shared: Shared) -> cute.Pointer:
-    """The row's last CTA has announced itself: the producer arrives."""
+    """The barrier "the row's last CTA has announced itself": the producer arrives."""
     return shared.barriers + 2 * spec.num_stages + 1
 
 
 def zeroed_barrier(spec: KernelSpec, shared: Shared, stage: Int32 | int) -> cute.Pointer:
-    """What no row sees of a stage's V is zero: the first of several readers arrives."""
+    """The barrier "unseen rows of a stage's V are zero": the first of several readers arrives."""
     return shared.barriers + 2 * spec.num_stages + NEWS + stage
 
 
 def widened_barrier(spec: KernelSpec, shared: Shared, stage: Int32 | int, which: int = 0) -> cute.Pointer:
-    """A stage of the wide rings has its tile: the warps that widen arrive. As full_barrier; scales come with K."""
+    """The barrier "a wide stage has its tile": the warps that widen arrive. As full_barrier; scales come with K."""
     return shared.barriers + 3 * spec.num_stages + NEWS + (2 * spec.wide_stages if spec.overlaps and which else 0) + stage
 
 
 def narrow_barrier(spec: KernelSpec, shared: Shared, stage: Int32 | int, which: int = 0) -> cute.Pointer:
-    """A stage of the wide rings is free: its readers arrive. As full_barrier; scales go with K."""
+    """The barrier "a wide stage is free": its readers arrive. As full_barrier; scales go with K."""
     return widened_barrier(spec, shared, stage, which) + spec.wide_stages
 
 
 @cute.jit
 def read_holes(spec: cutlass.Constexpr, shared: Shared, word: Int32) -> Int32:
-    """The holes of the tile in a stage, or a word of them, for all lanes. Only lane 0, which also frees the stage, reads them."""
+    """A word of a stage's holes, for all lanes. Only lane 0, which also frees the stage, reads it."""
     holes = Int32(0)
     if cutlass.const_expr(spec.source == "paged"):
         if cute.arch.lane_idx() == 0:

@@ -1,7 +1,7 @@
 """Rows of two tensors side by side in shared memory, by cp.async: K and V of keys, q and dout of packed query rows.
 
-One tile of them stays (resident), others stream past it through a ring of two stages. All threads of a CTA bring each tile and
-meet before it is read. Tiles are swizzled (mainloop/tile.py), as both ldmatrix and wgmma read them.
+One tile of each stays in shared memory (resident), other tiles stream past it through a ring of two stages. All threads of a CTA
+bring each tile and meet before it is read. Tiles are swizzled (mainloop/tile.py), as both ldmatrix and wgmma read them.
 """
 
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ NUMBER_BYTES = 4
 class TwinTiles:
     """resident: two tiles; streamed: two rings; numbers: f32 [streamed row, lse or delta, stage].
 
-    words: Int32, one of each resident row; votes: Int32, one of each warp.
+    words: Int32, one per resident row; votes: Int32, one per warp.
     """
 
     resident: tuple
@@ -51,24 +51,24 @@ def allocate_twins(spec: BackwardSpec) -> TwinTiles:
 
 
 class QueryPlaces:
-    """Where the packed rows of a block are in q, out and their gradients."""
+    """Where the packed rows of a query block are in q, out and their gradients."""
 
     def __init__(self, spec: BackwardSpec, block: QueryBlock):
         self.spec, self.block = spec, block
 
     def at(self, turn: int, row: Int32) -> tuple[tuple, Boolean]:
-        """(all coordinates but the column, whether it is there) of a row of the block; else those of another that is there."""
+        """(coordinates without the column, whether the row exists) of a row of the block; of an existing row if it does not."""
         return self.store_at(row)
 
     def store_at(self, row: Int32) -> tuple[tuple, Boolean]:
-        """As `at`."""
+        """As `at`, without a turn."""
         inside = row < self.block.rows
         return place_in(self.spec, self.block, cutlass.select_(inside, row, 0)), inside
 
 
 @dataclass(frozen=True)
 class KeyTile:
-    """Keys of a request from position `first` on, of a KV head: those in [begin, end) are read. index: the request."""
+    """A tile of a KV head's keys from position `first` on; keys in [begin, end) are read. index, row: the request, opened."""
 
     index: Int32
     row: Row
@@ -79,7 +79,7 @@ class KeyTile:
 
 
 def key_place(spec: BackwardSpec, rows: Rows, tile: KeyTile, row: Int32, page: Int32) -> tuple[tuple, Boolean]:
-    """As QueryPlaces.at of a row of a tile of keys, in K, V and their gradients. page: page_of_key."""
+    """As QueryPlaces.at, for a row of a tile of keys in K, V and their gradients. page: page_of_key."""
     token = tile.first + row
     inside = (token >= tile.begin) & (token < tile.end) & (page >= 0) & (page < rows.num_pages)
     slot = remainder(token, spec.page_size) if spec.page_size else slot_start(spec, tile.row) + token
@@ -88,7 +88,7 @@ def key_place(spec: BackwardSpec, rows: Rows, tile: KeyTile, row: Int32, page: I
 
 @cute.jit
 def page_of_key(spec: cutlass.Constexpr, rows: Rows, tile: KeyTile, row: Int32) -> Int32:
-    """The page of a row of a tile of keys, unchecked; -1 where that is not to be read: no entry of the table is then."""
+    """The page of a row of a tile of keys, unchecked; -1 if the key is not to be read, and then no table entry is read."""
     page, token = Int32(-1), tile.first + row
     if (token >= tile.begin) & (token < tile.end):
         page = page_of(spec, rows.tables, tile.row.start, token)
@@ -96,7 +96,7 @@ def page_of_key(spec: cutlass.Constexpr, rows: Rows, tile: KeyTile, row: Int32) 
 
 
 class KeyPlaces:
-    """Where a tile's keys are. pages: what look_up found for this thread's turns."""
+    """Where a tile's keys are. pages: found by look_up, one per turn of this thread."""
 
     def __init__(self, spec: BackwardSpec, rows: Rows, tile: KeyTile, pages: cute.Tensor):
         self.spec, self.rows, self.tile, self.pages = spec, rows, tile, pages
@@ -107,17 +107,17 @@ class KeyPlaces:
 
 
 def located(places, turn: int, row: Int32) -> tuple[tuple, Boolean]:
-    """places.at: what is called in a branch of traced code is a function, not a method."""
+    """places.at as a function: in a branch, traced code may call functions, not methods."""
     return places.at(turn, row)
 
 
 def turns_of(spec: BackwardSpec, shape: RingShape, vector_bytes: int) -> int:
-    """Vectors of a tile that a thread brings."""
+    """Vectors of a tile that one thread brings, one per turn."""
     return -(-shape.tile_n * (shape.units * UNIT_BYTES // vector_bytes) // spec.threads)
 
 
 def row_of_turn(spec: BackwardSpec, shape: RingShape, vector_bytes: int, turn: int) -> tuple[Int32, Int32]:
-    """(row, byte of it) that a thread brings in a turn; rows past the tile are none."""
+    """(row, byte in the row) that this thread brings in a turn; a row past the tile is not brought."""
     per_row = shape.units * UNIT_BYTES // vector_bytes
     index = turn * spec.threads + cute.arch.thread_idx()[0]
     return quotient(index, per_row), remainder(index, per_row) * vector_bytes
@@ -125,7 +125,7 @@ def row_of_turn(spec: BackwardSpec, shape: RingShape, vector_bytes: int, turn: i
 
 @cute.jit
 def look_up(spec: cutlass.Constexpr, shape: cutlass.Constexpr, rows: Rows, tile: KeyTile, pages: cute.Tensor):
-    """Finds the pages of what this thread will bring of a tile of keys."""
+    """Finds the pages of the keys that this thread will bring of a tile."""
     for turn in cutlass.range_constexpr(cute.size(pages)):
         row = row_of_turn(spec, shape, spec.vector_bytes, turn)[0]
         pages[turn] = page_of_key(spec, rows, tile, row)
@@ -141,7 +141,7 @@ def fetch_twins(
     stage: Int32,
     places,
 ):
-    """The CTA's threads start to bring a tile of each tensor to a stage. What is not there, and columns past head_dim: zeros."""
+    """The CTA's threads start to copy a tile of each tensor to a stage. Missing rows and columns past head_dim become zeros."""
     partial = cutlass.const_expr(shape.tile_n * (shape.units * UNIT_BYTES // vector_bytes) % spec.threads > 0)
     for turn in cutlass.range_constexpr(turns_of(spec, shape, vector_bytes)):
         row, byte = row_of_turn(spec, shape, vector_bytes, turn)
@@ -158,7 +158,7 @@ def fetch_twins(
 
 @cute.jit
 def fetch_numbers(spec: cutlass.Constexpr, sources: tuple, numbers: cute.Tensor, stage: Int32, places):
-    """The CTA's threads start to bring lse and delta of a tile of query rows; those of rows that are not there become 0."""
+    """The CTA's threads start to copy lse and delta of a tile of query rows; both are 0 for missing rows."""
     for which in cutlass.range_constexpr(NUMBERS):
         row = cute.arch.thread_idx()[0] - which * spec.tile_rows
         if (row >= 0) & (row < spec.tile_rows):
@@ -170,7 +170,7 @@ def fetch_numbers(spec: cutlass.Constexpr, sources: tuple, numbers: cute.Tensor,
 
 @cute.jit
 def settle_copies(spec: cutlass.Constexpr):
-    """All that the threads of a CTA asked for has come, and each may read it. A barrier."""
+    """Waits until all copies of the CTA's threads have landed and each thread may read them. A barrier."""
     cute.arch.cp_async_wait_group(0)
     if cutlass.const_expr(spec.by_warpgroup):
         cute.arch.fence_proxy("async.shared", space="cta")

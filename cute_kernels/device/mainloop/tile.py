@@ -1,10 +1,10 @@
 """A tile of K or V in shared memory: tile_n tokens x a row of 16-bit units, as swizzled slabs.
 
-A unit is an element of 16 bits or two neighbouring ones of 8. One slab is what one TMA box brings: [column block][row]
+A unit is one 16-bit element, two neighbouring 8-bit elements, or half of an f32. One TMA box brings one slab: [column block][row]
 [column_block units], with `box_rows` rows of one page. Its rows of 32, 64 or 128 bytes are swizzled over 8 (or fewer) rows so
 that ldmatrix reads them without bank conflicts. A tile is tile_n / box_rows slabs in a row, so token `t` lies in slab
-t / box_rows: the nested first mode below. Where a wgmma reads the tile its column blocks lie one behind the other, [column block]
-[token][column_block units], and a box brings `box_rows` tokens of one.
+t / box_rows: the nested first mode below. If wgmma reads the tile (`by_block`), its column blocks lie one after the other,
+[column block][token][column_block units], and a box brings `box_rows` tokens of one block.
 """
 
 import cutlass.cute as cute
@@ -14,7 +14,7 @@ from ...config.problem import UNIT_BYTES
 from ...config.tiling import RingShape
 
 SWIZZLE_BITS = {64: 3, 32: 2, 16: 1}
-SWIZZLE_ROWS = 8  # after as many rows a swizzle repeats
+SWIZZLE_ROWS = 8  # a swizzle repeats after this many rows
 
 
 def swizzle(shape: RingShape) -> cute.Swizzle:
@@ -28,7 +28,7 @@ def columns(shape: RingShape) -> tuple:
 
 
 def slab_layout(shape: RingShape) -> cute.Layout:
-    """(row, (column, block)) -> unit of one slab; (row, column) of a column block of it."""
+    """(row, (column, block)) -> unit of one slab; (row, column) -> unit of one column block, if a box brings only that."""
     block = shape.column_block
     if shape.by_block:
         return cute.make_layout((shape.box_rows, block), stride=(block, 1))
@@ -45,7 +45,7 @@ def ring_layout(shape: RingShape) -> cute.Layout:
 
 
 def distances(shape: RingShape) -> tuple[int, int]:
-    """Units from a slab of a tile to the next, and from a column block of it to the next."""
+    """(units from one slab of a tile to the next, units from one column block to the next)."""
     rows = shape.tile_n if shape.by_block else shape.box_rows
     return shape.box_rows * (shape.column_block if shape.by_block else shape.units), rows * shape.column_block
 
@@ -61,7 +61,7 @@ def boxes_across(shape: RingShape) -> int:
 
 
 def slab_ring_layout(shape: RingShape) -> cute.Layout:
-    """(row, column, slab, column block, stage): the same memory, one TMA box at a time."""
+    """(row, column, slab, column block, stage) -> unit: the memory of ring_layout, one TMA box at a time."""
     block, (slab, between) = shape.column_block, distances(shape)
     across = (1, between) if not shape.by_block else 1
     return cute.make_layout(
@@ -87,10 +87,10 @@ def swizzled(shape: RingShape, stage: Int32 | int, token: Int32, column: Int32) 
 
 
 def address(ring: cute.Tensor, shape: RingShape, stage: Int32) -> Int32:
-    """That of a stage's tile."""
+    """The shared-memory address of a stage's tile."""
     return Int32(ring.iterator.toint()) + stage * shape.tile_bytes
 
 
 def spread(shape: RingShape, offset: Int32) -> Int32:
-    """The swizzle, of a byte offset in a tile."""
+    """A byte offset in a tile, swizzled."""
     return offset ^ ((offset >> 3) & ((2 ** SWIZZLE_BITS[shape.column_block] - 1) << 4))

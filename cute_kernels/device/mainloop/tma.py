@@ -1,12 +1,14 @@
-"""SM90 mainloop: a producer warp issues a TMA box per page into a ring of mbarriers; consumer warps take tiles in turn.
+"""SM90 mainloop: a producer warp issues one TMA box per page into a ring of mbarriers; consumer warps take tiles in turn.
 
-Scales of tokens have a producer warp of their own: beside the boxes they took a warp longer than a tile takes to come. Where
-there are none, that warp looks ahead; with two CTAs an SM a warp more would leave too few registers to each.
+The scales of tokens have a producer warp of their own: one warp took longer to issue both boxes and scales than a tile takes to
+arrive. Without scales that second warp looks ahead (L2 prefetch); with two CTAs per SM, one more warp would leave too few
+registers to each.
 
-Tile i lies in stage i % num_stages and belongs to warp i % num_warps. num_stages is a multiple of num_warps, so a stage always
-has the same reader: with several, a fast one passes a parity that an older phase satisfied and reads garbage. Where a unit has
-two KV heads, a stretch of tokens is a tile of the first, then one of the second: as num_warps is even, a warp has tiles of one.
-Where it has several m-tiles, neighbouring warps read a tile, each for its own: such groups take tiles in turn, not warps.
+Tile i of a share (work partition) lies in stage i % num_stages and belongs to warp i % num_warps. num_stages is a multiple of
+num_warps, so a stage always has the same reader: with several readers, a fast one passes a parity that an older phase satisfied
+and reads garbage. If a unit (head block) has two KV heads, a stretch of tokens is a tile of the first head, then a tile of the
+second; num_warps is even, so a warp has tiles of one head. If a unit has several m-tiles, a group of neighbouring warps (a turn)
+reads each tile, each warp for its own m-tiles; groups, not warps, then alternate.
 """
 
 import cutlass
@@ -52,7 +54,7 @@ from .shared import (
 )
 
 EVICT_NORMAL = 0x1000000000000000
-AHEAD = 4  # a quarter of the ring is asked for ahead: what is more delays the loads themselves
+AHEAD = 4  # look_ahead prefetches a quarter of the ring: more would delay the loads themselves
 
 
 class TmaMainloop:
@@ -63,13 +65,13 @@ class TmaMainloop:
         self.producer_warps = PRODUCER_WARPS[spec.arch]
         self.ahead_warp = spec.num_warps + (-1 if spec.token_scales else 1)
         self.boxes = spec.tile_n // spec.box_rows
-        # at a full barrier: K and V, a lane's scales, their flags; scales come with K where V has barriers of its own
+        # arrivals at a full barrier: K and V, each lane's scales, their flags; scales come with K if V has barriers of its own
         self.arrivals = 1 + (32 + 1 if spec.token_scales else 0), 1
         readers = spec.readers
         widening = WIDENING_WARPS if spec.widens_tiles else 0
-        self.lanes_widen = LANES if spec.widens_tiles and spec.token_scales else 1  # each for the scales that it made or read
+        self.lanes_widen = LANES if spec.widens_tiles and spec.token_scales else 1  # a lane arrives for its own scales
         self.zeroes_alone = readers > 1 and spec.wide[1] is None
-        # at an empty one: each lane for scales, or V's elements, that it read itself, one alone where ldmatrix reads for all
+        # arrivals at an empty barrier: each lane, if it read scales or V's elements itself; one lane, if ldmatrix reads for all
         self.all_release = (spec.token_scales > 0 and not spec.widens_tiles) or (spec.splits and self.zeroes_alone)
         of_values = readers if spec.wide[1] is None else 0  # a widened V is done with once it is widened
         self.releases = readers * (LANES if self.all_release else 1) + widening * self.lanes_widen, of_values + widening
@@ -89,15 +91,15 @@ class TmaMainloop:
         return cute.domain_offset((piece.row.start, *(0 for _ in range(cute.rank(coords) - 1))), coords)
 
     def order(self, piece: Piece) -> Int32:
-        """This warp's place in the merge: the residue of its tiles in the piece, so it depends on the piece alone."""
+        """This warp's place in the merge: the number of its first tile in the piece, so the merge depends on the piece alone."""
         return (turn_of(self.spec) - piece.issued * self.spec.unit_heads) & (self.spec.turns - 1)  # turns are a power of two
 
     @cute.jit
     def prepare(self, operands: tuple, shared: Shared):
-        """The first warp fetches the tensor maps ahead and makes the mbarriers, while another finds the opening.
+        """The first warp prefetches the tensor maps and makes the mbarriers, while another warp finds the opening.
 
-        Full ones (the producers arrive), empty ones (the stage's reader does), and two for news of the crew (schedule/crew). One
-        lane: an address that differs between lanes costs a loop over them.
+        The mbarriers are full ones (the producers arrive), empty ones (the stage's reader arrives), those of zeroed and widened
+        tiles, and two for the crew (schedule/crew). One lane makes them: an address that differs between lanes costs a loop.
         """
         with cute.arch.elect_one():
             for atom in self.maps(operands):
@@ -118,16 +120,16 @@ class TmaMainloop:
         cute.arch.mbarrier_init_fence()
 
     def open_share(self, problem: Problem, shared: Shared) -> Opening:
-        """What the consumers begin with."""
+        """The opening (the CTA's share and its first row), for the consumers."""
         meet_consumers(self.spec)
         return read_opening(self.spec, problem, shared)[0]
 
     @cute.jit
     def look_ahead(self, problem: Problem, shared: Shared):
-        """Asks L2 for the first query and tiles of this CTA's share while the kernel before still runs.
+        """Prefetches the first query and tiles of this CTA's share into L2 while the previous kernel still runs.
 
-        By lengths and tables as they are: whatever that kernel may yet write to them, nothing that is read here goes further
-        than into a prefetch.
+        Lengths and tables are read as they are: the previous kernel may still change them, but values read here serve prefetches
+        only.
         """
         spec, rows, batch = self.spec, problem.rows.unsettled(), problem.batch(self.spec)
         atom_k, coords_k, atom_v, coords_v = problem.caches
@@ -149,19 +151,19 @@ class TmaMainloop:
                         cute.prefetch(atom, gmem[None, self.box_at(piece, shape, index, block, page, head)])
 
     def tile_at(self, piece: Piece, i: Int32) -> Int32:
-        """Which KV tile of its row the piece's tile i is."""
+        """The number, in its row, of the piece's KV tile i."""
         return first_tile(self.spec, piece.keys) + (piece.first + i)
 
     def box_at(self, piece: Piece, shape: RingShape, index: Int32, block: int, page: Int32, head: int) -> tuple:
-        """The coordinates of box `index` of a row, of a column block, which lies on `page`, for one of the unit's KV heads."""
+        """The coordinates of a row's box `index`, on `page`, for a column block and one of the unit's KV heads."""
         slot = remainder(index, self.spec.page_size // self.spec.box_rows) if self.spec.page_size else index
         return (slot, 0, *((block,) if shape.by_block else ()), piece.kv_head + head, page)
 
     @cute.jit
     def produce(self, problem: Problem, shared: Shared, scales: cutlass.Constexpr):
-        """A producer warp: every tile of the share, in order.
+        """The work of a producer warp: every tile of the share, in order.
 
-        scales: whether it brings the tokens' scales; K and V otherwise, and the opening for all.
+        scales: whether it brings the scales of tokens; otherwise it brings K and V, and finds the opening for all warps.
         """
         spec, issued = self.spec, Int32(0)
         if cutlass.const_expr(scales):
@@ -189,9 +191,9 @@ class TmaMainloop:
     def issue(
         self, problem: Problem, shared: Shared, where: tuple, piece: Piece, pages: Int32, more: Boolean, scales: cutlass.Constexpr
     ):
-        """What this producer brings of a piece, each tile once its stage is free. Lane l of `pages` has the page of its box l.
+        """Issues this producer's copies for a piece, each tile once its stage is free. Lane l of `pages` has the page of box l.
 
-        Returns open_next(where) of the next piece, if there is `more`: looked up once the first tile is under way.
+        Returns open_next(where) of the next piece, if there is `more`: it is looked up once the first tile is in flight.
         """
         spec, rows, num_pages = self.spec, problem.rows, problem.rows.num_pages
         tiles_ahead, tiles = cutlass.const_expr(32 // self.boxes), piece.stop - piece.first
@@ -208,7 +210,7 @@ class TmaMainloop:
                     self.issue_scales(problem, shared, piece, i, head, pages, ahead * self.boxes)
                 else:
                     self.issue_boxes(problem, shared, piece, i, head, pages, ahead * self.boxes, holes)
-            if ahead == tiles_ahead // 2:  # the first tiles would wait for it: which pages to take is a select
+            if ahead == tiles_ahead // 2:  # not at 0: the first tiles would wait for this lookup, as a select takes `pages`
                 upcoming = box_pages(spec, rows, piece.row.start, piece.keys, tile - ahead + tiles_ahead)
             if i == 0 and more:
                 found = self.open_next(problem, where, piece, scales)
@@ -217,23 +219,23 @@ class TmaMainloop:
         return found
 
     def no_next(self, problem: Problem, pages: Int32) -> tuple:
-        """open_next of what is past the share. pages: past the cache."""
+        """The result of open_next past the share's end. pages: a page past the cache."""
         return empty_row(self.spec), pages
 
     def open_next(self, problem: Problem, where: tuple, piece: Piece, scales: bool) -> tuple[Row, Int32]:
-        """(row, box_pages) of the piece after one of the share, or of nothing past the batch. where: (unit, `following` it)."""
+        """(row, box_pages) of the piece after `piece`; an empty row past the batch. where: (unit, `following` the piece)."""
         unit, (index, tile) = where
         row = open_row_or_nothing(self.spec, problem.rows, index, problem.batch(self.spec))
         keys = keys_of(self.spec, problem.rows, unit, row)
         return row, box_pages(self.spec, problem.rows, row.start, keys, first_tile(self.spec, keys) + tile)
 
     def ordinal(self, piece: Piece, i: Int32, head: int) -> Int32:
-        """Where in the share's stream the piece's tile i of a KV head is."""
+        """The number, in the share's stream of tiles, of the piece's tile i of a KV head."""
         return (piece.issued + i) * self.spec.unit_heads + head
 
     @cute.jit
     def await_stage(self, shared: Shared, ordinal: Int32, which: cutlass.Constexpr = 0) -> Int32:
-        """The stage of the share's tile `ordinal`, once it is free: of which, shared.empty_barrier."""
+        """Waits until the stage of the share's tile `ordinal` is free, and returns it. which: as in shared.empty_barrier."""
         stage, parity = self.place_in_ring(ordinal)
         cute.arch.mbarrier_wait(empty_barrier(self.spec, shared, stage, which), parity ^ 1)
         return stage
@@ -250,7 +252,7 @@ class TmaMainloop:
 
     @cute.jit
     def widen(self, problem: Problem, shared: Shared, warp: Int32):
-        """The warps that widen 8-bit tiles: every tile of the share, in order, all warps together. warp: which of them."""
+        """The work of the warps that widen 8-bit tiles: together, every tile of the share in order. warp: this warp's number."""
         spec, rows, issued = self.spec, problem.rows, Int32(0)
         cute.arch.griddepcontrol_wait()
         meet(spec)
@@ -267,7 +269,7 @@ class TmaMainloop:
 
     @cute.jit
     def widen_stage(self, shared: Shared, piece: Piece, i: Int32, warp: Int32):
-        """The piece's tile i, once it has come and a stage of the wide rings is free; where products overlap first K, then V."""
+        """Widens the piece's tile i once it has come and a wide stage is free; K first, then V, if products overlap."""
         spec, ordinal = self.spec, piece.issued + i
         (stage, parity), (wide, turn) = self.place_in_ring(ordinal), self.place_in_wide(ordinal)
         place = place_of_tile(spec, piece.keys, piece.first + i)
@@ -286,7 +288,7 @@ class TmaMainloop:
                 cute.arch.mbarrier_arrive(widened_barrier(spec, shared, wide, which))
 
     def widen_part(self, shared: Shared, which: int, stage: Int32, wide: Int32, place: TilePlace, warp: Int32):
-        """K (0) or V (1) of a tile, if it has 8 bits."""
+        """Widens K (0) or V (1) of a tile, if its elements have 8 bits."""
         narrow, target = self.spec.rings[which], self.spec.wide[which]
         if target is not None:
             stored, into = (self.spec.k_type, self.spec.v_type)[which], tile.address(shared.wide[which], target, wide)
@@ -306,7 +308,10 @@ class TmaMainloop:
         lane: Int32,
         holes: Int32,
     ):
-        """K and V of the piece's tile i of a KV head, box by box. Its pages, and its holes, are in the lanes from `lane` on."""
+        """Issues K and V of the piece's tile i of a KV head, box by box.
+
+        pages, holes: the tile's are in the lanes, or bits, from `lane` on.
+        """
         spec = self.spec
         atom_k, coords_k, atom_v, coords_v = problem.caches
         coords_k, coords_v = self.from_start(piece, coords_k), self.from_start(piece, coords_v)
@@ -325,7 +330,7 @@ class TmaMainloop:
 
     @cute.jit
     def copy_boxes(self, piece: Piece, i: Int32, head: cutlass.Constexpr, pages: Int32, lane: Int32, target: tuple):
-        """The boxes of a tile. target: (atom, boxes in global and shared memory, shape) of caches; stage, barrier, policy."""
+        """Issues the boxes of a tile. target: (atom, global boxes, shared boxes, shape) per cache; stage, barrier, policy."""
         caches, stage, full, policy = target
         for box in cutlass.range_constexpr(self.boxes):
             page = cute.arch.shuffle_sync(pages, lane + box)
@@ -339,7 +344,7 @@ class TmaMainloop:
     def issue_scales(
         self, problem: Problem, shared: Shared, piece: Piece, i: Int32, head: cutlass.Constexpr, pages: Int32, lane: Int32
     ):
-        """The scales of that tile, a token a lane, found before its stage is free. `lane`: as issue_boxes has it."""
+        """Issues the scales of the piece's tile i, one token per lane, found before its stage is free. lane: see issue_boxes."""
         found = self.find_scales(problem, piece, i, head, pages, lane)
         stage = self.await_stage(shared, self.ordinal(piece, i, head))
         fetch_scales(shared.scales, found, stage)
@@ -348,7 +353,7 @@ class TmaMainloop:
             cute.arch.mbarrier_arrive(full_barrier(self.spec, shared, stage))
 
     def find_scales(self, problem: Problem, piece: Piece, i: Int32, head: int, pages: Int32, lane: Int32) -> list:
-        """Where the scales of the piece's tile i are: [K's, V's] of each 32 tokens. Its pages are in the lanes from `lane` on."""
+        """Where the scales of the piece's tile i are: [K's, V's] per 32 tokens. Lanes from `lane` on hold the tile's pages."""
         spec, num_pages, found = self.spec, problem.rows.num_pages, []
         for token in range(0, spec.tile_n, 32):
             token += cute.arch.lane_idx()
@@ -361,7 +366,7 @@ class TmaMainloop:
 
     @cute.jit
     def consume(self, piece: Piece, attention: Attention, problem: Problem, shared: Shared):
-        """This warp's tiles of one piece: those whose place in the CTA's stream is its own modulo num_warps."""
+        """Attends to this warp's tiles of one piece: those whose number in the CTA's stream is the warp's turn modulo `turns`."""
         spec = self.spec
         for i in cutlass.range(self.order(piece), (piece.stop - piece.first) * spec.unit_heads, spec.turns, unroll=1):
             stage, parity = self.place_in_ring(piece.issued * spec.unit_heads + i)
@@ -392,10 +397,10 @@ class TmaMainloop:
 
     @cute.jit
     def zero_for_readers(self, shared: Shared, stage: Int32, parity: Int32, place: TilePlace):
-        """The first of several readers zeroes what no row sees of a tile of V, and the others wait where there is something.
+        """The first of several readers zeroes the V rows that no query row sees; the other readers wait if there are any.
 
-        It waits for its own arrival each time, which holds nothing up: where all readers waited for each tile two warpgroups went
-        in step (docs/notes/kernel-log.md).
+        The first reader waits for its own arrival each time, which delays nobody. When all readers waited for each tile, two
+        warpgroups went in step (docs/notes/kernel-log.md).
         """
         spec, zeroed = self.spec, zeroed_barrier(self.spec, shared, stage)
         if reader_of(spec) == 0:

@@ -1,1 +1,1 @@
-"""Registers, barriers and instructions that the DSL has no name for."""
+"""Registers, barriers and instructions for which the DSL has no name."""

@@ -7,9 +7,9 @@ from cutlass import Boolean, Int32, Int64
 
 @cute.jit
 def copy_async(source: Int64, target: Int32, size: cutlass.Constexpr, inside: Boolean):
-    """Starts to copy 4, 8 or 16 bytes by cp.async, or writes zeros where `inside` is false; then nothing is read.
+    """Starts to copy 4, 8 or 16 bytes by cp.async; if `inside` is false it writes zeros and reads nothing.
 
-    16 bytes pass by L1. source: an address in global memory, valid even where it is not read; target: in shared memory.
+    Copies of 16 bytes bypass L1. source: a global address, valid even if it is not read; target: a shared-memory address.
     """
     mode = "cg" if cutlass.const_expr(size == 16) else "ca"
     cute.arch.inline_ptx(

@@ -9,13 +9,13 @@ SUFFIX = {BFloat16: "bf16x2", Float16: "f16x2"}  # of instructions
 
 
 def as_words(values: cute.Tensor) -> cute.Tensor:
-    """16-bit values in registers, an even number of them, as half as many words."""
+    """An even number of 16-bit values in registers, as half as many 32-bit words."""
     flat = cute.make_tensor(values.iterator, cute.make_layout(cute.size(values)))
     return cute.recast_tensor(flat, Int32)
 
 
 def widen(values: cute.Tensor) -> cute.Tensor:
-    """16-bit values in registers, an even number of them, as f32 of the same shape."""
+    """An even number of 16-bit values in registers, as f32 of the same shape."""
     wide = cute.make_rmem_tensor(values.shape, Float32)
     words = as_words(values)
     for i in range(cute.size(words)):
@@ -24,7 +24,7 @@ def widen(values: cute.Tensor) -> cute.Tensor:
 
 
 def widen_pair(dtype: type, pair: Int32) -> tuple[Float32, Float32]:
-    """The f32 of the low half and of the high one. A bf16 is the upper half of its f32: an instruction each."""
+    """(f32 of the low half, f32 of the high half). A bf16 is the upper half of its f32, so each takes one instruction."""
     if dtype is BFloat16:
         return as_float(pair << 16), as_float(pair & -0x10000)
     text = "{ .reg .b16 low, high; mov.b32 {low, high}, {$r0}; cvt.f32.f16 {$w0}, low; cvt.f32.f16 {$w1}, high; }"
@@ -32,9 +32,9 @@ def widen_pair(dtype: type, pair: Int32) -> tuple[Float32, Float32]:
 
 
 def larger_pair(dtype: type, target: str, first: Int32, second: Int32) -> Int32:
-    """The larger magnitudes of two pairs, half by half, of either sign; NaN where either is.
+    """The larger magnitudes of two pairs, half by half, with any sign; NaN if either value is NaN.
 
-    One instruction where there is one that takes magnitudes: from compute capability 8.6 on.
+    From compute capability 8.6 on, this is one instruction, which takes magnitudes.
     """
     kind = SUFFIX[dtype]
     text = f"max.NaN.xorsign.abs.{kind} {{$w0}}, {{$r0}}, {{$r1}};"
@@ -47,7 +47,7 @@ def larger_pair(dtype: type, target: str, first: Int32, second: Int32) -> Int32:
 
 
 def select_bytes(first: Int32, second: Int32, which: int) -> Int32:
-    """Four of the eight bytes of two words; a nibble of `which` numbers each."""
+    """Four of the eight bytes of two words. which: one nibble per byte of the result, the number of its source byte."""
     return cute.arch.inline_ptx(
         f"prmt.b32 {{$w0}}, {{$r0}}, {{$r1}}, {which};", write_only_types=[Int32], read_only_args=[first, second]
     )

@@ -1,10 +1,10 @@
-"""The bits of a 32-bit register as another type, reductions over a warp, and division of what is not negative."""
+"""The bits of a 32-bit register as another type, reductions over a warp, and division of non-negative numbers."""
 
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32
 
 LANES = cute.arch.WARP_SIZE
-SIGN, MAGNITUDE = -(2**31), 2**31 - 1  # the sign bit, and the others
+SIGN, MAGNITUDE = -(2**31), 2**31 - 1  # the sign bit, and all other bits
 
 
 def as_float(bits: Int32) -> Float32:
@@ -28,10 +28,10 @@ def lane_sum(value: Int32) -> Int32:
 
 
 def quotient(number: Int32, divisor: Int32 | int) -> Int32:
-    """number // divisor, neither of them negative: with signs it is a chain of ten steps even where the divisor is known."""
+    """number // divisor, neither negative: signed division is a chain of ten steps even if the divisor is known."""
     return Int32(Uint32(number) // Uint32(divisor))
 
 
 def remainder(number: Int32, divisor: Int32 | int) -> Int32:
-    """number % divisor, as quotient."""
+    """number % divisor, neither negative: unsigned, as in `quotient`."""
     return Int32(Uint32(number) % Uint32(divisor))

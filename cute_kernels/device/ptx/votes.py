@@ -1,4 +1,4 @@
-"""What the threads of a CTA agree on, by a word of shared memory a warp."""
+"""Reductions over all threads of a CTA, through one word of shared memory per warp."""
 
 import cutlass
 import cutlass.cute as cute
@@ -7,7 +7,7 @@ from cutlass import Int32
 
 @cute.jit
 def least_of_all(warps: cutlass.Constexpr, votes: cute.Tensor, value: Int32) -> Int32:
-    """The smallest value of all threads of a CTA of so many warps, for each of them. votes: Int32 [warps]. A barrier."""
+    """The smallest value of all threads of a CTA of `warps` warps, returned to each. votes: Int32 [warps]. A barrier."""
     least, warp = cute.arch.warp_redux_sync(value, "min"), cute.arch.warp_idx()  # a shuffle: all lanes take part
     if cute.arch.lane_idx() == 0:
         votes[warp] = least

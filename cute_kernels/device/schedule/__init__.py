@@ -1,1 +1,1 @@
-"""Who works on what, found on the device."""
+"""Finds on the device which CTA works on what."""

@@ -1,8 +1,9 @@
-"""The CTAs that combine a cut row together (combine/combine.py), and how one of them knows that it may wait for the others.
+"""The crew (reduction group) of a cut row: which CTAs combine it (combine/combine.py), and how each knows whether it may wait.
 
-A CTA may wait for those of a lower index, which the hardware starts no later than itself; for one of a higher index only once
-that has announced its start, or two grids could wait for each other's SMs. A CTA that does not find the row's last one
-announced declines, by the mark of its words, and the last, which may wait for all, combines those columns too.
+A CTA may wait for CTAs of a lower index, which the hardware starts no later than itself. It may wait for a CTA of a higher index
+only once that CTA has announced its start, or two grids could wait for each other's SMs. A CTA that does not find the row's last
+CTA announced declines (hands over its columns), by the mark of its words. The last CTA, which may wait for all, combines those
+columns too.
 """
 
 from dataclasses import dataclass, replace
@@ -22,17 +23,17 @@ from ..problem import Problem
 from .work_scheduler import Share, first_slice, inside_row, keys_of, last_slice
 
 RUNNING = 1  # an announcement
-MOST_READS = 3  # of an announcement by the producer while its last tiles come
+MOST_READS = 3  # how often the producer reads an announcement while its last tiles come
 
 
 def announcement(spec: KernelSpec, problem: Problem, cta: Int32) -> Int64:
-    """The address of the word, behind all states, in which a CTA says that it has started: RUNNING, else 0."""
+    """The address of the word, after all states, in which a CTA says that it has started: RUNNING, else 0."""
     states = open_workspace(spec, problem.workspace)
     return Int64((states.iterator + cute.size(states.layout) + cta).toint())
 
 
 def announce(spec: KernelSpec, problem: Problem, word: Int32):
-    """The CTA's first thread writes its announcement. By a predicate: behind a branch warps are not taken to be converged."""
+    """The CTA's first thread writes its announcement. It uses a predicate: after a branch warps are not taken to be converged."""
     address = announcement(spec, problem, cute.arch.block_idx()[0])
     cute.arch.inline_ptx(
         "{ .reg .pred first; setp.eq.s32 first, {$r2}, 0; @first st.relaxed.gpu.global.s32 [{$r0}], {$r1}; }",
@@ -48,10 +49,10 @@ def is_announced(spec: KernelSpec, problem: Problem, cta: Int32) -> Boolean:
 
 @dataclass(frozen=True)
 class Crew:
-    """Who combines the share's first row. opened: the slot of its first piece; pieces: how many; crew: CTAs that combine.
+    """Which CTAs combine the share's first row. opened: the slot of its first piece; pieces: how many; crew: how many CTAs.
 
-    place: this one's among them; step: words of each; bits: combine.width_bits; last: the row's last CTA.
-    rows, query: of the QueryBlock, where a request may have several query rows.
+    place: this CTA's place among them; step: words for each CTA; bits: combine.width_bits; last: the row's last CTA.
+    rows, query: those of the QueryBlock, if a request may have several query rows.
     """
 
     opened: Int32
@@ -66,14 +67,14 @@ class Crew:
 
 
 def find_crew(spec: KernelSpec, rows: Rows, share: Share, row: Row) -> Crew:
-    """The crew of the share's first row, as it was opened."""
+    """The crew of the share's first row, with the row's last CTA always at place 0. row: that row, opened."""
     tiles = tiles_of(spec, keys_of(spec, rows, share.unit, row))
     block = query_block(spec, rows.queries, share.unit, heads_of(spec, rows.queries, share.unit), share.row, row)
     heads = block.rows
     opener, last = first_slice(spec, share, tiles), last_slice(spec, share, tiles)
     pieces = last - opener + 1
     crew = cutlass.select_(pieces <= MOST_PIECES, pieces - 1, 1)
-    step, place = step_of(spec, heads, crew), cutlass.select_(inside_row(share), share.index - opener, 0)  # the last: always
+    step, place = step_of(spec, heads, crew), cutlass.select_(inside_row(share), share.index - opener, 0)  # 0: the last CTA
     ends = 2 * (opener * share.units + share.unit) + 1, last * share.units + share.unit
     found = Crew(ends[0], pieces, crew, place, step, width_bits(spec, step, pieces), ends[1])
     return replace(found, rows=block.rows, query=Int32(0) if block.query is None else block.query) if spec.several else found
@@ -81,20 +82,20 @@ def find_crew(spec: KernelSpec, rows: Rows, share: Share, row: Row) -> Crew:
 
 @cute.jit
 def clear_declined(spec: cutlass.Constexpr, shared: Shared):
-    """No CTA has declined yet."""
+    """Sets that no CTA has declined yet."""
     for i in cutlass.range(cute.arch.thread_idx()[0], MOST_PIECES, spec.num_warps * 32, unroll=1):
         shared.declined[i] = Int8(0)
 
 
 def leave_crew(shared: Shared, crew: Crew):
-    """One lane writes it to shared memory, where it stays out of registers until the end of the share."""
+    """One lane writes the crew to shared memory, so that it takes no registers until the end of the share."""
     for i, word in enumerate(word for word in vars(crew).values() if word is not None):
         shared.crew[i] = word
     shared.combines[0] = Int32(1)
 
 
 def take_crew(spec: KernelSpec, shared: Shared) -> Crew:
-    """What leave_crew wrote. Only behind the share's last tile may a warp wait: a producer writes it once all are issued."""
+    """The crew that leave_crew wrote. A warp may wait only after the share's last tile: a producer writes the crew then."""
     if spec.arch == "sm90":
         cute.arch.mbarrier_wait(crew_barrier(spec, shared), 0)
     return Crew(*(shared.crew[i] for i in range(crew_words(spec))))
@@ -109,9 +110,9 @@ def begin_crew(spec: cutlass.Constexpr, problem: Problem, shared: Shared, share:
 
 @cute.jit
 def prepare_end(spec: cutlass.Constexpr, problem: Problem, shared: Shared, share: Share, row: Row):
-    """The producer, all its tiles issued, finds the crew and waits a little for the announcement that `settle` needs.
+    """The producer, after issuing all its tiles, finds the crew and waits a little for the announcement that `settle` needs.
 
-    Under load a read is slow. row: the share's first one.
+    Under load a read of it is slow. row: the share's first row.
     """
     if share.tile > 0:
         crew = find_crew(spec, problem.rows, share, row)
@@ -142,7 +143,7 @@ def settle(spec: cutlass.Constexpr, problem: Problem, shared: Shared, share: Sha
 
 @cute.jit
 def declines(shared: Shared, share: Share) -> Boolean:
-    """Whether this CTA leaves its columns to the row's last one."""
+    """Whether this CTA leaves its columns to the row's last CTA."""
     declined = Boolean(False)
     if inside_row(share):
         declined = shared.combines[0] == 0
@@ -150,13 +151,13 @@ def declines(shared: Shared, share: Share) -> Boolean:
 
 
 def crew_parts(crew: Crew, share: Share) -> Parts:
-    """The row's pieces."""
+    """The states of the row's pieces."""
     stride = 2 * share.units
     return Parts(crew.pieces, crew.opened, crew.opened - 1 + stride, stride)
 
 
 def crew_columns(spec: KernelSpec, problem: Problem, crew: Crew, share: Share, place: Int32) -> Columns:
-    """The columns at a place in the crew."""
+    """The columns of the CTA at a place in the crew."""
     queries = problem.rows.queries
     _, head, heads = heads_of(spec, queries, share.unit)
     block = QueryBlock(share.row, head, heads)
@@ -168,9 +169,9 @@ def crew_columns(spec: KernelSpec, problem: Problem, crew: Crew, share: Share, p
 
 @cute.jit
 def next_place(spec: cutlass.Constexpr, shared: Shared, share: Share, crew: Int32, place: Int32) -> Int32:
-    """The next place in a crew of `crew` after `place` whose columns this CTA combines, or that of nobody.
+    """The next place after `place`, in a crew of `crew` CTAs, whose columns this CTA combines; `crew` if there is none.
 
-    The row's last CTA has those that were declined, which it knows once it has combined its own.
+    The row's last CTA has the columns that were declined, which it knows once it has combined its own columns.
     """
     if crew == 1 or inside_row(share):
         place = crew

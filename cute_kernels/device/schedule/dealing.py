@@ -1,9 +1,10 @@
 """The schedule of long queries: blocks of query rows, each with all keys that it sees, are dealt to a persistent grid.
 
 An item (a work tile) is a block of the packed rows of a request and KV head. Items are numbered request by request; in each
-the last block, which sees most keys, comes first, and the KV heads of a block are neighbours. In each round every CTA takes one
-item, in every other round in reverse order: who took the longest of one takes the shortest of the next. Nothing is planned: the
-producer finds an item from the lengths on the device while it brings the one before, and leaves it to the other warps.
+request the last block, which sees most keys, comes first, and the KV heads of a block are neighbours. In each round every CTA
+takes one item. Every other round runs in reverse order: the CTA that took the longest item of one round takes the shortest of the
+next. Nothing is planned: the producer finds an item from the lengths on the device while it brings the previous item's tiles, and
+leaves the item to the other warps.
 """
 
 from dataclasses import dataclass
@@ -24,7 +25,10 @@ from .work_scheduler import Piece, warp_prefix
 
 @dataclass(frozen=True)
 class Item:
-    """Block `block` of the packed rows of request `index`, opened as `row`, and a KV head. index: the batch past the last one."""
+    """Block `block` of the packed rows of request `index`, opened as `row`, and a KV head.
+
+    index: the batch size, past the last item.
+    """
 
     index: Int32
     block: Int32
@@ -34,19 +38,19 @@ class Item:
 
 @dataclass(frozen=True)
 class Found:
-    """Where a search may go on: at a request, behind so many items."""
+    """Where a search may go on: at request `begin`, after `before` items of earlier requests."""
 
     begin: Int32
     before: Int32
 
 
 def helpers(spec: KernelSpec) -> int:
-    """Warps beside those that attend which take items from the producer."""
+    """Warps that take items from the producer, in addition to those that attend."""
     return max(int(spec.token_scales > 0), spec.gatherers - 1) + (WIDENING_WARPS if spec.widens_tiles else 0)
 
 
 def meet_all(spec: KernelSpec):
-    """The warps that bring, widen and attend meet: the mbarriers are made."""
+    """The warps that bring, widen and attend to tiles meet: the mbarriers are made."""
     if spec.opens_kernel:
         sync_branches(OPENED, spec.num_warps + 1 + helpers(spec))
 
@@ -58,7 +62,7 @@ def ordinal_of(turn: Int32) -> Int32:
 
 
 def items_of(spec: KernelSpec, rows: Rows, queries: Int32) -> Int32:
-    """Items of a request with so many query rows."""
+    """Items of a request with `queries` query rows."""
     return quotient(queries * spec.group_size + spec.block_rows - 1, spec.block_rows) * Int32(rows.k.shape[1])
 
 
@@ -69,7 +73,7 @@ def items_at(spec: KernelSpec, rows: Rows, index: Int32) -> Int32:
 
 @cute.jit
 def find_item(spec: cutlass.Constexpr, rows: Rows, batch: Int32, turn: Int32, found: Found) -> tuple[Item, Found]:
-    """A warp finds this CTA's item of a round. found: of the round before."""
+    """A warp finds this CTA's item of round `turn`. found: that of the previous round."""
     ordinal, begin, before = ordinal_of(turn), found.begin, found.before
     if cutlass.const_expr(spec.query == "uniform"):
         each = cutlass.max(items_of(spec, rows, open_queries(spec, rows.queries, Int32(0))[1]), 1)
@@ -88,10 +92,10 @@ def find_item(spec: cutlass.Constexpr, rows: Rows, batch: Int32, turn: Int32, fo
 def search(
     spec: cutlass.Constexpr, rows: Rows, batch: Int32, ordinal: Int32, begin: Int32, before: Int32, items: cutlass.Constexpr
 ) -> tuple:
-    """(request of an item, its number among the request's, request and items at which the next search may begin).
+    """(request of item `ordinal`, the item's number in the request, `begin` and `before` for the next search).
 
-    items(spec, rows, request): how many a request has. The request is at least `batch` past the last item. A warp looks at 32
-    requests at a time.
+    items(spec, rows, request): how many items a request has. The request is at least `batch` past the last item. A warp looks at
+    32 requests at a time.
     """
     count = inclusive = Int32(0)
     searching = Boolean(True)
@@ -111,7 +115,7 @@ def search(
 
 
 def piece_of(spec: KernelSpec, rows: Rows, item: Item, issued: Int32) -> Piece:
-    """All keys that an item sees. issued: tiles of this CTA before."""
+    """The item's one piece (KV split): all keys that it sees. issued: this CTA's tiles before it."""
     keys = kv_range(spec, rows.queries, item.row, item.block)
     tiles = tiles_of(spec, keys)
     block = block_of_rows(spec, item.block, item.kv_head * spec.group_size, item.index, item.row)
@@ -126,7 +130,7 @@ def pages_of(spec: KernelSpec, rows: Rows, item: Item) -> Int32:
 
 @cute.jit
 def publish_item(spec: cutlass.Constexpr, shared: Shared, item: Item, turn: Int32):
-    """The producer leaves the item of a round to the other warps, once all have taken that of two rounds before."""
+    """The producer leaves the item of a round to the other warps, once all warps have taken the item of two rounds earlier."""
     slot = turn & 1
     cute.arch.mbarrier_wait(taken_barrier(spec, shared, slot), (turn >> 1) & 1 ^ 1)
     with cute.arch.elect_one():
@@ -138,7 +142,7 @@ def publish_item(spec: cutlass.Constexpr, shared: Shared, item: Item, turn: Int3
 
 @cute.jit
 def take_item(spec: cutlass.Constexpr, shared: Shared, turn: Int32) -> Item:
-    """The item of a round, for a warp that the producer left it to."""
+    """The item of round `turn`, for a warp to which the producer leaves items."""
     slot, fields = turn & 1, row_fields(spec)
     cute.arch.mbarrier_wait(item_barrier(spec, shared, slot), (turn >> 1) & 1)
     words = [cute.arch.make_warp_uniform(shared.items[i, slot]) for i in range(3 + len(fields))]

@@ -1,8 +1,8 @@
-"""How a CTA begins: one warp finds its share and opens its first row, the others take that from shared memory.
+"""How a CTA begins: one warp finds its share (work partition) and opens its first row; the others read both from shared memory.
 
-Until the kernels before this one are done, lengths and page tables may still change. But the lengths seldom do between two
-launches, and finding a share takes longer than reading them: so the warp finds it at once, from lengths as they are, and
-after the wait reads at the same time whether they are still the same and the pages of its first boxes.
+Until the kernels before this one are done, lengths and page tables may still change. But the lengths seldom change between two
+launches, and finding a share takes longer than reading them. So the warp finds the share at once, from the lengths as they are.
+After the wait it reads at the same time whether the lengths are still the same and the pages of its first boxes.
 """
 
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ from .work_scheduler import FAN, LaneRows, Share, keys_of, locate, read_rows, sh
 
 @dataclass(frozen=True)
 class Opening:
-    """A CTA's share, and its first row as open_row_or_nothing has it."""
+    """A CTA's share, and its first row as open_row_or_nothing returns it."""
 
     share: Share
     row: Row
@@ -35,14 +35,14 @@ class Opening:
 def find_opening(spec: cutlass.Constexpr, problem: Problem) -> tuple[Opening, Int32]:
     """(this CTA's opening, box_pages of its first boxes), once the kernels before this one are done."""
     rows, batch = problem.rows, problem.batch(spec)
-    few = cutlass.min(batch, LANES * FAN)  # of more rows a lane does not keep all lengths: then nothing is foreseen
+    few = cutlass.min(batch, LANES * FAN)  # of more rows a lane does not keep all lengths: the share is found anew then
     unsettled = rows.unsettled()
     seen = read_rows(spec, unsettled, Int32(0), few, span_of(few), False)
     share = share_of(spec, unsettled, few, seen, False)
     row = first_row(spec, seen, share.row, few)
     cute.arch.griddepcontrol_wait()
     settled = read_rows(spec, rows, Int32(0), few, span_of(few), False)
-    pages = first_pages(spec, unsettled, share, row)  # past no end, even by an old start
+    pages = first_pages(spec, unsettled, share, row)  # reads past no end, even from an outdated start
     if not cute.arch.vote_all_sync((batch == few) & same_rows(seen, settled)):
         share = take_share(spec, rows, batch)
         row = open_row_or_nothing(spec, rows, share.row, batch)
@@ -51,13 +51,13 @@ def find_opening(spec: cutlass.Constexpr, problem: Problem) -> tuple[Opening, In
 
 
 def first_pages(spec: KernelSpec, rows: Rows, share: Share, row: Row) -> Int32:
-    """box_pages of the first boxes of a share, whose first row is open."""
+    """box_pages of the first boxes of a share. row: its first row, opened."""
     keys = keys_of(spec, rows, share.unit, row)
     return box_pages(spec, rows, row.start, keys, first_tile(spec, keys) + share.tile)
 
 
 def same_rows(rows: LaneRows, others: LaneRows) -> Boolean:
-    """Whether this lane has read the same twice."""
+    """Whether this lane has read the same values twice."""
     same = Boolean(True)
     for j in range(FAN):
         for values, other in zip(rows.words, others.words, strict=True):
@@ -66,7 +66,7 @@ def same_rows(rows: LaneRows, others: LaneRows) -> Boolean:
 
 
 def first_row(spec: KernelSpec, rows: LaneRows, row: Int32, batch: Int32) -> Row:
-    """open_row_or_nothing of a row that a lane of this warp has read. rows: of the batch, at most FAN a lane."""
+    """As open_row_or_nothing, for a row that a lane of this warp has read. rows: of the batch, at most FAN per lane."""
     span = span_of(batch)  # 1, 2 or 4
     lane, place = row >> (span >> 1), row & (span - 1)
     found = {}
@@ -80,19 +80,19 @@ def first_row(spec: KernelSpec, rows: LaneRows, row: Int32, batch: Int32) -> Row
 
 
 def comes_late(spec: KernelSpec) -> bool:
-    """Whether the last consumer warp looks ahead, which takes it longer than another to find the share."""
+    """Whether the last consumer warp looks ahead: it needs longer for that than another warp for the share."""
     return spec.token_scales > 0 and spec.num_warps > 1
 
 
 def meet(spec: KernelSpec):
-    """Producers and consumers, but for a late one, meet: what one of them wrote before, mbarriers too, the others see."""
+    """Producers and consumers, except a late consumer, meet: each sees what the others wrote before, mbarriers included."""
     widening = WIDENING_WARPS if spec.widens_tiles else 0
     sync_branches(OPENED, spec.num_warps - comes_late(spec) + 1 + (spec.token_scales > 0) + widening)
 
 
 @cute.jit
 def meet_consumers(spec: cutlass.Constexpr):
-    """The consumers' side: a late one, which would hold up the producers, meets the others at their own barrier."""
+    """The consumers' side of `meet`: a late consumer, which would hold up producers, meets the others at their own barrier."""
     if cutlass.const_expr(comes_late(spec)):
         if cute.arch.make_warp_uniform(cute.arch.warp_idx()) < spec.num_warps - 1:
             meet(spec)
@@ -105,7 +105,7 @@ def meet_consumers(spec: cutlass.Constexpr):
 
 @cute.jit
 def publish(spec: cutlass.Constexpr, shared: Shared, opening: Opening, pages: Int32):
-    """The warp that found an opening leaves it to the others, and meets them."""
+    """The warp that found an opening leaves it to the other warps, and meets them."""
     share = opening.share
     ends = share.row, share.tile, share.prefix, share.end_row, share.end_tile
     with cute.arch.elect_one():
@@ -117,7 +117,7 @@ def publish(spec: cutlass.Constexpr, shared: Shared, opening: Opening, pages: In
 
 
 def read_opening(spec: KernelSpec, problem: Problem, shared: Shared) -> tuple[Opening, Int32]:
-    """What `publish` left, to a warp that has met."""
+    """(opening, pages) that `publish` left, for a warp that has met the others."""
     unit, index, units, _ = locate(spec, problem.rows)
     fields = row_fields(spec)
     words = [cute.arch.make_warp_uniform(shared.opening[i]) for i in range(SHARE_WORDS + len(fields))]

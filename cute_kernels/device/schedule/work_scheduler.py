@@ -1,13 +1,14 @@
-"""A balanced schedule without a planning step: each CTA derives its share of all work from the rows' lengths.
+"""A balanced schedule without a planning step: each CTA derives its share (work partition) from the rows' lengths.
 
-A unit is one or two KV heads and an m-tile. CTA i works for unit i % units, so CTAs that read the same pages are neighbours, and
-on slice i // units of the batch: rows laid end to end cost their KV tiles plus spec.piece_cost each, and the slices cut that line
-into equal parts. So every batch is balanced to a tile however ragged, and a captured graph stays balanced when lengths
-change. A row that a cut splits leaves partial states. No slice is smaller than spec.min_share: a small batch uses fewer CTAs.
+A unit (head block) is one or two KV heads and an m-tile, or a KV head and a query block. CTA i works for unit i % units, so CTAs
+that read the same pages are neighbours. It works on slice i // units of the batch: each row costs its KV tiles plus
+spec.piece_cost, the rows are laid end to end, and the slices cut that line into equal parts. So every batch is balanced to a
+tile, however ragged, and a captured graph stays balanced when lengths change. A row that a cut splits leaves partial states. No
+slice is smaller than spec.min_share: a small batch uses fewer CTAs.
 
 A cut falls where the line says, but never within MIN_TILES of a row's ends (partition "balanced"); or it falls back to the
-start of a block, whose size depends on the row's length only, and every block is a piece of its own ("invariant"); or to the
-start of the row ("whole").
+start of a block, whose size depends on the row's length only, and every block is a piece (KV split) of its own ("invariant"); or
+it falls back to the start of the row ("whole").
 """
 
 from dataclasses import dataclass
@@ -32,15 +33,15 @@ from ..attend.query_rows import (
 from ..kv.source import Rows, open_row, row_fields
 from ..ptx.registers import LANES, lane_sum, quotient, remainder
 
-MOST_COST, HALF = 2**30 - 1, 16  # HALF: bits that a sum over a warp takes at a time
-FAN = 4  # rows a lane reads at a time, and keeps apart where it has no more
+MOST_COST, HALF = 2**30 - 1, 16  # HALF: bits that warp_sum adds at a time
+FAN = 4  # rows that a lane reads at a time; if it has no more rows, it keeps the cost of each
 
 
 @dataclass(frozen=True)
 class Share:
-    """One CTA's share, slice `index`: unit `unit` of the rows from (row, tile) to (end_row, end_tile), exclusive.
+    """One CTA's share, slice `index` for unit `unit`: rows from (row, tile) to (end_row, end_tile), exclusive.
 
-    prefix: cost of the rows before `row`; step, longer: of all slices (cut_of); units: of the grid.
+    prefix: the cost of the rows before `row`; step, longer: the slices' costs (cut_of); units: how many units the grid has.
     """
 
     unit: Int32
@@ -57,10 +58,10 @@ class Share:
 
 @dataclass(frozen=True)
 class Piece:
-    """KV tiles [first, stop) of those that one unit sees of one row. issued: tiles of the share before it.
+    """KV tiles [first, stop) of the tiles that one unit sees of one row. issued: the share's tiles before the piece.
 
-    index: the row's; row: as it was opened; keys: what the unit sees of it; block: its packed rows; kv_head: the first one;
-    tiles: of all that the unit sees; end: where the share leaves the row.
+    index: the row's index; row: the opened row; keys: the keys that the unit sees; block: the unit's packed rows; kv_head: its
+    first KV head; tiles: how many the unit sees of the row; end: the tile at which the share leaves the row.
     """
 
     index: Int32
@@ -106,7 +107,7 @@ def after(spec: KernelSpec, piece: Piece) -> tuple[Int32, Int32]:
 
 @cute.jit
 def following(spec: cutlass.Constexpr, rows: Rows, batch: Int32, piece: Piece) -> tuple[Int32, Int32]:
-    """`after` a piece, past the requests that other phases of the kernel serve. By a warp."""
+    """As `after`, but past the requests that other phases of the kernel serve. A warp calls it."""
     index, tile = after(spec, piece)
     if cutlass.const_expr(spec.q_lens is not None):
         index = next_served(spec, rows, cutlass.select_(tile == 0, batch, index), index)  # inside a row it stays
@@ -115,7 +116,7 @@ def following(spec: cutlass.Constexpr, rows: Rows, batch: Int32, piece: Piece) -
 
 @cute.jit
 def next_served(spec: cutlass.Constexpr, rows: Rows, batch: Int32, index: Int32) -> Int32:
-    """The first request from `index` up to `batch` that this phase serves, else that. A warp looks at 32 requests at a time."""
+    """The first request from `index` up to `batch` that this phase serves, else `batch`. A warp looks at 32 at a time."""
     searching = index < batch
     while searching:
         row, mine = index + cute.arch.lane_idx(), Boolean(False)
@@ -149,23 +150,23 @@ def warp_prefix(value: Int32) -> Int32:
 
 
 def warp_sum(value: Int32) -> Int32:
-    """The sum over the lanes of a warp, capped: known earlier than the last prefix sum."""
+    """The sum over the lanes of a warp, capped. It is known earlier than the last prefix sum."""
     low, high = lane_sum(value & (2**HALF - 1)), lane_sum(value >> HALF)
     high += low >> HALF
     return cutlass.select_(high > MOST_COST >> HALF, Int32(MOST_COST), (high << HALF) + (low & (2**HALF - 1)))
 
 
 def capped(cost: Int32) -> Int32:
-    """Keeps sums of costs from wrapping, whatever lengths the caller's memory holds: what lies past MOST_COST is one slice."""
+    """Keeps sums of costs from wrapping, whatever lengths the caller's memory holds: all work past MOST_COST is in one slice."""
     return cutlass.min(cost, MOST_COST)
 
 
 @dataclass(frozen=True)
 class LaneRows:
-    """What a warp reads of rows [begin, stop), `span` a lane, lane 0 the first ones.
+    """What a warp reads of rows [begin, stop): `span` rows per lane, of which lane 0 has the first.
 
-    first: this lane's first row. words: of its last FAN rows the fields of a Row (kv/source.py), costs: theirs, Int32 [FAN] each;
-    a row that it lacks costs 0. total: the cost of all its rows, capped.
+    first: this lane's first row. words: for each field of a Row (kv/source.py), its values in the lane's last FAN rows; costs:
+    the costs of these rows; Int32 [FAN] each. A row that the lane lacks costs 0. total: the cost of all the lane's rows, capped.
     """
 
     first: Int32
@@ -176,7 +177,7 @@ class LaneRows:
 
 @cute.jit
 def read_rows(spec: cutlass.Constexpr, rows: Rows, begin: Int32, stop: Int32, span: Int32, many: cutlass.Constexpr) -> LaneRows:
-    """Reads the rows [begin, stop), `span` a lane. many: whether that may be more than FAN."""
+    """Reads the rows [begin, stop), `span` per lane. many: whether `span` may be more than FAN."""
     first, total = begin + cute.arch.lane_idx() * span, Int32(0)
     *words, costs = (cute.make_rmem_tensor(FAN, Int32) for _ in range(len(row_fields(spec)) + 1))
     for values in (*words, costs):
@@ -198,7 +199,7 @@ def read_rows(spec: cutlass.Constexpr, rows: Rows, begin: Int32, stop: Int32, sp
 
 @cute.jit
 def pick(spec: cutlass.Constexpr, cut: Int32, row: Int32, before: Int32, costs: cute.Tensor):
-    """The one of at most FAN rows, from `row` on, that holds `cut`: (row, cost of the rows before, its cost).
+    """The row that holds `cut`, of at most FAN from `row` on: (row, cost of the rows before it, its cost).
 
     Rows that a phase of a mixed kernel does not serve cost nothing, and hold no cut.
     """
@@ -230,14 +231,14 @@ def place(spec: cutlass.Constexpr, cut: Int32, row: Int32, prefix: Int32, cost: 
 
 @cute.jit
 def from_holder(cut: Int32, inclusive: Int32, *values: Int32) -> tuple:
-    """Values of the lane whose rows hold `cut`. inclusive: the cost of the rows up to each lane's last one."""
+    """Values of the lane whose rows hold `cut`. inclusive: the cost of all rows up to each lane's last row."""
     lane = cutlass.min(cute.arch.popc(cute.arch.vote_ballot_sync(inclusive <= cut)), LANES - 1)
     return tuple(cute.arch.shuffle_sync(value, lane) for value in values)
 
 
 @cute.jit
 def find_cuts(spec: cutlass.Constexpr, rows: Rows, batch: Int32, cuts: tuple, lanes: LaneRows, many: cutlass.Constexpr):
-    """The rows at the costs of two cuts, each placed. lanes: of the batch; many: read_rows.
+    """Where two cuts fall, for each as `place` returns it. lanes: the batch as the warp has read it; many: as in read_rows.
 
     A warp narrows the rows down by a factor of 32 at a time, for both cuts at once: their loads overlap.
     """
@@ -268,20 +269,20 @@ def find_cuts(spec: cutlass.Constexpr, rows: Rows, batch: Int32, cuts: tuple, la
 
 
 def before_lane(inclusive: Int32) -> Int32:
-    """The cost of the rows before this lane's: inclusive of the lane below."""
+    """The cost of the rows before this lane's rows: the value of `inclusive` in the lane below."""
     below = cute.arch.shuffle_sync_up(inclusive, offset=1)
     return cutlass.select_(cute.arch.lane_idx() > 0, below, 0)
 
 
 def locate(spec: KernelSpec, rows: Rows) -> tuple[Int32, Int32, Int32, Int32]:
-    """(unit, slice, units, slices that the grid has room for) of this CTA: what does not depend on lengths."""
+    """(unit, slice, units, slices that the grid has room for) of this CTA: none depends on lengths."""
     units = quotient(Int32(rows.k.shape[1]), spec.unit_heads) * blocks_of(spec, rows.queries)
     cta = cute.arch.block_idx()[0]
     return remainder(cta, units), quotient(cta, units), units, quotient(cute.arch.grid_dim()[0], units)
 
 
 def span_of(batch: Int32) -> Int32:
-    """Rows a lane of a warp that takes all of a batch: a power of two up to FAN."""
+    """Rows per lane, if a warp takes all of a batch: a power of two up to FAN."""
     span = quotient(batch + LANES - 1, LANES)
     return cutlass.select_(span == 3, 4, span)
 
@@ -294,7 +295,7 @@ def take_share(spec: KernelSpec, rows: Rows, batch: Int32) -> Share:
 
 @cute.jit
 def share_of(spec: cutlass.Constexpr, rows: Rows, batch: Int32, lanes: LaneRows, many: cutlass.Constexpr) -> Share:
-    """take_share of rows that the warp has read. many: read_rows."""
+    """take_share, from rows that the warp has already read. many: as in read_rows."""
     unit, index, units, most = locate(spec, rows)
     cost = warp_sum(lanes.total)
     slices = cutlass.max(cutlass.min(quotient(cost, spec.min_share), most), 1)
@@ -302,7 +303,7 @@ def share_of(spec: cutlass.Constexpr, rows: Rows, batch: Int32, lanes: LaneRows,
     longer = cost - step * slices
     row, tile, prefix, end_row, end_tile = batch, Int32(0), cost, batch, Int32(0)
     if cutlass.const_expr(spec.q_lens is not None):
-        slices = cutlass.select_(cost > 0, slices, 0)  # this phase serves none
+        slices = cutlass.select_(cost > 0, slices, 0)  # this phase serves no request
     if index < slices:
         lower, upper = cut_of(step, longer, index), cut_of(step, longer, index + 1)
         row, tile, prefix, end_row, end_tile, _ = find_cuts(spec, rows, batch, (lower, upper), lanes, many)
@@ -327,11 +328,11 @@ def first_cut_from(step: Int32, longer: Int32, position: Int32) -> Int32:
 
 
 def first_slice(spec: KernelSpec, share: Share, tiles: Int32) -> Int32:
-    """The slice that opens the share's first row, of `tiles`, if cuts fall inside: the one before the first of those cuts."""
+    """The slice that opens the share's first row, of `tiles`, if cuts fall inside: the slice before the first of those cuts."""
     nearest = block_of(tiles) if spec.partition == "invariant" else MIN_TILES
     return first_cut_from(share.step, share.longer, share.prefix + spec.piece_cost + nearest) - 1
 
 
 def last_slice(spec: KernelSpec, share: Share, tiles: Int32) -> Int32:
-    """The slice that ends that row, under the balanced partition: the one that begins with the last of those cuts."""
+    """The slice that ends the share's first row, under the balanced partition: it begins at the last cut inside the row."""
     return first_cut_from(share.step, share.longer, share.prefix + spec.piece_cost + tiles - MIN_TILES + 1) - 1

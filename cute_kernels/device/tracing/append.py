@@ -15,7 +15,7 @@ ANGLE_BYTES = 4
 
 
 def _rotary(spec: AppendSpec, tokens) -> tuple:
-    """Fake q, q_out, cos_sin_cache and positions, or None."""
+    """Fake q, q_out, cos_sin_cache and positions; None if the spec lacks one."""
     rotary = spec.rotary
     if rotary is None:
         return None, None, None, None

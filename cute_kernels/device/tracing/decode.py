@@ -18,7 +18,7 @@ from .fakes import compile_kernel, rows, scalars
 
 
 def fake_tables(table_format: TableFormat, batch) -> tuple:
-    """Fake page table tensors of `batch` rows: dense (table, seq_lens), csr (indices, indptr, last_page_len), or none."""
+    """Fake tables of `batch` rows: dense (table, seq_lens), csr (indices, indptr, last_page_len), one vector, or none."""
 
     def vector(extent):
         return make_fake_tensor(Int32, (extent,), (1,), assumed_align=4)
@@ -40,7 +40,7 @@ def fake_cache(spec: KernelSpec, stored_type: StoredType, shape: tuple):
 
 
 def fake_scale(form: ScaleForm):
-    """A fake scale tensor, or None: of any strides."""
+    """A fake scale tensor of any strides, or None."""
     if form == "none":
         return None
     token = form.startswith("token")

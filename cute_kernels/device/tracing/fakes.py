@@ -1,4 +1,4 @@
-"""What kernels are traced from and compiled with: fake tensors whose shapes and strides are dynamic."""
+"""Fake tensors with dynamic shapes and strides, from which kernels are traced, and the call of the compiler."""
 
 import warnings
 
@@ -14,7 +14,7 @@ def rows(dtype: type, shape: tuple, divisibility: int, align: int):
 
 
 def scalars(dtype: type, shape: tuple):
-    """A tensor of any strides, read an element at a time."""
+    """A tensor of any strides, read one element at a time."""
     return make_fake_tensor(dtype, shape, tuple(cute.sym_int64() for _ in shape), assumed_align=dtype.width // 8)
 
 

@@ -8,5 +8,5 @@ from .fakes import compile_kernel
 
 def build_mixed(spec: MixedSpec, options: str = ""):
     """Compiles `spec` for its target; needs no GPU. `options` are further compiler options, such as --keep-ptx."""
-    splitting = max(spec.phases, key=lambda phase: phase.split)  # one that brings a workspace, if any phase does
+    splitting = max(spec.phases, key=lambda phase: phase.split)  # a phase that takes a workspace, if any does
     return compile_kernel(MixedKernel(spec), arguments(splitting), spec.target, options)
