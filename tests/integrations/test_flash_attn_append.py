@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -92,25 +93,22 @@ def test_another_number_of_new_tokens_each(page_size: int | None, device: str) -
         check_request(out[a:b], lse[:, a:b], q[a:b], wanted.held(row, LENGTHS[row] + NEW[row]), Masks(causal=True))
 
 
-@pytest.mark.parametrize("page_size", [None, 16])
+@pytest.mark.parametrize(("page_size", "pad"), [(None, 0), (16, -1), (16, 2)])
 @pytest.mark.parametrize("count", [1, 6])
-def test_a_token_without_room_is_not_stored(count: int, page_size: int | None, device: str) -> None:
-    """Neither in the next row nor in another page; a padded request, of length -1 and page -1, takes none."""
+def test_a_token_without_room_is_not_stored(count: int, page_size: int | None, pad: int, device: str) -> None:
+    """Neither in the next row nor in another page; a padded request, of length -1, takes none and sees no key."""
     lengths = (ROOM, ROOM - 2, -1)
     cache = filled((ROOM, ROOM - 2, 0), device, page_size=page_size, spare=2)
     if cache.page_table is not None:
-        cache.page_table[2] = -1
+        cache.page_table[2] = pad
     k, v = normal(2, 3, count, KV_HEADS, DIM, device=device)
-    fits = [0, min(count, 2), 0 if page_size else count - 1]
-    kept = [slice(count - n, count) if row == 2 else slice(0, n) for row, n in enumerate(fits)]
-    news = [(k[row, some], v[row, some]) for row, some in enumerate(kept)]
+    news = [(k[row, :n], v[row, :n]) for row, n in enumerate((0, min(count, 2), 0))]
     wanted = expected(cache, news, (ROOM, ROOM - 2, 0), (0, 1, 2))
     seqlens = torch.tensor(lengths, dtype=torch.int32, device=device)
     q = normal(3, 1, HEADS, DIM, device=device)
     out = flash_attn_with_kvcache(q, cache.k, cache.v, k, v, cache_seqlens=seqlens, page_table=cache.page_table)
     check_caches(cache, wanted)
-    if count == 1:
-        assert not out[2].any(), "no key: zeros"
+    assert not out[2].any(), "no key: zeros"
 
 
 def turned(x: Tensor, positions: list[int], cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
@@ -192,3 +190,29 @@ def test_a_padding_in_front_of_appended_tokens(device: str) -> None:
         held = wanted.held(row, length + 2)
         same = dense(q[row].cpu(), *held, Masks(causal=True), padding[row], torch.bfloat16)[0]
         check_states((out[row].cpu(), lse[row].T.cpu()), dense(q[row].cpu(), *held, Masks(causal=True), padding[row]), same)
+
+
+@pytest.mark.parametrize(("given", "pairs"), [(0, False), (False, False), (np.False_, False), (1, True), (None, True)], ids=str)
+def test_pairs_of_a_rotary_embedding_by_any_flag(given: Any, pairs: bool, device: str) -> None:
+    cache = filled(LENGTHS, device, spare=1)
+    q, (k, v) = normal(4, 1, HEADS, DIM, device=device), normal(2, 4, 1, KV_HEADS, DIM, device=device, seed=4)
+    angles = torch.rand(80, 16, generator=torch.Generator().manual_seed(1)).to(device) * 6.28
+    cos, sin = angles.cos(), angles.sin()
+    options = {"rotary_cos": cos, "rotary_sin": sin, "rotary_interleaved": given}
+    flash_attn_with_kvcache(q, cache.k, cache.v, k, v, cache_seqlens=cache.lengths, **options)
+    for row, length in enumerate(LENGTHS):
+        stored = turned(k[row].cpu(), [length], cos.cpu(), sin.cpu(), pairs)
+        torch.testing.assert_close(cache.k[row, length : length + 1].cpu(), stored, rtol=2**-7, atol=1e-6)
+
+
+def test_a_padded_request_of_ragged_new_tokens_takes_none(device: str) -> None:
+    cache = filled((5, 0, 31), device, spare=4)
+    k, v = normal(2, 7, KV_HEADS, DIM, device=device, seed=4)
+    q, cu = normal(3, 1, HEADS, DIM, device=device), starts((2, 3, 2), device)
+    wanted = expected(cache, [(k[:2], v[:2]), (k[:0], v[:0]), (k[5:], v[5:])], (5, 0, 31), (0, 1, 2))
+    seqlens = torch.tensor([5, -2, 31], dtype=torch.int32, device=device)
+    given = {"cache_seqlens": seqlens, "cu_seqlens_k_new": cu, "return_softmax_lse": True}
+    out, lse = flash_attn_with_kvcache(q, cache.k, cache.v, k, v, **given)
+    check_caches(cache, wanted)
+    for row, length in enumerate((7, 0, 33)):
+        check_request(out[row], lse[row], q[row], wanted.held(row, length), Masks())

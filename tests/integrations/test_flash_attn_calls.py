@@ -13,6 +13,7 @@ from cute_kernels.api.workspace_cache import stream_workspace
 from cute_kernels.attention.attention_plan import PagedAttentionPlan
 from cute_kernels.integrations.flash_attn import attend as attend_module
 from cute_kernels.integrations.flash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
+from tests.support.bits import same_bits
 from tests.support.flash_attention import filled
 
 SHARE_OF_THE_RUN = 0.8  # what a call costs beside its plan's run, which has no launch and allocates outputs: measured 0.43
@@ -33,16 +34,17 @@ def call(**changed: Any) -> Any:
 K = torch.zeros(2, 1, 2, DIM, dtype=torch.bfloat16)
 ROWS = torch.zeros(2, HEADS, DIM, dtype=torch.bfloat16)
 ANGLES = torch.zeros(80, 16)
+BYTES = dict.fromkeys(("k_cache", "v_cache"), filled((5, 33), "cpu", page_size=16, dtype=torch.float8_e4m3fn).k)
 REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"qv": K}, ck.Unsupported, "qv"),
-    ({"q_descale": torch.ones(2, 2)}, ck.Unsupported, "q_descale"),
     ({"attention_chunk": 16}, ck.Unsupported, "attention_chunk"),
     ({"dropout_p": 0.1}, ck.Unsupported, "dropout_p"),
     ({"seqused_q": ints(1, 1)}, ck.Unsupported, "seqused_q"),
-    ({"k_descale": torch.ones(2, 2)}, ck.Unsupported, "k_descale"),
-    ({"v_descale": torch.ones(2, 2)}, ck.Unsupported, "v_descale"),
+    ({**BYTES, "k_descale": torch.ones(2, 2)}, ck.Unsupported, "k_descale"),
+    ({**BYTES, "v_descale": torch.ones(2, 2)}, ck.Unsupported, "v_descale"),
+    ({**BYTES, "k_descale": torch.ones(3)}, ck.InvalidProblem, "^k_descale"),
     ({"alibi_slopes": torch.ones(2, HEADS)}, ck.Unsupported, "alibi_slopes"),
-    ({"q": torch.zeros(2, 1, HEADS, DIM, dtype=torch.float8_e4m3fn)}, ck.Unsupported, "q_dtype"),
+    ({"q": torch.zeros(2, 1, HEADS, DIM, dtype=torch.float8_e4m3fn)}, ck.Unsupported, r"^q\.dtype"),
     ({"q": torch.zeros(2, 1, HEADS, DIM, requires_grad=True)}, ck.Unsupported, r"q\.requires_grad"),
     ({"q": None}, ck.InvalidArgument, "q"),
     ({"q": torch.zeros(2, HEADS, DIM).bfloat16()}, ck.InvalidProblem, "q.shape"),
@@ -52,9 +54,34 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"sm_margin": 1}, ck.InvalidProblem, "sm_margin"),  # of the CPU's one
     ({"softcap": -1.0}, ck.InvalidProblem, "softcap"),
     ({"cache_seqlens": -1}, ck.InvalidProblem, "cache_seqlens"),
-    ({"cache_seqlens": ints(5, 33).long()}, ck.InvalidArgument, "seq_lens"),
-    ({"cache_seqlens": ints(5, 33, 1)}, ck.InvalidProblem, "seq_lens"),
+    ({"cache_seqlens": ints(5, 33).long()}, ck.InvalidArgument, "^cache_seqlens"),
+    ({"cache_seqlens": ints(5, 33, 1)}, ck.InvalidProblem, "^cache_seqlens"),
+    ({"cache_seqlens": True}, ck.InvalidProblem, "cache_seqlens = True"),
     ({"page_table": ints(0, 1)}, ck.InvalidProblem, "page_table"),
+    ({"page_table": torch.zeros(2, 4).long()}, ck.InvalidArgument, "^page_table: has dtype torch.int64"),
+    ({"page_table": None, "block_table": torch.zeros(2, 4).long()}, ck.InvalidArgument, "^block_table: has dtype torch.int64"),
+    ({"page_table": None, "block_table": ints(0, 1)}, ck.InvalidProblem, r"^block_table\.shape"),
+    ({"q": ROWS, "cu_seqlens_q": ints(0, 1, 2).long(), "max_seqlen_q": 1}, ck.InvalidArgument, "^cu_seqlens_q: has dtype"),
+    ({"s_aux": torch.ones(3)}, ck.InvalidProblem, r"^s_aux\.shape"),
+    ({"learnable_sink": torch.ones(3)}, ck.InvalidProblem, r"^learnable_sink\.shape"),
+    ({"causal": torch.tensor([True])}, ck.InvalidArgument, "^causal: is a tensor"),
+    ({"causal": [True]}, ck.InvalidArgument, "^causal: is .True., must be True or False"),
+    ({"causal": 2}, ck.InvalidArgument, "^causal: is 2"),
+    ({"softcap": torch.tensor(1.0)}, ck.InvalidArgument, "^softcap: is a tensor"),
+    ({"softmax_scale": torch.tensor(1.0)}, ck.InvalidArgument, "^softmax_scale: is a tensor"),
+    ({"softmax_scale": "0.1"}, ck.InvalidProblem, "^softmax_scale"),
+    ({"sm_margin": torch.tensor(0)}, ck.InvalidArgument, "^sm_margin: is a tensor"),
+    ({"window_size": (torch.tensor(7), 0)}, ck.InvalidArgument, "^window_size: is a tensor"),
+    ({"window_size": torch.ones(2, device="meta")}, ck.InvalidArgument, "^window_size: is a tensor"),
+    ({"window_size": (7.5, 0)}, ck.InvalidProblem, "^window_size"),
+    ({"fa_version": 5}, ck.Unsupported, "^fa_version = 5"),
+    ({"q_v": K}, ck.Unsupported, "^q_v"),
+    ({"cp_world_size": 2}, ck.Unsupported, "^cp_world_size = 2"),
+    ({"cp_rank": 1}, ck.Unsupported, "^cp_rank = 1"),
+    ({"cp_tot_seqused_k": ints(5, 33)}, ck.Unsupported, "^cp_tot_seqused_k"),
+    ({"q": ROWS[:, None][:, :0], "out": ROWS}, ck.InvalidProblem, r"^out\.shape"),
+    ({"k": K, "v": K, "rotary_cos": ANGLES, "rotary_sin": ANGLES, "rotary_interleaved": torch.ones(1)}, ck.InvalidArgument,
+     "^rotary_interleaved: is a tensor"),
     ({"block_table": ints(0, 1)}, ck.InvalidArgument, "block_table"),
     ({"cache_batch_idx": ints(0)}, ck.InvalidProblem, "cache_batch_idx"),
     ({"cache_leftpad": ints(0, 1).long()}, ck.InvalidArgument, "cache_leftpad"),
@@ -62,12 +89,14 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"k": K}, ck.InvalidArgument, "v: is None"),
     ({"k": K, "v": K, "cache_seqlens": None}, ck.InvalidArgument, "cache_seqlens"),
     ({"k": K.to(torch.float8_e4m3fn), "v": K}, ck.Unsupported, "k.dtype"),
-    ({"k": K, "v": K, "k_descale": torch.ones(1)}, ck.Unsupported, "k_scale"),
     ({"k": K[:1], "v": K[:1]}, ck.InvalidProblem, "k.shape"),
     ({"k": K[:, 0], "v": K[:, 0], "cu_seqlens_k_new": ints(0, 1)}, ck.InvalidProblem, "cu_seqlens_k_new"),
     ({"k": K, "v": K, "rotary_cos": ANGLES, "rotary_sin": ANGLES[:1]}, ck.InvalidProblem, "rotary_cos"),
     ({"k": K, "v": K, "rotary_cos": ANGLES}, ck.InvalidArgument, "rotary_sin"),
     ({"max_seqlen_q": 1.5, "cu_seqlens_q": ints(0, 1, 2), "q": ROWS}, ck.InvalidProblem, "max_seqlen_q"),
+    ({"max_seqlen_q": torch.tensor(1.5), "cu_seqlens_q": ints(0, 1, 2), "q": ROWS}, ck.InvalidProblem, "max_seqlen_q = 1.5"),
+    ({"max_seqlen_q": ints(1, 1), "cu_seqlens_q": ints(0, 1, 2), "q": ROWS}, ck.InvalidArgument, "max_seqlen_q: is a tensor"),
+    ({"max_seqlen_q": -1, "cu_seqlens_q": ints(0, 1, 2), "q": ROWS}, ck.InvalidProblem, "max_seqlen_q = -1"),
     ({"headdim": 3}, TypeError, "headdim"),
 ]  # fmt: skip
 
@@ -79,11 +108,11 @@ def test_refused(changed: dict[str, Any], error: type[Exception], named: str) ->
 
 
 def test_a_refused_call_leaves_the_cache_as_it_was() -> None:
-    cache = filled((5, 33), "cpu", page_size=16, spare=4)
-    before = cache.k.nan_to_num()
+    cache = filled((5, 33), "cpu", page_size=16, spare=4, dtype=torch.float8_e4m3fn)
+    before = cache.k.clone()
     with pytest.raises(ck.Unsupported, match="k_descale"):
-        call(k_cache=cache.k, k=K + 1, v=K + 1, k_descale=torch.ones(2, 2))
-    assert torch.equal(cache.k.nan_to_num(), before)
+        call(k_cache=cache.k, v_cache=cache.v, k=K + 1, v=K + 1, k_descale=torch.ones(2, 2))
+    assert same_bits(cache.k, before)
 
 
 def test_no_gradient_is_no_obstacle_where_none_is_recorded() -> None:
@@ -94,20 +123,34 @@ def test_no_gradient_is_no_obstacle_where_none_is_recorded() -> None:
         call(q=q)
 
 
+PAGED = {**dict.fromkeys("kv", torch.zeros(4, 16, 2, DIM).bfloat16()), "cu_seqlens_k": None, "block_table": ints(1, 1)[:, None]}
 VARLEN_REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"cu_seqlens_q": None}, ck.InvalidArgument, "cu_seqlens_q"),
     ({"cu_seqlens_k": None}, ck.InvalidArgument, "cu_seqlens_k"),
     ({"seqused_k": ints(1, 1)}, ck.Unsupported, "seqused_k"),
     ({"seqused_q": ints(1, 1)}, ck.Unsupported, "seqused_q"),
     ({"cu_seqlens_k": None, "page_table": ints(1, 1)[:, None]}, ck.InvalidArgument, "seqused_k"),
+    ({"cu_seqlens_q": ints(0, 2, 4).long()}, ck.InvalidArgument, "^cu_seqlens_q: has dtype torch.int64"),
+    ({"cu_seqlens_k": ints(0, 3, 6).long()}, ck.InvalidArgument, "^cu_seqlens_k: has dtype torch.int64"),
+    ({"cu_seqlens_k": [0, 3, 6]}, ck.InvalidArgument, "^cu_seqlens_k: got list"),
+    ({"cu_seqlens_k": [0, 3], "block_table": ints(1, 1)[:, None]}, ck.InvalidArgument, "^cu_seqlens_k: got list"),
+    ({**PAGED, "seqused_k": ints(1, 1).long()}, ck.InvalidArgument, "^seqused_k: has dtype torch.int64"),
+    ({**PAGED, "cu_seqlens_k": ints(0, 3, 6).long()}, ck.InvalidArgument, "^cu_seqlens_k: has dtype torch.int64"),
+    (
+        {**PAGED, "seqused_k": ints(1, 1), "block_table": ints(1, 1)[:, None].long()},
+        ck.InvalidArgument,
+        "^block_table: has dtype",
+    ),
+    ({"k": torch.zeros(6, 2, DIM).long()}, ck.InvalidArgument, "^k: has dtype torch.int64"),
 ]
 
 
 @pytest.mark.parametrize(("changed", "error", "named"), VARLEN_REFUSED, ids=["-".join(c) for c, _, _ in VARLEN_REFUSED])
 def test_varlen_refused(changed: dict[str, Any], error: type[Exception], named: str) -> None:
     q, k = torch.randn(4, HEADS, DIM).bfloat16(), torch.randn(6, 2, DIM).bfloat16()
+    good = {"q": q, "k": k, "v": k, "cu_seqlens_q": ints(0, 2, 4), "cu_seqlens_k": ints(0, 3, 6)}
     with pytest.raises(error, match=named):
-        flash_attn_varlen_func(q, k, k, **{"cu_seqlens_q": ints(0, 2, 4), "cu_seqlens_k": ints(0, 3, 6), **changed})
+        flash_attn_varlen_func(**{**good, **changed})
 
 
 def test_dense_refuses_gradients() -> None:

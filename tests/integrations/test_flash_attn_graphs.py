@@ -70,8 +70,11 @@ def test_a_captured_append_and_attention_follow_the_lengths(count: int, padded: 
 def test_packed_rows_do_not_synchronise() -> None:
     cu = torch.tensor([0, 3, 3, 10], dtype=torch.int32, device="cuda")
     q, k = (torch.randn(10, heads, DIM, device="cuda", dtype=torch.bfloat16) for heads in (HEADS, KV_HEADS))
-    flash_attn_varlen_func(q, k, k, cu, cu, 7, 7, causal=True)
+    most = torch.tensor(7, device="cuda")
+    for bound in (7, most):
+        flash_attn_varlen_func(q, k, k, cu, cu, bound, bound, causal=True)
     with no_synchronisation():
+        flash_attn_varlen_func(q, k, k, cu, cu, most, most, causal=True)
         out, lse = flash_attn_varlen_func(q, k, k, cu, cu, 7, 7, causal=True, return_attn_probs=True)
     for a, b in ((0, 3), (3, 10)):
         exact = dense(q[a:b].cpu(), k[a:b].cpu(), k[a:b].cpu(), Masks(causal=True))

@@ -3,7 +3,22 @@
 docs/engines.md has what is served, what raises, and the calls side by side.
 """
 
-from .kvcache import flash_attn_with_kvcache
+from .kvcache import flash_attn_with_kvcache, get_scheduler_metadata
+from .packed import (
+    flash_attn_kvpacked_func,
+    flash_attn_qkvpacked_func,
+    flash_attn_varlen_kvpacked_func,
+    flash_attn_varlen_qkvpacked_func,
+)
 from .varlen import flash_attn_func, flash_attn_varlen_func
 
-__all__ = ["flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache"]
+__all__ = [
+    "flash_attn_func",
+    "flash_attn_kvpacked_func",
+    "flash_attn_qkvpacked_func",
+    "flash_attn_varlen_func",
+    "flash_attn_varlen_kvpacked_func",
+    "flash_attn_varlen_qkvpacked_func",
+    "flash_attn_with_kvcache",
+    "get_scheduler_metadata",
+]

@@ -13,6 +13,7 @@ from ...checks.tensors import check_tensor, check_tensors
 from ...errors import InvalidArgument, InvalidProblem, Unsupported
 from ...kv.page_table import PageTable
 from ...kv.rotary import Rotary, apply_rotary
+from .. import with_unit_last_stride
 from .cache import Cache
 
 SKIPPED = -1  # the slot of a token that is not stored
@@ -70,12 +71,14 @@ def append(
         raise InvalidArgument("cache_seqlens", "is None, must be given beside k: new tokens are stored behind so many")
     batch = len(starts)
     _check_new(new, batch)
-    k, v = (new.k.flatten(0, 1), new.v.flatten(0, 1)) if new.cu_seqlens is None else (new.k, new.v)
+    k, v = (with_unit_last_stride(x.flatten(0, 1) if new.cu_seqlens is None else x) for x in (new.k, new.v))
     lengths = starts + (new.k.shape[1] if new.cu_seqlens is None else new.cu_seqlens.diff())
+    one_each = new.cu_seqlens is None and new.k.shape[1] == 1
+    if not one_each:
+        lengths = lengths.masked_fill_(starts < 0, 0)  # a padded request stays without keys
     grown = cache._replace(lengths=lengths)
     if not batch or not len(k):
         return grown, q if tables is None else rotated(q, cu_seqlens_q, tables, q_in_order)
-    one_each = new.cu_seqlens is None and new.k.shape[1] == 1
     tokens = None if one_each and tables is None else tokens_of(new.k, new.cu_seqlens)
     slots: Tensor | PageTable = PageTable.dense(cache.pages(batch), lengths)
     if not one_each:
@@ -110,7 +113,7 @@ def rotary_tables(
 
 def rotated(q: Tensor, cu_seqlens_q: Tensor | None, tables: RotaryTables, in_order: bool) -> Tensor:
     """q with each row turned by its position: of its own, or that of its request's first."""
-    if not q.shape[0]:
+    if not q.numel():
         return q
     tokens = tokens_of(q, cu_seqlens_q)
     positions = (tokens if in_order else tokens._replace(places=torch.zeros_like(tokens.places))).after(tables.starts)
@@ -129,12 +132,15 @@ def tokens_of(x: Tensor, cu_seqlens: Tensor | None) -> Tokens:
 
 
 def _slots(cache: Cache, tokens: Tokens, positions: Tensor, batch: int) -> Tensor:
-    """int64 [tokens]: the slot of each token. One past its request's room is a slot that no cache has: an append records it."""
+    """Returns the slot of each token at its position, int64 [tokens]; no token of a request that starts below 0 has a slot.
+
+    A token past its request's room has a slot that no cache has: an append records it.
+    """
     page_size, pages = cache.k.shape[1], cache.pages(batch)
     columns = (positions // page_size).clamp(0, max(0, pages.shape[1] - 1))
     page = pages[tokens.requests.clamp(max=batch - 1), columns].long()
     slots = torch.where(positions < cache.room, page * page_size + positions % page_size, cache.k.shape[0] * page_size)
-    return slots.masked_fill_((tokens.requests >= batch) | (positions < 0) | (page < 0), SKIPPED)
+    return slots.masked_fill_((tokens.requests >= batch) | (positions < tokens.places) | (page < 0), SKIPPED)
 
 
 def _check_new(new: New, batch: int) -> None:

@@ -3,27 +3,49 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+import operator
+from collections.abc import Hashable, Sequence
+from numbers import Real
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ...checks.fields import is_int
 from ...checks.tensors import check_tensors
-from ...errors import InvalidArgument, InvalidProblem, Unsupported
+from ...errors import CuteKernelsError, InvalidArgument, InvalidProblem, Unsupported
 from ...planning.variants import DeviceFacts, PlanPreference
+from .. import refuse_tensor, renamed, shown
 
 NO_WINDOW = (-1, -1)
-ALIASES = {"block_table": "page_table", "learnable_sink": "s_aux", "return_softmax_lse": "return_attn_probs"}
-IGNORED = frozenset({"num_splits", "pack_gqa", "scheduler_metadata", "deterministic"})  # of speed alone, or always so
+ALIASES = {
+    "block_table": "page_table",
+    "learnable_sink": "s_aux",
+    "return_lse": "return_attn_probs",
+    "return_softmax_lse": "return_attn_probs",
+}
+# of speed alone, or always so; q_descale is of an 8-bit q, which is refused
+IGNORED = frozenset({"num_splits", "pack_gqa", "scheduler_metadata", "deterministic", "q_descale"})
+WINDOW_RULE = "must be (left, right), each an int, negative for no bound"
 # the values that ask for nothing, and why others are refused
 UNSERVED: dict[str, tuple[tuple[object, ...], str]] = {
     "qv": ((None,), "a second product with V's columns is not computed"),
-    "q_descale": ((None,), "q has 16 bits and is used exactly as it is: scale it, or softmax_scale"),
+    "q_v": ((None,), "a second product with V's columns is not computed"),
+    "fa_version": ((None, 2, 3, 4), "the versions of flash-attention are 2, 3 and 4, and each has these results"),
+    "cp_world_size": ((1,), "context parallelism is not served"),
+    "cp_rank": ((0,), "context parallelism is not served"),
+    "cp_tot_seqused_k": ((None,), "context parallelism is not served"),
     "attention_chunk": ((None, 0), "chunks of attention are not masked; window_size and causal are served"),
     "dropout_p": ((None, 0, 0.0), "inference has no dropout"),
     "seqused_q": ((None,), "every row between two entries of cu_seqlens_q is a query row"),
+}
+# what flash-attention calls what the plans name
+NAMES = {
+    "k_scale": "k_descale",
+    "max_q_len": "max_seqlen_q",
+    "page_table.kv_indptr": "cu_seqlens_k",
+    "q_dtype": "q.dtype",
+    "qo_indptr": "cu_seqlens_q",
+    "v_scale": "v_descale",
 }
 
 
@@ -51,26 +73,80 @@ class Scores(NamedTuple):
 def scores_of(causal: bool, window_size: Any, softcap: float, softmax_scale: float | None, sm_margin: int) -> Scores:
     """flash-attention's masks: a bound of a window that is negative or None is none, causal is at the bottom right.
 
-    Raises InvalidProblem for a window of other than two bounds and for a sm_margin that is no int from 0 on.
+    Raises InvalidProblem for a window of other than two bounds and for a sm_margin that is no int from 0 on, InvalidArgument for
+    a tensor where a value is needed.
     """
     if type(window_size) is not tuple:
-        if not isinstance(window_size, (Sequence, Tensor)):
-            raise InvalidProblem("window_size", window_size, "must be (left, right), each an int, negative for no bound")
-        window_size = tuple(window_size)
-    return _scores(causal, window_size, softcap, softmax_scale, sm_margin)
+        window_size = _bounds(window_size)
+    try:
+        return _scores(causal, window_size, softcap, softmax_scale, sm_margin)
+    except TypeError:  # an unhashable value: the checks within name it
+        return _scores.__wrapped__(causal, window_size, softcap, softmax_scale, sm_margin)
 
 
-@functools.lru_cache(maxsize=1024)
+@functools.lru_cache(maxsize=1024)  # an error is not kept: a tensor, which is hashed by identity, is refused at every call
 def _scores(causal: bool, window_size: tuple[Any, ...], softcap: float, softmax_scale: float | None, sm_margin: int) -> Scores:
     if len(window_size) != 2:
-        raise InvalidProblem("window_size", window_size, "must be (left, right), each an int, negative for no bound")
-    if not is_int(sm_margin) or sm_margin < 0:
-        raise InvalidProblem("sm_margin", sm_margin, "must be an int from 0 to the SMs of the device, less one")
-    left, right = (None if bound is None or int(bound) < 0 else int(bound) for bound in window_size)
-    at_the_end = bool(causal) or right == 0  # both hide what comes after the row's own key
-    return Scores(
-        "bottom_right" if at_the_end else None, left, None if at_the_end else right, softcap or None, softmax_scale, sm_margin
-    )
+        raise InvalidProblem("window_size", window_size, WINDOW_RULE)
+    rule = "must be an int from 0 to the SMs of the device, less one"
+    sm_margin = whole("sm_margin", sm_margin, rule)
+    if sm_margin < 0:
+        raise InvalidProblem("sm_margin", sm_margin, rule)
+    bounds = [-1 if bound is None else whole("window_size", bound, WINDOW_RULE) for bound in window_size]
+    left, right = (None if bound < 0 else bound for bound in bounds)
+    cap, scale = _number("softcap", softcap) or None, _number("softmax_scale", softmax_scale)
+    at_the_end = flag("causal", causal) or right == 0  # both hide what comes after the row's own key
+    return Scores("bottom_right" if at_the_end else None, left, None if at_the_end else right, cap, scale, sm_margin)
+
+
+def _bounds(window_size: Any) -> tuple[Any, ...]:
+    """Returns a window as a tuple. Raises InvalidArgument for a tensor on a device, InvalidProblem for what has no bounds."""
+    if window_size is None:
+        return NO_WINDOW
+    if isinstance(window_size, Tensor) and window_size.device.type == "cpu":
+        window_size = window_size.tolist()
+    refuse_tensor("window_size", window_size)
+    if not isinstance(window_size, Sequence):
+        raise InvalidProblem("window_size", window_size, WINDOW_RULE)
+    return tuple(window_size)
+
+
+def flag(name: str, value: Any) -> bool:
+    """Returns an option as a bool; 0, 1 and None, of any library, count too. Raises InvalidArgument for anything else."""
+    refuse_tensor(name, value)
+    if not isinstance(value, Hashable) or value not in (None, False, True):
+        raise InvalidArgument(name, f"is {value!r}, must be True or False")
+    return bool(value)
+
+
+def whole(name: str, value: Any, rule: str) -> int:
+    """Returns an int of any library as one of Python. Raises InvalidArgument for a tensor, InvalidProblem for what is no int."""
+    refuse_tensor(name, value)
+    try:
+        number = operator.index(value)
+    except TypeError:
+        number = None
+    if number is None or isinstance(value, bool):
+        raise InvalidProblem(name, value, rule)
+    return number
+
+
+def _number(name: str, value: Any) -> Any:
+    """Returns a number of any library as a float; what is no number is returned as it is, and the descriptor refuses it."""
+    refuse_tensor(name, value)
+    return float(value) if isinstance(value, Real) and not isinstance(value, bool) else value
+
+
+def length_of(name: str, value: Any) -> int | None:
+    """Returns a bound of lengths, given as an int or as a tensor [] on the host.
+
+    A tensor on a device gives None, which is no bound: no call waits for its value. Raises InvalidProblem for other values.
+    """
+    if isinstance(value, Tensor) and not value.dim():
+        if value.device.type != "cpu":
+            return None
+        value = value.item()
+    return whole(name, value, "must be an int from 0 on, or None")
 
 
 def preference_of(sm_margin: int, device: torch.device) -> PlanPreference | None:
@@ -95,8 +171,7 @@ def settled(others: dict[str, Any], **named: Any) -> list[Any]:
         elif name in UNSERVED:
             neutral, reason = UNSERVED[name]
             if isinstance(value, Tensor) or value not in neutral:
-                shown = f"a tensor {list(value.shape)}" if isinstance(value, Tensor) else repr(value)
-                raise Unsupported([f"{name} = {shown}: {reason}"])
+                raise Unsupported([f"{name} = {shown(value)}: {reason}"])
         elif (own := ALIASES.get(name)) in named:
             if value is None or value is False:
                 continue
@@ -129,3 +204,20 @@ def for_all_requests(name: str, tensor: Tensor | None) -> Tensor | None:
         rule = "values of each request's own are not served; [heads], or that expanded to [batch, heads], is"
         raise Unsupported([f"{name} = a tensor {list(tensor.shape)} with strides {tensor.stride()}: {rule}"])
     return tensor[0] if tensor.shape[0] else tensor.new_ones(tensor.shape[1])
+
+
+def descales_of(k: Tensor, v: Tensor, k_descale: Tensor | None, v_descale: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    """Returns the descales of 8-bit K and V; a descale of a 16-bit one is ignored. Raises what for_all_requests raises."""
+    pairs = (("k_descale", k_descale, k), ("v_descale", v_descale, v))
+    k_descale, v_descale = (for_all_requests(name, scale) if x.element_size() == 1 else None for name, scale, x in pairs)
+    return k_descale, v_descale
+
+
+def in_callers_words(error: CuteKernelsError, others: dict[str, Any], **names: str) -> CuteKernelsError:
+    """Returns the error with the names that the call used.
+
+    others: the arguments that the call gave by other names. names: the caller's names beside NAMES.
+    """
+    given = {own: alias for alias, own in ALIASES.items() if others.get(alias) is not None}
+    table, sinks = given.get("page_table", "page_table"), given.get("s_aux", "s_aux")
+    return renamed(error, {**NAMES, **names, **given, "page_table.table": table, "sinks": sinks})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ...api.plan_cache import Options, attention_plan, length_hint, rounded_rows
@@ -12,7 +13,7 @@ from ...attention.attention_plan import PagedAttentionPlan
 from ...attention.operands import Extras
 from ...errors import InvalidProblem
 from ...kv.page_table import PageTable
-from .arguments import Scores, for_all_requests, preference_of
+from .arguments import Scores, descales_of, for_all_requests, length_of, preference_of
 
 MAX_KEYS = 1024  # plans under their keys, all forgotten when there are more: `plan_of` keeps them too
 
@@ -42,11 +43,17 @@ def attend(
     caches with heads next to last, or packed. lse: f32 [batch, num_heads, q_len], ragged [num_heads, total_q]: views.
     """
     if k_descale is not None or v_descale is not None:
-        k_descale, v_descale = for_all_requests("k_descale", k_descale), for_all_requests("v_descale", v_descale)
+        k_descale, v_descale = descales_of(k, v, k_descale, v_descale)
     if alibi_slopes is not None:
         alibi_slopes = for_all_requests("alibi_slopes", alibi_slopes)
     if s_aux is not None:
         s_aux = s_aux.float()
+    if max_seqlen_q is not None and type(max_seqlen_q) is not int:
+        max_seqlen_q = length_of("max_seqlen_q", max_seqlen_q)
+    if max_seqlen_k is not None and type(max_seqlen_k) is not int:
+        max_seqlen_k = length_of("max_seqlen_k", max_seqlen_k)
+    if q.stride(-1) != 1:
+        q = q.contiguous()
     first, given = table.operands[0], out
     # fmt: off
     key = (
@@ -59,6 +66,8 @@ def attend(
     # fmt: on
     plan = _plans.get(key)
     if plan is None:
+        if cu_seqlens_q is None and q.dim() == 4 and not q.shape[1]:
+            return _no_rows(q, given, return_lse)
         extras = Extras(cu_seqlens_q, None, alibi_slopes, s_aux)
         plan = _select(q, k, v, table, scores, extras, (k_descale, v_descale), max_seqlen_q, max_seqlen_k)
         if len(_plans) >= MAX_KEYS:
@@ -84,7 +93,15 @@ def _with_their_axes(lse: Tensor, q: Tensor, cu_seqlens_q: Tensor | None) -> Ten
     """[num_heads, total_q], or [batch, num_heads, q_len], of [rows, num_heads]. q: as the plan was given it."""
     if cu_seqlens_q is not None:
         return lse.T
-    return lse.unsqueeze(2) if q.dim() == 3 else lse.view(*q.shape[:2], -1).transpose(1, 2)
+    return lse.unsqueeze(2) if q.dim() == 3 else lse.view(q.shape[:3]).transpose(1, 2)
+
+
+def _no_rows(q: Tensor, out: Tensor | None, return_lse: bool) -> Tensor | tuple[Tensor, Tensor]:
+    """Returns the empty results of a q [batch, 0, num_heads, head_dim]. Raises InvalidProblem for an out of another shape."""
+    if out is not None and out.shape != q.shape:
+        raise InvalidProblem("out.shape", tuple(out.shape), f"must be q's, {tuple(q.shape)}")
+    made = q.new_empty(q.shape) if out is None else out
+    return (made, q.new_empty((q.shape[0], q.shape[2], 0), dtype=torch.float32)) if return_lse else made
 
 
 def forget_plans() -> None:
@@ -103,9 +120,9 @@ def _select(
     max_seqlen_q: int | None,
     max_seqlen_k: int | None,
 ) -> PagedAttentionPlan:
-    """The plan of a call. Raises InvalidProblem for lengths that are no ints, and what the descriptor and `select` raise."""
+    """The plan of a call. Raises InvalidProblem for lengths below 0, and what the descriptor and `select` raise."""
     for name, longest in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
-        if longest is not None and (not isinstance(longest, int) or longest < 0):
+        if longest is not None and longest < 0:
             raise InvalidProblem(name, longest, "must be an int from 0 on, or None")
     rows = None if max_seqlen_q is None or extras.qo_indptr is None else rounded_rows(max_seqlen_q)
     hint = None if max_seqlen_k is None else length_hint(max_seqlen_k)

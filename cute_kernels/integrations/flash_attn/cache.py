@@ -7,10 +7,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...checks.fields import MAX_EXTENT, is_int
+from ...checks.fields import MAX_EXTENT
 from ...checks.tensors import check_shape, check_tensor
 from ...errors import InvalidProblem, Unsupported
 from ...kv.page_table import PageTable
+from .arguments import whole
 
 
 class Cache(NamedTuple):
@@ -61,9 +62,11 @@ def cache_of(
         check_shape("cache_batch_idx", cache_batch_idx, (batch,), "[batch]")
         page_table = cache_batch_idx[:, None] if page_table is None else page_table.index_select(0, cache_batch_idx)
     if cache_seqlens is not None and not isinstance(cache_seqlens, Tensor):
-        if not is_int(cache_seqlens) or not 0 <= cache_seqlens <= MAX_EXTENT:
-            raise InvalidProblem("cache_seqlens", cache_seqlens, "must be an int32 tensor [batch], an int from 0 on, or None")
-        cache_seqlens = torch.full((batch,), cache_seqlens, dtype=torch.int32, device=k_cache.device)
+        rule = "must be an int32 tensor [batch], an int from 0 on, or None"
+        length = whole("cache_seqlens", cache_seqlens, rule)
+        if not 0 <= length <= MAX_EXTENT:
+            raise InvalidProblem("cache_seqlens", length, rule)
+        cache_seqlens = torch.full((batch,), length, dtype=torch.int32, device=k_cache.device)
     if cache_seqlens is not None:
         check_tensor(k_cache.device, "cache_seqlens", cache_seqlens, torch.int32)
         check_shape("cache_seqlens", cache_seqlens, (batch,), "[batch]")

@@ -6,10 +6,11 @@ from typing import Any
 
 from torch import Tensor
 
-from ...errors import InvalidArgument
+from ...errors import CuteKernelsError, InvalidArgument
 from ...kv.page_table import PageTable
+from .. import with_unit_last_stride
 from .append import New, append, rotary_tables
-from .arguments import NO_WINDOW, Scores, check_inference, for_all_requests, scores_of, settled
+from .arguments import NO_WINDOW, Scores, check_inference, descales_of, flag, in_callers_words, scores_of, settled
 from .attend import attend
 from .cache import Cache, cache_of, without_padding
 
@@ -41,10 +42,11 @@ def flash_attn_with_kvcache(
     on, or rotary_seqlens, in pairs that rotary_interleaved, True by default, says. cache_batch_idx: int32 [batch], the row of the
     cache or of page_table that a request has. cache_leftpad: int32 [batch], tokens at the front that no row sees.
 
-    causal: at the bottom right. window_size: (left, right), negative for no bound. softcap: 0 for none. alibi_slopes, k_descale,
-    v_descale: f32 [heads], or that expanded to [batch, heads]. s_aux: sinks [num_heads]. sm_margin: SMs left to others. others:
-    what is of k (cu_seqlens_k_new, rotary_*), block_table for page_table, learnable_sink for s_aux, and the names of
-    arguments.IGNORED, which change nothing here, and of UNSERVED. Arguments after v are by name.
+    causal: at the bottom right. window_size: (left, right), negative for no bound, None for no window. softcap: 0 for none.
+    alibi_slopes, k_descale, v_descale: f32 [heads], or that expanded to [batch, heads]; descales of 16-bit caches are ignored.
+    s_aux: sinks [num_heads]. sm_margin: SMs left to others. others: what is of k (cu_seqlens_k_new, rotary_*), block_table for
+    page_table, learnable_sink for s_aux, and the names of arguments.IGNORED, which change nothing here, and of UNSERVED.
+    Arguments after v are by name.
 
     Allocates outputs and what it derives of lengths. Never synchronises; capturable in a graph once a call has selected its
     plans. Raises Unsupported that names an argument that is not served, and what plans and append_kv raise.
@@ -57,23 +59,30 @@ def flash_attn_with_kvcache(
             _refuse_without_k(more)
     check_inference(q, k_cache, v_cache)
     scores = scores_of(causal, window_size, softcap, softmax_scale, sm_margin)
-    if k is v is cache_batch_idx is cache_leftpad is None and isinstance(cache_seqlens, Tensor):
-        table = PageTable.lengths(cache_seqlens) if page_table is None else PageTable.dense(page_table, cache_seqlens)
-    else:
-        batch = len(q) if cu_seqlens_q is None else len(cu_seqlens_q) - 1
-        cache = cache_of(k_cache, v_cache, page_table, cache_seqlens, cache_batch_idx, batch)
-        if k is not None or v is not None:
-            descales = (for_all_requests("k_descale", k_descale), for_all_requests("v_descale", v_descale))
-            cache, q = _appended(cache, q, k, v, cu_seqlens_q, scores, descales, more)
-        if cache_leftpad is not None:
-            cache = without_padding(cache, cache_leftpad, batch)
-        k_cache, v_cache, table = cache.k, cache.v, cache.page_table
-    # fmt: off
-    return attend(
-        q, k_cache, v_cache, table, scores, cu_seqlens_q=cu_seqlens_q, max_seqlen_q=max_seqlen_q, k_descale=k_descale,
-        v_descale=v_descale, alibi_slopes=alibi_slopes, s_aux=s_aux, out=out, return_lse=return_softmax_lse,
-    )
-    # fmt: on
+    try:
+        if k is v is cache_batch_idx is cache_leftpad is None and isinstance(cache_seqlens, Tensor):
+            table = PageTable.lengths(cache_seqlens) if page_table is None else PageTable.dense(page_table, cache_seqlens)
+        else:
+            batch = len(q) if cu_seqlens_q is None else len(cu_seqlens_q) - 1
+            cache = cache_of(k_cache, v_cache, page_table, cache_seqlens, cache_batch_idx, batch)
+            if k is not None or v is not None:
+                descales = descales_of(k_cache, v_cache, k_descale, v_descale)
+                cache, q = _appended(cache, q, k, v, cu_seqlens_q, scores, descales, more)
+            if cache_leftpad is not None:
+                cache = without_padding(cache, cache_leftpad, batch)
+            k_cache, v_cache, table = cache.k, cache.v, cache.page_table
+        # fmt: off
+        return attend(
+            q, k_cache, v_cache, table, scores, cu_seqlens_q=cu_seqlens_q, max_seqlen_q=max_seqlen_q, k_descale=k_descale,
+            v_descale=v_descale, alibi_slopes=alibi_slopes, s_aux=s_aux, out=out, return_lse=return_softmax_lse,
+        )
+        # fmt: on
+    except CuteKernelsError as error:
+        raise in_callers_words(error, others, **{"page_table.seq_lens": "cache_seqlens"}) from error
+
+
+def get_scheduler_metadata(*_sizes: Any, **_options: Any) -> None:
+    """Returns None, whatever the call says: a launch schedules itself on the device, and scheduler_metadata is ignored."""
 
 
 def _appended(
@@ -92,11 +101,13 @@ def _appended(
     tables, cos, sin = None, more["rotary_cos"], more["rotary_sin"]
     if cos is not None or sin is not None:
         starts = cache.lengths if more["rotary_seqlens"] is None else more["rotary_seqlens"]
-        tables = rotary_tables(cos, sin, starts, more["rotary_interleaved"] is not False, q.device)
+        interleaved = more["rotary_interleaved"]
+        interleaved = interleaved is None or flag("rotary_interleaved", interleaved)
+        q, tables = with_unit_last_stride(q), rotary_tables(cos, sin, starts, interleaved, q.device)
     return append(cache, New(k, v, more["cu_seqlens_k_new"]), descales, tables, q, cu_seqlens_q, scores.positional)
 
 
 def _refuse_without_k(more: dict[str, Any]) -> None:
-    for name in ("rotary_cos", "rotary_sin", "cu_seqlens_k_new"):
+    for name in ("rotary_cos", "rotary_sin"):
         if more[name] is not None:
             raise InvalidArgument(name, "is given without k and v, must be None: it is of the tokens that are appended")

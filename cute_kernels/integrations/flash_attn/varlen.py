@@ -6,9 +6,11 @@ from typing import Any
 
 from torch import Tensor
 
-from ...errors import InvalidArgument, InvalidProblem, Unsupported
+from ...checks.tensors import check_shape, check_tensors
+from ...errors import CuteKernelsError, InvalidArgument, Unsupported
 from ...kv.page_table import PageTable
-from .arguments import NO_WINDOW, check_inference, scores_of, settled
+from .. import with_unit_last_stride
+from .arguments import NO_WINDOW, check_inference, in_callers_words, scores_of, settled
 from .attend import attend
 
 
@@ -38,15 +40,23 @@ def flash_attn_varlen_func(
     check_inference(q, k, v)
     if not isinstance(cu_seqlens_q, Tensor):
         raise InvalidArgument("cu_seqlens_q", f"got {type(cu_seqlens_q).__name__}, must be an int32 tensor [batch + 1]")
-    table = _packed_table(cu_seqlens_k, seqused_k) if page_table is None else _paged_table(page_table, cu_seqlens_k, seqused_k)
     scores = scores_of(causal, window_size, softcap, softmax_scale, sm_margin)
-    # fmt: off
-    return attend(
-        q, k, v, table, scores, cu_seqlens_q=cu_seqlens_q, max_seqlen_q=max_seqlen_q,
-        max_seqlen_k=max_seqlen_k if page_table is None else None, k_descale=k_descale, v_descale=v_descale,
-        alibi_slopes=alibi_slopes, s_aux=s_aux, out=out, return_lse=return_attn_probs,
-    )
-    # fmt: on
+    try:
+        if page_table is None:
+            table, longest = _packed_table(cu_seqlens_k, seqused_k), max_seqlen_k
+            k, v = with_unit_last_stride(k), with_unit_last_stride(v)
+        else:
+            table, longest = _paged_table(page_table, cu_seqlens_k, seqused_k), None
+        # fmt: off
+        return attend(
+            q, k, v, table, scores, cu_seqlens_q=cu_seqlens_q, max_seqlen_q=max_seqlen_q, max_seqlen_k=longest,
+            k_descale=k_descale, v_descale=v_descale, alibi_slopes=alibi_slopes, s_aux=s_aux, out=out,
+            return_lse=return_attn_probs,
+        )
+        # fmt: on
+    except CuteKernelsError as error:
+        lengths = "cu_seqlens_k" if seqused_k is None else "seqused_k"
+        raise in_callers_words(error, others, k_cache="k", v_cache="v", **{"page_table.seq_lens": lengths}) from error
 
 
 def flash_attn_func(
@@ -75,17 +85,21 @@ def flash_attn_func(
         s_aux, return_attn_probs = settled(others, s_aux=s_aux, return_attn_probs=return_attn_probs)
     check_inference(q, k, v)
     scores = scores_of(causal, window_size, softcap, softmax_scale, sm_margin)
-    # fmt: off
-    return attend(
-        q, k, v, PageTable.whole(), scores, k_descale=k_descale, v_descale=v_descale, alibi_slopes=alibi_slopes, s_aux=s_aux,
-        return_lse=return_attn_probs,
-    )
-    # fmt: on
+    try:
+        # fmt: off
+        return attend(
+            q, with_unit_last_stride(k), with_unit_last_stride(v), PageTable.whole(), scores, k_descale=k_descale,
+            v_descale=v_descale, alibi_slopes=alibi_slopes, s_aux=s_aux, return_lse=return_attn_probs,
+        )
+        # fmt: on
+    except CuteKernelsError as error:
+        raise in_callers_words(error, others, k_cache="k", v_cache="v") from error
 
 
 def _packed_table(cu_seqlens_k: Tensor | None, seqused_k: Tensor | None) -> PageTable:
     if cu_seqlens_k is None:
         raise InvalidArgument("cu_seqlens_k", "is None, must be an int32 tensor [batch + 1] without a page_table")
+    check_tensors(cu_seqlens_k=cu_seqlens_k)
     if seqused_k is not None:
         raise Unsupported(["seqused_k beside cu_seqlens_k without a page_table: packed keys of a request are all used"])
     return PageTable.packed(cu_seqlens_k)
@@ -97,7 +111,7 @@ def _paged_table(page_table: Tensor, cu_seqlens_k: Tensor | None, seqused_k: Ten
             raise InvalidArgument(
                 "seqused_k", "is None, must be an int32 tensor [batch] beside a page_table without cu_seqlens_k"
             )
-        if cu_seqlens_k.dim() != 1:
-            raise InvalidProblem("cu_seqlens_k.shape", tuple(cu_seqlens_k.shape), "must be [batch + 1]")
+        check_tensors(cu_seqlens_k=cu_seqlens_k)
+        check_shape("cu_seqlens_k", cu_seqlens_k, (None,), "[batch + 1]")
         seqused_k = cu_seqlens_k.diff()
     return PageTable.dense(page_table, seqused_k)

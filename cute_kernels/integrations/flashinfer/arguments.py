@@ -12,6 +12,7 @@ from ...api.plan_cache import KV_DTYPES
 from ...errors import InvalidArgument, InvalidProblem, Unsupported
 from ...kv.types import KVLayout
 from ...planning.variants import PlanPreference
+from .. import refuse_tensor
 from .slopes import get_alibi_slopes
 
 MAX_HEAD_DIM = 256  # of the variants on a GPU
@@ -106,7 +107,7 @@ def heads_and_types(
 
 @dataclass(frozen=True)
 class Scores:
-    """What is said of scores. Raises Unsupported, InvalidProblem for what the plans leave out.
+    """What is said of scores. Raises Unsupported, InvalidProblem for what the plans leave out, InvalidArgument for a tensor.
 
     FlashInfer's bias of ALiBi is linear in the key's position, ours in its distance: the outputs are the same under a causal
     mask without a cap, and an lse differs by the slope times the query's position.
@@ -119,6 +120,8 @@ class Scores:
     sm_scale: float | None = None
 
     def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            refuse_tensor(name, value)
         if self.pos_encoding_mode == "ROPE_LLAMA":
             raise Unsupported(["pos_encoding_mode = 'ROPE_LLAMA': rotary positions are applied before attention"])
         if self.pos_encoding_mode not in ("NONE", "ALIBI"):

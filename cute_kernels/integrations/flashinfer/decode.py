@@ -9,10 +9,17 @@ from torch import Tensor
 
 from ...checks.fields import check_extent
 from ...errors import InvalidArgument, InvalidProblem
-from ...kv.page_table import PageTable
 from .arguments import Scores, check_window, heads_and_types, preference_of, refuse
 from .caches import Cache, PagedCaches
-from .wrapper import BatchWrapper
+from .single import single_decode_with_kv_cache
+from .wrapper import BatchWrapper, all_or_nothing
+
+__all__ = [
+    "BatchDecodeWithPagedKVCacheWrapper",
+    "CUDAGraphBatchDecodeWithPagedKVCacheWrapper",
+    "fast_decode_plan",
+    "single_decode_with_kv_cache",
+]
 
 
 class BatchDecodeWithPagedKVCacheWrapper(BatchWrapper):
@@ -47,6 +54,7 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchWrapper):
         self._q_len = 0  # before plan()
         self._row_bounds: dict[tuple[int, int], Tensor] = {}
 
+    @all_or_nothing
     def plan(
         self,
         indptr: Tensor,
@@ -92,16 +100,12 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchWrapper):
         if self.is_cuda_graph_enabled and self._q_len not in (0, q_len_per_req):
             rule = f"must stay {self._q_len} beside use_cuda_graph = True: captured launches have so many"
             raise InvalidProblem("q_len_per_req", q_len_per_req, rule)
-        fields = {**heads, "batch_size": len(last_page_len), "page_size": page_size, "table_format": "csr"}
-        table = PageTable.csr(
-            self._place("indptr", "paged_kv_indptr_buffer", indptr, non_blocking),
-            self._place("indices", "paged_kv_indices_buffer", indices, non_blocking),
-            self._place("last_page_len", "paged_kv_last_page_len_buffer", last_page_len, non_blocking),
-        )
         check_extent("q_len_per_req", q_len_per_req)
-        self._q_len, self._total_q, rows = q_len_per_req, len(last_page_len) * q_len_per_req, None
+        table, batch = self._place_pages("", "buffer", indptr, indices, last_page_len, non_blocking)
+        fields = {**heads, "batch_size": batch, "page_size": page_size, "table_format": "csr"}
+        self._q_len, self._total_q, rows = q_len_per_req, None, None
         if q_len_per_req != 1:  # ragged all the same: a view of q with an axis of requests would take 2 us a run
-            fields["max_q_len"], rows = q_len_per_req, self._rows(len(last_page_len))
+            fields["max_q_len"], rows, self._total_q = q_len_per_req, self._rows(batch), batch * q_len_per_req
         preference = preference_of(fixed_split_size, disable_split_kv)
         self._settle(fields, scores, table, qo_indptr=rows, preference=preference)
 
@@ -139,9 +143,6 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchWrapper):
             refuse(args=args, kv_cache_sf=kv_cache_sf, skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor)
         if not window_left is q_len_per_req is None:
             self._check_repeated(window_left, q_len_per_req)
-        if self._q_len != 1 and self._scores is not None and q.shape[0] != self._total_q:
-            rule = f"must have {self._total_q} rows, q_len_per_req = {self._q_len} a request"
-            raise InvalidProblem("q.shape", tuple(q.shape), rule)
         k, v = self._pages(paged_kv_cache)
         return self.attend(q, k, v, out, lse, return_lse, sinks, q_scale, k_scale, v_scale)
 
@@ -161,14 +162,8 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchWrapper):
         return_lse: bool = False,
     ) -> Any:
         """The older verb, `run`: what it says of scores takes the place of what was planned."""
-        scores = Scores(True, pos_encoding_mode, window_left, logits_soft_cap, sm_scale)
-        if self._scores not in (None, scores):
-            self._rescore(scores)
+        self._score_anew(Scores(True, pos_encoding_mode, window_left, logits_soft_cap, sm_scale))
         return self.run(q, paged_kv_cache, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, return_lse=return_lse)
-
-    def forward_return_lse(self, q: Tensor, paged_kv_cache: Cache, *args: Any, **options: Any) -> Any:
-        """`forward` with return_lse."""
-        return self.forward(q, paged_kv_cache, *args, **{**options, "return_lse": True})
 
     def _check_repeated(self, window_left: int | None, q_len_per_req: int | None) -> None:
         check_window(window_left, self._scores)
@@ -190,3 +185,22 @@ class CUDAGraphBatchDecodeWithPagedKVCacheWrapper(BatchDecodeWithPagedKVCacheWra
     ) -> None:
         """As BatchDecodeWithPagedKVCacheWrapper with use_cuda_graph."""
         super().__init__(workspace_buffer, kv_layout, True, use_tensor_cores, indptr_buffer, indices_buffer, last_page_len_buffer)
+
+
+def fast_decode_plan(
+    wrapper: BatchDecodeWithPagedKVCacheWrapper, indptr: Tensor, indices: Tensor, last_page_len: Tensor,
+    num_qo_heads: int, num_kv_heads: int, head_dim: int, page_size: int, pos_encoding_mode: str = "NONE",
+    window_left: int = -1, logits_soft_cap: float | None = None, q_data_type: str | torch.dtype | None = None,
+    kv_data_type: str | torch.dtype | None = None, data_type: str | torch.dtype | None = None,
+    sm_scale: float | None = None, rope_scale: float | None = None, rope_theta: float | None = None,
+    non_blocking: bool = True, fixed_split_size: int | None = None, disable_split_kv: bool = False,
+    q_len_per_req: int = 1, global_override_indptr_cpu: Tensor | None = None,
+) -> None:  # fmt: skip
+    """The wrapper's plan(), which schedules nothing on the host anyway: global_override_indptr_cpu is not read."""
+    # fmt: off
+    wrapper.plan(
+        indptr, indices, last_page_len, num_qo_heads, num_kv_heads, head_dim, page_size, pos_encoding_mode, window_left,
+        logits_soft_cap, q_data_type, kv_data_type, data_type=data_type, sm_scale=sm_scale, non_blocking=non_blocking,
+        fixed_split_size=fixed_split_size, disable_split_kv=disable_split_kv, q_len_per_req=q_len_per_req,
+    )
+    # fmt: on

@@ -6,9 +6,14 @@ import torch
 from torch import Tensor
 
 from ...api.functional import append_kv
-from ...errors import InvalidProblem
+from ...append.descriptor import APPEND_DTYPES
+from ...checks.tensors import check_shape, check_tensors
+from ...errors import InvalidArgument, InvalidProblem, Unsupported
+from .. import with_unit_last_stride
 from .arguments import layout_named
 from .caches import Cache, PagedCaches
+
+CONVERTED = (torch.float8_e4m3fn, torch.float8_e5m2)  # what 16-bit values are stored as without a scale
 
 
 def append_paged_kv_cache(
@@ -24,22 +29,55 @@ def append_paged_kv_cache(
 ) -> None:
     """Stores K and V of new tokens in the pages of their requests; nothing is read back from the device.
 
-    append_key, append_value: [tokens, num_kv_heads, head_dim], f16 or bf16, which go to place positions[i] of request
-    batch_indices[i], both integers [tokens]; a negative batch index skips its token. paged_kv_cache, kv_indices, kv_indptr and
+    append_key, append_value: [tokens, num_kv_heads, head_dim], which go to place positions[i] of request batch_indices[i], both
+    integers [tokens]; a negative batch index skips its token. They have the caches' type, of 16 or 8 bits, and are copied bit by
+    bit; or f16 or bf16 beside caches of e4m3 or e5m2, and are rounded. paged_kv_cache, kv_indices, kv_indptr and
     kv_last_page_len: as a batch wrapper takes them, with room for the new tokens; the last is not read. The slots are computed by
     several operations of PyTorch: an engine computes them once a step and gives them to cute_kernels.append_kv in every layer.
 
-    Raises InvalidProblem and InvalidArgument for caches, and what append_kv raises.
+    Raises InvalidProblem and InvalidArgument for caches and for what is appended, and what append_kv raises.
     """
     layout = layout_named(kv_layout).order
     k_cache, v_cache = PagedCaches(kv_layout)(paged_kv_cache)
+    check_tensors(append_key=append_key, append_value=append_value, batch_indices=batch_indices, positions=positions)
+    check_shape("append_key", append_key, (None, None, None), "[tokens, num_kv_heads, head_dim]")
+    check_shape("append_value", append_value, tuple(append_key.shape), "append_key's")
+    for name, tensor in (("batch_indices", batch_indices), ("positions", positions)):
+        check_shape(name, tensor, (append_key.shape[0],), "[tokens]")
+    _check_types(append_key, append_value, k_cache, v_cache)
     if not kv_indices.numel():
         return  # no request has a page
     page_size = k_cache.shape[1 if layout == "NHD" else 2]
+    append_key, append_value = with_unit_last_stride(append_key), with_unit_last_stride(append_value)
+    if append_key.element_size() == 1:  # a 16-bit append does not convert either
+        append_key, append_value = _as_pairs("append_key", append_key), _as_pairs("append_value", append_value)
+        k_cache, v_cache = _as_pairs("K of paged_kv_cache", k_cache), _as_pairs("V of paged_kv_cache", v_cache)
     kept = batch_indices >= 0
     page = kv_indptr[batch_indices.clamp(min=0)].long() + positions // page_size
     slots = kv_indices[torch.where(kept, page, 0)].long() * page_size + positions % page_size
     append_kv(append_key, append_value, k_cache, v_cache, torch.where(kept, slots, -1), layout=layout)
+
+
+def _check_types(key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
+    """Raises InvalidArgument unless both are copied bit by bit, or both are rounded to 8 bits."""
+    for name, new, cache in (("append_key", key, k_cache), ("append_value", value, v_cache)):
+        copied = new.dtype == cache.dtype and (new.dtype in APPEND_DTYPES or new.element_size() == 1)
+        rounded = new.dtype in APPEND_DTYPES and cache.dtype in CONVERTED
+        if not copied and not rounded:
+            rule = "must be the caches' type, of 16 or 8 bits, or f16 or bf16 beside e4m3 or e5m2"
+            raise InvalidArgument(name, f"has dtype {new.dtype} beside a cache of {cache.dtype}, {rule}")
+    both_8_bit = key.element_size() == value.element_size() == 1
+    if value.dtype != key.dtype and not both_8_bit:
+        raise InvalidArgument("append_value", f"has dtype {value.dtype}, must be append_key's, {key.dtype}")
+
+
+def _as_pairs(name: str, x: Tensor) -> Tensor:
+    """Returns a view of 8-bit elements as half as many f16. Raises Unsupported where a pair of them has no place of its own."""
+    odd = x.shape[-1] % 2 or x.storage_offset() % 2 or any(stride % 2 for stride in x.stride()[:-1])
+    if odd or x.stride(-1) != 1:
+        rule = "8-bit values are copied two at a time: head_dim, the offset and all strides must be even, and the last stride 1"
+        raise Unsupported([f"{name} with shape {list(x.shape)}, strides {x.stride()}, offset {x.storage_offset()}: {rule}"])
+    return x.view(torch.float16)
 
 
 def get_batch_indices_positions(
@@ -49,11 +87,13 @@ def get_batch_indices_positions(
 
     append_indptr: int32 [batch + 1], request b has the new tokens append_indptr[b] : append_indptr[b + 1], which are its last.
     seq_lens: int32 [batch], with the new tokens. batch_indices, positions: what is written instead of new tensors. Raises
-    InvalidProblem for those of another shape.
+    InvalidProblem for those of another shape, and for tokens of no request.
     """
     for name, given in (("batch_indices", batch_indices), ("positions", positions)):
         if given is not None and given.shape != (nnz,):
             raise InvalidProblem(f"{name}.shape", tuple(given.shape), f"must be [nnz = {nnz}]")
+    if nnz and not len(seq_lens):
+        raise InvalidProblem("nnz", nnz, "must be 0 where append_indptr and seq_lens have no request")
     tokens = torch.arange(nnz, dtype=append_indptr.dtype, device=append_indptr.device)
     request = torch.searchsorted(append_indptr, tokens, right=True) - 1
     mine = request < len(seq_lens)

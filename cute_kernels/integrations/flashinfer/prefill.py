@@ -7,54 +7,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...api.plan_cache import length_hint, rounded_rows
-from ...errors import InvalidProblem
-from ...kv.page_table import PageTable
-from ...planning.variants import PlanPreference
 from .arguments import Scores, check_window, heads_and_types, preference_of, refuse
 from .caches import Cache, PagedCaches
-from .wrapper import BatchWrapper
+from .ragged import BatchPrefillWithRaggedKVCacheWrapper
+from .rows import RaggedRows
+from .single import single_prefill_with_kv_cache, single_prefill_with_kv_cache_return_lse
+from .wrapper import all_or_nothing
 
-
-class RaggedRows(BatchWrapper):
-    """What batch prefill shares over pages and over packed tokens: how many query rows a request has at most."""
-
-    _planned_rows: int | None = None  # max_token_per_sequence that captured launches have
-
-    def _settle_rows(
-        self,
-        fields: dict[str, Any],
-        scores: Scores,
-        table: PageTable,
-        qo_indptr: Tensor,
-        non_blocking: bool,
-        max_token_per_sequence: int | None,
-        max_sequence_kv: int | None,
-        preference: PlanPreference | None,
-    ) -> None:
-        most = self._most_rows(qo_indptr, max_token_per_sequence)
-        hint = None if max_sequence_kv is None else length_hint(max_sequence_kv)
-        fields = {**fields, "max_q_len": most, "max_seq_len": hint}
-        rows = self._place("qo_indptr", "qo_indptr_buf", qo_indptr, non_blocking)
-        self._settle(fields, scores, table, qo_indptr=rows, rows_of_q=most is None, preference=preference)
-
-    def _most_rows(self, qo_indptr: Tensor, max_token_per_sequence: int | None) -> int | None:
-        """max_q_len, rounded up; None where only the rows of a run's q bound it.
-
-        A captured launch may be replayed with any division of its rows: its bound is theirs, or a max_token_per_sequence, which
-        may then not grow. Else an indptr on the host is read, one on the device is not.
-        """
-        if max_token_per_sequence is None:
-            if self.is_cuda_graph_enabled or qo_indptr.device.type != "cpu" or len(qo_indptr) < 2:
-                return None
-            return rounded_rows(int(qo_indptr.diff().max()))
-        if self.is_cuda_graph_enabled:
-            if self._planned_rows is not None and max_token_per_sequence > self._planned_rows:
-                rule = f"must be at most {self._planned_rows}, the first plan()'s, beside use_cuda_graph = True"
-                raise InvalidProblem("max_token_per_sequence", max_token_per_sequence, rule)
-            self._planned_rows = self._planned_rows or max_token_per_sequence
-            return rounded_rows(self._planned_rows)
-        return rounded_rows(max_token_per_sequence)
+__all__ = [
+    "BatchPrefillWithPagedKVCacheWrapper",
+    "BatchPrefillWithRaggedKVCacheWrapper",
+    "single_prefill_with_kv_cache",
+    "single_prefill_with_kv_cache_return_lse",
+]
 
 
 class BatchPrefillWithPagedKVCacheWrapper(RaggedRows):
@@ -86,6 +51,7 @@ class BatchPrefillWithPagedKVCacheWrapper(RaggedRows):
         super().__init__(float_workspace_buffer, kv_layout, use_cuda_graph, buffers)
         self._pages = PagedCaches(kv_layout)
 
+    @all_or_nothing
     def plan(
         self,
         qo_indptr: Tensor, paged_kv_indptr: Tensor, paged_kv_indices: Tensor, paged_kv_last_page_len: Tensor,
@@ -105,20 +71,18 @@ class BatchPrefillWithPagedKVCacheWrapper(RaggedRows):
         """As BatchDecodeWithPagedKVCacheWrapper.plan; request b has the rows qo_indptr[b] : qo_indptr[b + 1] of q.
 
         causal: the last row of a request is at its last token. max_token_per_sequence: the most rows of a request, which a
-        qo_indptr on the host says too; without either, every request may have all rows of q. max_sequence_kv: the most
-        tokens of a request, a hint.
+        qo_indptr on the host says too; without either, every request may have all rows of q. A qo_indptr on the host is checked
+        against it, and against the rows of a run's q; of one on the device, further rows of a request are not computed, nor are
+        rows of q that it leaves out. max_sequence_kv: the most tokens of a request, a hint.
         """
         refuse(custom_mask=custom_mask, packed_custom_mask=packed_custom_mask, use_fp16_qk_reduction=use_fp16_qk_reduction)
         refuse(prefix_len_ptr=prefix_len_ptr, max_item_len_ptr=max_item_len_ptr)
         refuse(token_pos_in_items_ptr=token_pos_in_items_ptr, token_pos_in_items_len=token_pos_in_items_len)
         heads = heads_and_types(num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo, q_data_type, kv_data_type, o_data_type)
         scores = Scores(causal, pos_encoding_mode, window_left, logits_soft_cap, sm_scale)
-        fields = {**heads, "batch_size": len(paged_kv_last_page_len), "page_size": page_size, "table_format": "csr"}
-        table = PageTable.csr(
-            self._place("paged_kv_indptr", "paged_kv_indptr_buf", paged_kv_indptr, non_blocking),
-            self._place("paged_kv_indices", "paged_kv_indices_buf", paged_kv_indices, non_blocking),
-            self._place("paged_kv_last_page_len", "paged_kv_last_page_len_buf", paged_kv_last_page_len, non_blocking),
-        )
+        tables = (paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len)
+        table, batch = self._place_pages("paged_kv_", "buf", *tables, non_blocking)
+        fields = {**heads, "batch_size": batch, "page_size": page_size, "table_format": "csr"}
         preference = preference_of(fixed_split_size, disable_split_kv)
         self._settle_rows(fields, scores, table, qo_indptr, non_blocking, max_token_per_sequence, max_sequence_kv, preference)
 
@@ -136,7 +100,8 @@ class BatchPrefillWithPagedKVCacheWrapper(RaggedRows):
     ) -> Any:  # fmt: skip
         """As BatchDecodeWithPagedKVCacheWrapper.run; q, out: [total_q, num_qo_heads, head_dim], lse: [total_q, num_qo_heads].
 
-        Rows at and past qo_indptr[batch] are padding: nothing is read or written there.
+        q has qo_indptr[batch] rows. Beside a qo_indptr on the device, rows at and past it are padding: nothing is read or written
+        there.
         """
         if args or not kv_cache_sf is skip_softmax_threshold_scale_factor is use_fp16_softmax is uses_spcompress is None:
             refuse(args=args, kv_cache_sf=kv_cache_sf, skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor)
@@ -164,11 +129,5 @@ class BatchPrefillWithPagedKVCacheWrapper(RaggedRows):
     ) -> Any:
         """The older verb, `run`: what it says of scores takes the place of what was planned."""
         refuse(use_fp16_qk_reduction=use_fp16_qk_reduction)
-        scores = Scores(causal, pos_encoding_mode, window_left, logits_soft_cap, sm_scale)
-        if self._scores not in (None, scores):
-            self._rescore(scores)
+        self._score_anew(Scores(causal, pos_encoding_mode, window_left, logits_soft_cap, sm_scale))
         return self.run(q, paged_kv_cache, k_scale=k_scale, v_scale=v_scale, return_lse=return_lse)
-
-    def forward_return_lse(self, q: Tensor, paged_kv_cache: Cache, *args: Any, **options: Any) -> Any:
-        """`forward` with return_lse."""
-        return self.forward(q, paged_kv_cache, *args, **{**options, "return_lse": True})

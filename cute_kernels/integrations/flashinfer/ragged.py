@@ -9,8 +9,10 @@ from torch import Tensor
 
 from ...errors import Unsupported
 from ...kv.page_table import PageTable
+from .. import with_unit_last_stride
 from .arguments import Scores, heads_and_types, preference_of, refuse
-from .prefill import RaggedRows
+from .rows import RaggedRows
+from .wrapper import all_or_nothing
 
 
 class BatchPrefillWithRaggedKVCacheWrapper(RaggedRows):
@@ -37,6 +39,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(RaggedRows):
             float_workspace_buffer, "HND", use_cuda_graph, {"qo_indptr_buf": qo_indptr_buf, "kv_indptr_buf": kv_indptr_buf}
         )  # a descriptor's layout beside packed tokens
 
+    @all_or_nothing
     def plan(
         self,
         qo_indptr: Tensor, kv_indptr: Tensor, num_qo_heads: int, num_kv_heads: int, head_dim_qk: int,
@@ -58,8 +61,8 @@ class BatchPrefillWithRaggedKVCacheWrapper(RaggedRows):
         refuse(token_pos_in_items_ptr=token_pos_in_items_ptr, token_pos_in_items_len=token_pos_in_items_len)
         heads = heads_and_types(num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo, q_data_type, kv_data_type, o_data_type)
         scores = Scores(causal, pos_encoding_mode, window_left, logits_soft_cap, sm_scale)
-        fields = {**heads, "batch_size": len(qo_indptr) - 1, "page_size": None, "table_format": "packed"}
         table = PageTable.packed(self._place("kv_indptr", "kv_indptr_buf", kv_indptr, non_blocking))
+        fields = {**heads, "batch_size": max(0, len(kv_indptr) - 1), "page_size": None, "table_format": "packed"}
         preference = preference_of(fixed_split_size, disable_split_kv)
         self._settle_rows(fields, scores, table, qo_indptr, non_blocking, max_token_per_sequence, max_sequence_kv, preference)
 
@@ -84,4 +87,25 @@ class BatchPrefillWithRaggedKVCacheWrapper(RaggedRows):
         """As BatchPrefillWithPagedKVCacheWrapper.run; k, v: [tokens, num_kv_heads, head_dim]."""
         if args or not kv_cache_sf is o_scale is None:
             refuse(args=args, kv_cache_sf=kv_cache_sf, o_scale=None if o_scale == 1 else o_scale)
+        k, v = with_unit_last_stride(k), with_unit_last_stride(v)
         return self.attend(q, k, v, out, lse, return_lse, None, q_scale, k_scale, v_scale)
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        causal: bool = False,
+        pos_encoding_mode: str = "NONE",
+        use_fp16_qk_reduction: bool = False,
+        window_left: int = -1,
+        logits_soft_cap: float | None = None,
+        sm_scale: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+        return_lse: bool = False,
+    ) -> Any:
+        """The older verb, `run`: what it says of scores takes the place of what was planned."""
+        refuse(use_fp16_qk_reduction=use_fp16_qk_reduction)
+        self._score_anew(Scores(causal, pos_encoding_mode, window_left, logits_soft_cap, sm_scale))
+        return self.run(q, k, v, return_lse=return_lse)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ...api.attention import decode_attention, paged_attention
+from .. import with_unit_last_stride
 from .arguments import Scores, heads_and_types, layout_named, refuse, scaled
 
 
@@ -37,7 +38,11 @@ def single_decode_with_kv_cache(
     """
     scores = Scores(True, pos_encoding_mode, window_left, logits_soft_cap, sm_scale)
     out, lse = decode_attention(
-        q[None], k[None], v[None], **_options(q, k, kv_layout, scores, return_lse), **_scales(q, q_scale, k_scale, v_scale)
+        with_unit_last_stride(q)[None],
+        k[None],
+        v[None],
+        **_options(q, k, kv_layout, scores, return_lse),
+        **_scales(q, q_scale, k_scale, v_scale),
     )
     return (out[0], lse[0]) if return_lse else out[0]
 
@@ -80,8 +85,14 @@ def single_prefill_with_kv_cache(
     options = _options(q, k, kv_layout, scores, return_lse, o_dtype)
     mask: Any = "bottom_right" if causal else None
     scales = _scales(q, None, k_scale, v_scale)
-    out, lse = paged_attention(q[None], k[None], v[None], causal=mask, **options, **scales)
+    out, lse = paged_attention(with_unit_last_stride(q)[None], k[None], v[None], causal=mask, **options, **scales)
     return (out[0], lse) if return_lse else out[0]
+
+
+def single_prefill_with_kv_cache_return_lse(*args: Any, **options: Any) -> tuple[Tensor, Tensor]:
+    """`single_prefill_with_kv_cache` with return_lse."""
+    result: tuple[Tensor, Tensor] = single_prefill_with_kv_cache(*args, **{**options, "return_lse": True})
+    return result
 
 
 def _options(

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial, wraps
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,16 +21,30 @@ from ...kv.scale import KVScale
 from ...planning.variants import PlanPreference
 from .arguments import Scores, layout_named, scaled
 
+Options = ParamSpec("Options")
+Wrapper = TypeVar("Wrapper", bound="BatchWrapper")
 Launch = Callable[..., tuple[Tensor, Tensor]]
 Key = tuple[int, bool, bool, bool]  # rows of q where plans differ by them, else 0; whether sinks, k_scale and v_scale are given
 PLAIN: Key = (0, False, False, False)
 Scale = float | Tensor | None
 
 
+def all_or_nothing(plan: Callable[Concatenate[Wrapper, Options], None]) -> Callable[Concatenate[Wrapper, Options], None]:
+    """Returns the method, which then leaves its wrapper and the buffers as they were where it raises."""
+
+    @wraps(plan)
+    def planned(self: Wrapper, /, *args: Options.args, **options: Options.kwargs) -> None:
+        with self.planning():
+            plan(self, *args, **options)
+
+    return planned
+
+
 class BatchWrapper:
     """The workspace of a wrapper is its own, made once; FlashInfer's, which nobody has zeroed, only names the device."""
 
     run: Callable[..., Any]
+    forward: Callable[..., Any]
 
     def __init__(
         self, float_workspace_buffer: Tensor, kv_layout: str, use_cuda_graph: bool, buffers: dict[str, Tensor | None]
@@ -48,24 +63,73 @@ class BatchWrapper:
         self._scores: Scores | None = None
         self._slopes: Tensor | None = None
         self._rows_of_q = False
+        self._total_q: int | None = None  # rows that q must have, where plan() could know it
+        self._copies: list[tuple[Tensor, Tensor, bool]] | None = None  # to buffers, once the plan() that is under way succeeds
 
     def run_return_lse(self, *args: Any, **options: Any) -> Any:
         """`run` with return_lse."""
-        return self.run(*args, **options, return_lse=True)
+        return self.run(*args, **{**options, "return_lse": True})
+
+    def forward_return_lse(self, *args: Any, **options: Any) -> Any:
+        """`forward` with return_lse."""
+        return self.forward(*args, **{**options, "return_lse": True})
 
     def end_forward(self) -> None:
         """Does nothing, as FlashInfer's."""
 
-    def _place(self, name: str, buffer_name: str, tensor: Tensor, non_blocking: bool) -> Tensor:
-        """A table as int32 on the device; beside use_cuda_graph in the buffer that captured launches read, at its front."""
+    def reset_workspace_buffer(self, float_workspace_buffer: Tensor, int_workspace_buffer: Tensor | None = None) -> None:
+        """Changes nothing: the workspace is the wrapper's own. Raises InvalidArgument for a buffer on another device."""
+        if float_workspace_buffer.device != self.device:
+            rule = f"is on {float_workspace_buffer.device}, must be on {self.device}, as the wrapper's first"
+            raise InvalidArgument("float_workspace_buffer", rule)
+
+    @contextmanager
+    def planning(self) -> Iterator[None]:
+        """A plan() happens within: where it raises, the wrapper is as before, and no buffer has been written."""
+        before, outermost = dict(self.__dict__), self._copies is None
+        if outermost:
+            self._copies = []
+        try:
+            yield
+            if outermost:
+                for buffer, tensor, non_blocking in self._copies or ():
+                    buffer[: len(tensor)].copy_(tensor, non_blocking=non_blocking)
+                self._copies = None
+        except BaseException:
+            self.__dict__.clear()
+            self.__dict__.update(before)
+            raise
+
+    def _place(self, name: str, buffer_name: str, tensor: Tensor, non_blocking: bool, extent: int | None = None) -> Tensor:
+        """Returns a table as int32 on the device; beside use_cuda_graph it goes to the front of its buffer, for captured runs.
+
+        extent: the entries that it must have, None for any number. Raises InvalidArgument, InvalidProblem.
+        """
+        if not isinstance(tensor, Tensor) or tensor.is_floating_point():
+            got = f"has dtype {tensor.dtype}" if isinstance(tensor, Tensor) else f"got {type(tensor).__name__}"
+            raise InvalidArgument(name, f"{got}, must be a tensor of integers")
+        if tensor.dim() != 1 or extent not in (None, len(tensor)):
+            wanted = "one axis" if extent is None else f"{extent} entries, as the batch says"
+            raise InvalidProblem(f"{name}.shape", tuple(tensor.shape), f"must have {wanted}")
         buffer = self._buffers.get(buffer_name)
         if buffer is None:
             return tensor.to(self.device, torch.int32, non_blocking=non_blocking)
         if len(tensor) > len(buffer) or (len(tensor) < len(buffer) and not name.endswith("indices")):
             rule = "at most" if name.endswith("indices") else "exactly"
             raise InvalidProblem(f"{name}.shape", tuple(tensor.shape), f"must have {rule} the {len(buffer)} of {buffer_name}")
-        buffer[: len(tensor)].copy_(tensor, non_blocking=non_blocking)
+        if self._copies is not None:
+            self._copies.append((buffer, tensor, non_blocking))
         return buffer
+
+    def _place_pages(
+        self, prefix: str, ending: str, indptr: Tensor, indices: Tensor, last_page_len: Tensor, non_blocking: bool
+    ) -> tuple[PageTable, int]:
+        """Returns the page table, and how many requests it has. prefix, ending: of the arguments' names and of the buffers'."""
+        buffer = f"paged_kv_{{}}_{ending}".format
+        last = self._place(f"{prefix}last_page_len", buffer("last_page_len"), last_page_len, non_blocking)
+        bounds = self._place(f"{prefix}indptr", buffer("indptr"), indptr, non_blocking, len(last) + 1)
+        pages = self._place(f"{prefix}indices", buffer("indices"), indices, non_blocking)
+        return PageTable.csr(bounds, pages, last), len(last)
 
     def _settle(
         self,
@@ -86,6 +150,12 @@ class BatchWrapper:
         self._preference = preference
         self._rescore(scores)
 
+    def _score_anew(self, scores: Scores) -> None:
+        """What `forward` says of scores takes the place of what was planned."""
+        if self._scores not in (None, scores):
+            self._rescore(scores)
+
+    @all_or_nothing
     def _rescore(self, scores: Scores) -> None:
         self._scores = scores
         self._slopes = scores.slopes(self._fields["num_heads"], self.device)
@@ -139,7 +209,14 @@ class BatchWrapper:
         k_scale: Scale = None,
         v_scale: Scale = None,
     ) -> Any:
-        """Runs the plan. Returns out, or (out, lse) where return_lse says so."""
+        """Runs the plan. Returns out, or (out, lse) where return_lse says so.
+
+        Raises InvalidProblem for a q without the rows that were planned.
+        """
+        if self._total_q is not None and q.shape[0] != self._total_q:
+            raise InvalidProblem("q.shape", tuple(q.shape), f"must have {self._total_q} rows, as plan() was told")
+        if q.stride(-1) != 1:
+            q = q.contiguous()
         if q_scale is not None:
             k_scale = scaled(q_scale, k_scale)
         if self._slopes is not None and self._scores is not None:
