@@ -21,7 +21,7 @@ class InvalidProblem(CuteKernelsError, ValueError):
 
 
 class InvalidArgument(CuteKernelsError, ValueError):
-    """An argument that contradicts the plan: its type, dtype, device, or the memory that it shares."""
+    """An argument or a setting that cannot be used: its type, dtype, device or value, or the memory that it shares."""
 
     def __init__(self, arg: str, reason: str) -> None:
         self.arg, self.reason = arg, reason
@@ -54,7 +54,7 @@ class WorkspaceTooSmall(CuteKernelsError):
 
 
 class MisalignedOperand(CuteKernelsError):
-    """A pointer or a stride that is not a multiple of the bytes one load of the plan's variant moves."""
+    """A pointer or a stride in bytes, `value`, that is not a multiple of the `alignment` bytes that loads or TMA need."""
 
     def __init__(self, operand: str, value: int, alignment: int) -> None:
         self.operand, self.value, self.alignment = operand, value, alignment
@@ -66,7 +66,7 @@ class MisalignedOperand(CuteKernelsError):
 
 
 class CompileFailed(CuteKernelsError):
-    """A kernel could not be compiled, or would have to be compiled where that is not allowed."""
+    """A kernel could not be compiled, or it or a plan's memory would have to be made inside a graph capture."""
 
 
 class LaunchFailed(CuteKernelsError):
@@ -85,7 +85,7 @@ class InvalidPlanTable(CuteKernelsError, ValueError):
 
 
 class MissingDependency(CuteKernelsError):
-    """Something outside the package that a command needs: `name` is not there, and `reason` says how to get it."""
+    """`name`, which is not part of the package, is needed and missing; `reason` says how to get it."""
 
     def __init__(self, name: str, reason: str) -> None:
         self.name, self.reason = name, reason

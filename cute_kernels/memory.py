@@ -11,9 +11,9 @@ from torch import Tensor
 def lasting_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Zeros that any stream may use at once, and that later calls may keep. Waits for the device's current stream.
 
-    They are made by a thread of their own, since the calling thread may be in a mode that is not that of later calls: inference
-    mode, or that of torch.compile's CUDA graphs, whose warm-up run takes all that its thread allocates from the graphs' pool and
-    raises RuntimeError where something of it is left.
+    A separate thread makes them, since the calling thread may be in a mode that later calls are not in: inference mode, or that
+    of torch.compile's CUDA graphs. Their warm-up run takes all that its thread allocates from the graphs' pool, and raises
+    RuntimeError if some of that memory is still in use afterwards.
     """
     stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
 

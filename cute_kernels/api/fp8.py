@@ -1,4 +1,4 @@
-"""Attention whose query, caches and result are fp8, with a scale each: one call between conversions of q and of the result."""
+"""Attention whose query, caches and result are fp8, each with a scale: paged_attention between two conversions."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ def fp8_attention(
     """`paged_attention` of a q, caches and a result that are all e4m3 or all e5m2. Returns (out like q, lse f32).
 
     A real value is what is stored times its scale: q_scale, k_scale, v_scale and o_scale, f32 tensors of one element on q's
-    device, each 1 where it is None. given: what `paged_attention` takes besides, but out. q becomes bf16, which holds it exactly;
-    the result is rounded to bf16, divided by o_scale, and rounded to nearest even and saturated. No step synchronises.
+    device; a scale that is None is 1. given: other parameters of `paged_attention`, except out. q becomes bf16, which holds it
+    exactly; the result is rounded to bf16, divided by o_scale, and rounded to nearest even and saturated. No step synchronises.
 
-    Raises Unsupported where q is not fp8, InvalidArgument for caches of another type than q's and for a scale that is no such
+    Raises Unsupported if q is not fp8, InvalidArgument for caches of another type than q's and for a scale that is no such
     tensor, and what `paged_attention` raises.
     """
     if not isinstance(q, Tensor) or q.dtype not in FP8:

@@ -22,10 +22,10 @@ APPENDS: tuple[TableFormat, ...] = ("none", "dense")  # a slot for each token, o
 
 @dataclass(frozen=True)
 class Beside:
-    """What is compiled beside the attention of each problem.
+    """What is compiled in addition to the attention of each problem.
 
-    append: what appends a new token of each query row to a paged cache. rotary: the same with such an embedding of K, and of q.
-    merges: merges of so many states of the problem's output.
+    append: whether the append of one new token per query row to a paged cache is. rotary: the same append, with this embedding.
+    merges: for each number, the merge of so many states of the problem's output.
     """
 
     append: bool = False
@@ -34,9 +34,10 @@ class Beside:
 
 
 def specs_of(problems: Iterable[DecodeProblem], facts: DeviceFacts, preference: PlanPreference, beside: Beside) -> list[Spec]:
-    """What plans on such a device compile for each problem, and for what is asked for beside it, once.
+    """The specs that plans on such a device compile for each problem and for `beside`, without duplicates.
 
-    Raises Unsupported where nothing serves a problem, or nothing that is compiled, and what the preference's sm_count raises.
+    Raises Unsupported if nothing serves a problem, or nothing that is compiled, and InvalidArgument if the preference's sm_count
+    exceeds the device's.
     """
     facts = preference.part_of(facts)
     found: dict[Spec, None] = {}
@@ -57,13 +58,13 @@ def _spec_of(chosen: Candidate) -> Spec:
 
 
 def _appends_of(problem: DecodeProblem, beside: Beside) -> list[KVAppendDescriptor]:
-    """The appends to the problem's cache; none where it is contiguous."""
+    """The appends to the problem's cache; none if it is contiguous."""
     embeddings = [None] * beside.append + [beside.rotary] * (beside.rotary is not None)
     return [_append_of(problem, form, rotary) for rotary in embeddings for form in APPENDS] if problem.page_size else []
 
 
 def _append_of(problem: DecodeProblem, table_format: TableFormat, rotary: Rotary | None) -> KVAppendDescriptor:
-    """An append to the problem's cache of a new token of each query row."""
+    """The append of one new token per query row to the problem's cache."""
     return KVAppendDescriptor(
         num_tokens=problem.batch_size * problem.max_q_len,
         num_kv_heads=problem.num_kv_heads,
@@ -80,6 +81,6 @@ def _append_of(problem: DecodeProblem, table_format: TableFormat, rotary: Rotary
 
 
 def _merge_of(problem: DecodeProblem, num_states: int) -> MergeStatesDescriptor:
-    """A merge of states that plans of the problem gave."""
+    """The merge of `num_states` states that plans of the problem gave."""
     shape = (problem.batch_size * problem.max_q_len, problem.num_heads, problem.head_dim)
     return MergeStatesDescriptor(num_states, *shape, problem.q_dtype, problem.lse_base)

@@ -26,9 +26,9 @@ from ..planning.base import MAX_PLANS
 from ..planning.variants import PlanPreference
 from .workspace_cache import stream_workspace
 
-LEAST_HINT = 64  # tokens: up to here rows are one tile to four, and share their plan
-LONG_CHUNK = 4096  # query rows that an engine plans its chunks for, so that steps, which differ in their longest, share a kernel
-EXACT_ROWS = 16  # query rows a request: up to here each number has a plan of its own, beyond each power of two
+LEAST_HINT = 64  # tokens: rows up to this length are one to four tiles, and share a plan
+LONG_CHUNK = 4096  # least max_q_len that an engine plans for chunks, so that steps with different longest chunks share a kernel
+EXACT_ROWS = 16  # query rows per request: up to here each number has a plan of its own, above each power of two
 STORED_AS = {kv_dtype.value: kv_dtype for kv_dtype in KVDtype}
 KV_DTYPES = {kv_dtype.torch_dtype: kv_dtype for kv_dtype in KVDtype}
 
@@ -36,7 +36,7 @@ layout_of = functools.cache(KVLayout)
 
 
 class Options(NamedTuple):
-    """What a call of paged_attention is given beside its tensors. kv_dtype: as run_paged takes it."""
+    """What a call of paged_attention is given in addition to its tensors. kv_dtype: as run_paged takes it."""
 
     max_q_len: int | None
     causal: str | None
@@ -79,7 +79,7 @@ def run_paged(
 ) -> None:
     """Runs the plan of these tensors' problem over a paged cache, writing out and lse.
 
-    table0..2: a PageTable's operands. kv_dtype: the value of a KVDtype, None where the caches' dtypes say it. traced: whether
+    table0..2: a PageTable's operands. kv_dtype: the value of a KVDtype; None if the caches' dtypes say it. traced: whether
     this runs as a torch op.
     """
     batch, heads, dim = query_extents(q)
@@ -170,9 +170,9 @@ def run_attention(
     kv_dtype: str | None,
     traced: bool = False,
 ) -> None:
-    """Runs the plan of these tensors' problem with several query rows a request, writing out and lse.
+    """Runs the plan of these tensors' problem with several query rows per request, writing out and lse.
 
-    table0..2: the operands of a PageTable of table_format. The others as in run_paged.
+    table0..2: the operands of a PageTable of table_format. All else is as in run_paged and PagedAttentionDescriptor.
     """
     table, extras = PageTable(table_format, (table0, table1, table2)), Extras(qo_indptr, tree_mask, alibi_slopes, sinks)
     masks = (causal, window_left, window_right, softcap)
@@ -193,7 +193,7 @@ def attention_plan(
     options: Options,
     preference: PlanPreference | None = None,
 ) -> PagedAttentionPlan:
-    """The plan of these tensors' problem, kept. scales: of K and V."""
+    """The plan of these tensors' problem, which is kept for later calls. scales: of K and V."""
     fields = attention_fields(q, k_cache, v_cache, table, extras, scales, options)
     plan: PagedAttentionPlan = plan_of(PagedAttentionPlan, PagedAttentionDescriptor, fields, q.device, preference)
     return plan
@@ -229,7 +229,7 @@ def attention_fields(
 
 
 def query_rows(q: Tensor, qo_indptr: Tensor | None) -> int:
-    """Rows of q, of all requests: ragged beside a qo_indptr, else uniform. Raises InvalidProblem for axes that are neither's."""
+    """Rows of q of all requests: ragged with a qo_indptr, else uniform. Raises InvalidProblem for other axes."""
     form = "uniform" if qo_indptr is None else "ragged"
     if q.dim() != (4 if qo_indptr is None else 3):
         beside = "without a qo_indptr" if qo_indptr is None else "beside a qo_indptr"
@@ -240,9 +240,9 @@ def query_rows(q: Tensor, qo_indptr: Tensor | None) -> int:
 
 
 def rows_hint(q: Tensor, tree_mask: Tensor | None, ragged: bool) -> int:
-    """max_q_len where a call says none: the rows of q that a request may have, rounded so that others seldom change plans.
+    """max_q_len if a call gives none: the most rows of q that a request may have, rounded so that plans seldom change.
 
-    A tree mask has a width for one max_q_len alone: the rows of uniform q, or as many as a ragged mask has bits.
+    A tree mask's width fits one max_q_len alone: the rows of uniform q, or as many as a ragged mask has bits.
     """
     rows = max(1, q.shape[0 if ragged else 1])
     if tree_mask is not None:
@@ -251,7 +251,7 @@ def rows_hint(q: Tensor, tree_mask: Tensor | None, ragged: bool) -> int:
 
 
 def rounded_rows(rows: int) -> int:
-    """max_q_len for at most `rows` query rows a request: that many, from EXACT_ROWS on a power of two."""
+    """max_q_len for at most `rows` query rows per request: `rows` up to EXACT_ROWS, above that the next power of two."""
     rows = max(1, rows)
     return rows if rows <= EXACT_ROWS else min(1 << (rows - 1).bit_length(), MAX_EXTENT)
 
@@ -259,7 +259,7 @@ def rounded_rows(rows: int) -> int:
 def cache_extents(
     cache: Tensor, table_format: TableFormat, layout: str, table0: Tensor | None
 ) -> tuple[int, int | None, int | None]:
-    """(num_kv_heads, page_size, tokens that a row may have), None where there is none or where it is not known."""
+    """(num_kv_heads, page_size or None if there are no pages, tokens that a row may have or None if not known)."""
     if table_format == "packed":
         if cache.dim() != 3:
             raise InvalidProblem("k_cache.shape", tuple(cache.shape), "must have three axes beside a packed table")
@@ -280,7 +280,7 @@ def _modified(
     window_left: int | None,
     softcap: float | None,
 ) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """What describes decode with these modifiers, and its fields."""
+    """The function that describes decode with these modifiers, and the fields that it takes."""
     return _with_modifiers, (describe, (window_left, softcap, alibi_slopes is not None, sinks is not None), *fields)
 
 
@@ -317,14 +317,14 @@ def plan_of(
     device: torch.device,
     preference: PlanPreference | None = None,
 ) -> Any:
-    """The plan of `describe(*fields)`: `select` keeps it too, but this spares a call the descriptor."""
+    """The plan of `describe(*fields)`: `select` keeps it too, but this cache spares a call to make the descriptor."""
     return kind.select(describe(*fields), device, preference)
 
 
 def query_extents(q: Tensor) -> tuple[int, int, int]:
     """(batch, num_heads, head_dim) of q, also with a unit query axis before or after the heads.
 
-    Raises Unsupported for several query rows a request, InvalidProblem for any other shape.
+    Raises Unsupported for several query rows per request, InvalidProblem for any other shape.
     """
     if q.dim() == 3:
         return q.shape[0], q.shape[1], q.shape[2]
@@ -342,7 +342,7 @@ def _check_cache_axes(cache: Tensor) -> None:
 def _storage(
     k: Tensor, v: Tensor, k_scale: Tensor | None, v_scale: Tensor | None, kv_dtype: str | None, num_kv_heads: int
 ) -> tuple[Any, ...]:
-    """The descriptor's kv_dtype, and its v_dtype, k_scale and v_scale where they are not the default."""
+    """The descriptor's kv_dtype, and its v_dtype, k_scale and v_scale unless all three are the default."""
     stored = stored_as("k_cache", k, kv_dtype)
     same = kv_dtype is not None or v.dtype is k.dtype
     if same and k_scale is None and v_scale is None:
@@ -353,7 +353,7 @@ def _storage(
 
 
 def stored_as(name: str, cache: Tensor, kv_dtype: str | None) -> KVDtype:
-    """What a cache is stored as: by its dtype, or the value of a KVDtype. Raises InvalidArgument, InvalidProblem."""
+    """What a cache is stored as: kv_dtype, the value of a KVDtype, or by its dtype. Raises InvalidArgument, InvalidProblem."""
     if kv_dtype is not None:
         if kv_dtype not in STORED_AS:
             raise InvalidProblem("kv_dtype", kv_dtype, f"must be one of {', '.join(STORED_AS)}")
@@ -367,7 +367,7 @@ def stored_as(name: str, cache: Tensor, kv_dtype: str | None) -> KVDtype:
 
 
 def scale_kind_of(name: str, scale: Any, num_kv_heads: int, cache: Tensor) -> KVScale:
-    """The KVScale that a tensor beside a cache stands for; NONE without one. Raises InvalidArgument, InvalidProblem."""
+    """The KVScale that a cache's scale tensor stands for; NONE without a tensor. Raises InvalidArgument, InvalidProblem."""
     if scale is None:
         return KVScale.NONE
     if not isinstance(scale, Tensor):

@@ -1,6 +1,6 @@
 """Attention, its backward, its weights, append and merge as torch ops: what a graph traced by torch.compile calls.
 
-They write and return nothing.
+Each op writes its outputs in place and returns nothing.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from .derived_plans import run_append, run_backward, run_merge, run_weights
 from .plan_cache import run_attention, run_contiguous, run_paged
 
-# what an op runs, whose parameters are the op's operands, and which of these it writes
+# for each op, the function that it runs, whose parameters are the op's operands, and which of these it writes
 OPS: dict[str, tuple[Callable[..., None], tuple[str, ...]]] = {
     "paged_decode": (run_paged, ("out", "lse")),
     "flash_decoding": (run_contiguous, ("out", "lse")),
@@ -28,7 +28,7 @@ OPS: dict[str, tuple[Callable[..., None], tuple[str, ...]]] = {
     "attention_weights": (run_weights, ("weights", "mean", "page_mass")),
     "merge_states": (run_merge, ("out", "lse")),
 }
-LITERALS = ("LseBase", "Pairing", "TableFormat")  # annotations of strings
+LITERALS = ("LseBase", "Pairing", "TableFormat")  # annotations whose values are strings
 PLAIN = frozenset((Tensor, torch.nn.Parameter, type(None)))
 
 

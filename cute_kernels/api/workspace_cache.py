@@ -1,8 +1,8 @@
-"""The workspaces of the one-call functions: one a device and stream, and one of its own for each graph capture.
+"""The workspaces of the one-call functions: one per device and stream, and another for each graph capture.
 
-A workspace serves any plans whose launches follow each other (planning/workspace.py). On one stream they do. A captured graph
-may be replayed on any stream, beside anything: each capture takes a workspace from the graph's own pool, whose zeroing is a
-node of the graph before its first use, so that the pool may hand the memory to others between two replays.
+A workspace serves any plans whose launches follow each other (planning/workspace.py), as launches on one stream do. A captured
+graph may be replayed on any stream, at the same time as other launches. So each capture takes a workspace from the graph's own
+pool. Its zeroing is a node of the graph before its first use, so the pool may lend the memory out between two replays.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ _captured: dict[Key, Captured] = {}
 
 
 def stream_workspace(nbytes: int, device: torch.device, reuse_in_capture: bool = True) -> Tensor | None:
-    """A zeroed workspace of at least `nbytes` for a launch on the device's current stream; None where `nbytes` is 0.
+    """A zeroed workspace of at least `nbytes` for a launch on the device's current stream; None if `nbytes` is 0.
 
-    reuse_in_capture: whether later calls of the same capture on the same stream get the same one. Tracing compilers want none of
-    their graph pool's memory to outlive the operator that took it; then each call of a capture zeroes one for itself.
+    reuse_in_capture: whether later calls of the same capture on the same stream get the same workspace. False is for tracing
+    compilers, which want no memory of a graph's pool to outlive the operator that took it: each call then zeroes its own.
     """
     if nbytes == 0:
         return None
@@ -54,13 +54,13 @@ def stream_workspace(nbytes: int, device: torch.device, reuse_in_capture: bool =
 
 
 def forget_workspaces() -> None:
-    """Gives back what is kept. A launch in flight keeps its memory: the allocator reuses it in the order of its stream."""
+    """Frees the kept workspaces. A launch in flight is safe: the allocator reuses its memory in the order of its stream."""
     _kept.clear()
     _captured.clear()
 
 
 def _of_capture(key: Key, nbytes: int) -> Tensor:
-    """The workspace of the capture that goes on on a stream; a larger one from here on where a plan needs more."""
+    """The workspace of the capture under way on a stream; a larger one from now on if a plan needs more."""
     capture = capture_id(key[1])
     held = _captured.get(key)
     if held is None or held.capture != capture or held.workspace.numel() < nbytes:
@@ -69,7 +69,7 @@ def _of_capture(key: Key, nbytes: int) -> Tensor:
 
 
 def capture_id(stream: int) -> int:
-    """The driver's number of the capture that goes on on a stream: unique in the process, the same for all of its streams."""
+    """The driver's number of the capture under way on a stream: unique in the process, the same for all streams of a capture."""
     from cuda.bindings import driver
 
     _, _, capture, *_ = driver.cuStreamGetCaptureInfo(driver.CUstream(stream))

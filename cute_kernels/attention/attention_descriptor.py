@@ -1,4 +1,4 @@
-"""Attention of several query rows a request, as a frozen and self-validating value."""
+"""Attention of several query rows per request, as a frozen and self-validating value."""
 
 from __future__ import annotations
 
@@ -21,21 +21,22 @@ MOST_PACKED_ROWS = MAX_EXTENT - 127  # per request and KV head: the device round
 
 @dataclass(frozen=True)
 class PagedAttentionDescriptor(AttentionFields):
-    """Attention of up to max_q_len query rows a request, under masks and score modifiers. Frozen and hashable: a cache key.
+    """Attention of up to max_q_len query rows per request, under masks and score modifiers. Frozen and hashable: a cache key.
 
-    query_format: "ragged", q and out are [total_q, num_heads, head_dim], where request b has the rows qo_indptr[b] :
-    qo_indptr[b + 1]; or "uniform", they are [batch_size, q_len, num_heads, head_dim] with 1 <= q_len <= max_q_len. lse is f32
-    [total_q, num_heads], total_q = batch_size * q_len where uniform.
+    query_format: with "ragged", q and out are [total_q, num_heads, head_dim], and request b has the rows qo_indptr[b] :
+    qo_indptr[b + 1]; with "uniform", they are [batch_size, q_len, num_heads, head_dim] with 1 <= q_len <= max_q_len. lse is f32
+    [total_q, num_heads]; total_q = batch_size * q_len if uniform.
 
-    table_format: "dense" and "csr" over pages of page_size tokens; or, with page_size None, over a contiguous cache: "lengths"
-    and "none", [batch_size, num_kv_heads, max_len, head_dim] ("NHD": the middle axes swapped), and "packed", [total_k,
-    num_kv_heads, head_dim], which has no other layout. The number of keys of a request counts those of its new tokens.
+    table_format: "dense" and "csr" are over pages of page_size tokens. With page_size None, the cache is contiguous: "lengths"
+    and "none", [batch_size, num_kv_heads, max_len, head_dim] ("NHD": the middle axes swapped), or "packed", [total_k,
+    num_kv_heads, head_dim], which has no other layout. seq_len, the number of keys of a request, counts its new tokens.
 
     Query row i of n stands at position p = seq_len - n + i, under causal="top_left" at p = i. causal hides the keys past p,
-    window_left those before p - window_left, window_right, with causal=None alone, those past p + window_right. n > seq_len is
-    legal: rows with p < 0 see no key. tree_mask: a run is given int32 [total_q, ceil(max_q_len / 32)], where bit j of a row says
-    whether it sees the j-th new token of its request; it stands in for causal="bottom_right" among the new tokens, and all
-    earlier keys are seen, as far as the window goes. A row that sees no key has out = 0 and lse = -inf, or its sink.
+    window_left the keys before p - window_left, window_right (only with causal=None) the keys past p + window_right. n > seq_len
+    is legal: under causal="bottom_right" rows with p < 0 see no key. tree_mask: a run is given int32 [total_q, ceil(max_q_len /
+    32)], where bit j of a row says whether the row sees the j-th new token of its request. The tree mask replaces
+    causal="bottom_right" among the new tokens; a row sees all earlier keys, as far as the window goes. A row that sees no key
+    has out = 0 and lse = -inf, or its sink.
 
     A score is q . k times the scales, then softcap * tanh(score / softcap), then less alibi_slopes[head] * |p - key position|,
     then masked. sinks: f32 [num_heads] natural logits that join the softmax's denominator; lse includes them.
@@ -90,7 +91,7 @@ class PagedAttentionDescriptor(AttentionFields):
         self._settle_storage(self.q_dtype)
 
     def _check_cache(self) -> None:
-        """The layout, and a page size, numbers of pages and a length hint where they say something."""
+        """Checks the layout, the table format, and the page size, numbers of pages and length hint for that format."""
         check_layout(self.layout)
         if self.table_format not in OPERAND_NAMES:
             raise InvalidProblem("table_format", self.table_format, f"must be one of {', '.join(OPERAND_NAMES)}")
@@ -118,13 +119,13 @@ class PagedAttentionDescriptor(AttentionFields):
 
     @property
     def problem(self) -> DecodeProblem:
-        """What the choice of a kernel depends on. One row for certain, at its request's last key, is a problem of decode."""
+        """What the choice of a kernel depends on: a problem of decode if each request certainly has one row, at its last key."""
         one = self.query_format == "uniform" and self.max_q_len == 1 and self.causal != "top_left" and not self.tree_mask
         return self._problem_of(one)
 
     @property
     def general_problem(self) -> DecodeProblem:
-        """The same, where a request's only query row is one of several like any other."""
+        """The problem of several query rows per request, also if each request certainly has one."""
         return self._problem_of(one=False)
 
     def _problem_of(self, one: bool) -> DecodeProblem:

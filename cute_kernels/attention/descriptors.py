@@ -1,4 +1,4 @@
-"""What is computed, as frozen and self-validating values: the cache layout, the descriptors, and the problem of both."""
+"""Decode as frozen and self-validating values: the descriptors, and the problem that all attention descriptors become."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ TREE_WORD_BITS = 32  # new tokens that one int32 of a tree mask has a bit for
 class DecodeProblem:
     """What variants, heuristics and tuned plans see of a descriptor: attention of a request's query rows over a cache.
 
-    page_size: 0 when the cache is contiguous. kv_dtype, v_dtype: what K and V are stored as. vector_bytes: the largest
-    power of two, at most 16, that divides a row of each cache, its strides and its pointers. max_seq_len: a hint for the
-    choice of a configuration; None when unknown. query: how many query rows a request has; max_q_len: the most. modifiers: of
-    its scores.
+    page_size: 0 if the cache is contiguous. kv_dtype, v_dtype: what K and V are stored as. vector_bytes: the largest power of
+    two, at most 16, that divides the bytes of a row of each cache, its strides and its pointers. max_seq_len: a hint for the
+    choice of a configuration; None if unknown. query: how many query rows a request has; max_q_len: the most. modifiers: masks
+    and functions of scores.
     """
 
     source: Source
@@ -80,7 +80,7 @@ class DecodeProblem:
 
     @property
     def has_token_scales(self) -> bool:
-        """Whether K or V has a scale a token."""
+        """Whether K or V has a scale per token."""
         return "token" in (self.k_scale.granularity, self.v_scale.granularity)
 
     @property
@@ -90,12 +90,12 @@ class DecodeProblem:
 
     @property
     def splits(self) -> bool:
-        """Whether q is f32, whose products are of parts."""
+        """Whether q is f32: products take it in parts."""
         return self.q_dtype == torch.float32
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes of K and V, and of their scales, of one token and KV head."""
+        """Bytes of K, V and their scales per token, for one token and KV head."""
         scales = sum(scale.dtype.itemsize for scale in (self.k_scale, self.v_scale) if scale.granularity == "token")
         return self.head_dim * (self.kv_dtype.element_bytes + self.v_dtype.element_bytes) + scales
 
@@ -128,7 +128,7 @@ class DecodeProblem:
 
 
 class AttentionFields(StorageFields):
-    """What the descriptors of attention derive from their fields."""
+    """A base of the attention descriptors: what they derive from their fields."""
 
     batch_size: int
     num_heads: int
@@ -137,7 +137,7 @@ class AttentionFields(StorageFields):
     softmax_scale: float | None
     lse_base: LseBase
     window_left: int | None
-    window_right: int | None = None  # of one query row: it stands at the last key
+    window_right: int | None = None  # None if a request has one query row, which stands at the last key
     softcap: float | None
     alibi: bool
     sinks: bool
@@ -156,16 +156,16 @@ class AttentionFields(StorageFields):
 
     @property
     def launch_values(self) -> tuple[int, int, float]:
-        """window_left, window_right and softcap as a launch takes them: 0 where there is none."""
+        """window_left, window_right and softcap as a launch takes them: 0 for None."""
         return self.window_left or 0, self.window_right or 0, float(self.softcap or 0.0)
 
     def _one_row_modifiers(self) -> Modifiers:
-        """Of one query row at its request's last key, from which causal and window_right hide nothing."""
+        """The modifiers of one query row at its request's last key, from which causal and window_right hide nothing."""
         windowed, capped = self.window_left is not None, self.softcap is not None
         return Modifiers(window_left=windowed, softcap=capped, alibi=self.alibi, sinks=self.sinks)
 
     def _problem(self, q_dtype: torch.dtype, alignment_bytes: int | None, **own: Any) -> DecodeProblem:
-        """The problem of these fields. own: those that each descriptor has in its own way."""
+        """The problem of these fields. own: the fields of a DecodeProblem that each descriptor fills in its own way."""
         kv_dtype, v_dtype = self._stored(q_dtype)
         row_bytes = self.head_dim * math.gcd(kv_dtype.element_bytes, v_dtype.element_bytes)
         return DecodeProblem(
@@ -186,19 +186,18 @@ class AttentionFields(StorageFields):
 
 @dataclass(frozen=True)
 class PagedDecodeDescriptor(AttentionFields):
-    """Decode attention of one query row a request over a paged cache. Frozen and hashable: it is a cache key.
+    """Decode attention of one query row per request over a paged cache. Frozen and hashable: it is a cache key.
 
     q and out are [batch_size, num_heads, head_dim] of q_dtype; lse is f32 [batch_size, num_heads] in `lse_base`. kv_dtype
-    is what K and V are stored as, q's dtype by default; v_dtype is V's where it differs. k_scale, v_scale: what scale tensors
-    a run is given. num_pages, when given, is what both caches must have; max_pages, when given, is what a row's table
-    may have: the most columns of a dense table, and batch_size * max_pages the most indices of a CSR table. max_seq_len is
-    a hint for the choice of a configuration, never a bound on correctness. softmax_scale defaults to head_dim ** -0.5.
-    batch_size 0 is legal.
+    is what K and V are stored as, q's dtype by default; v_dtype is given if V's differs. k_scale, v_scale: which scale tensors
+    a run is given. num_pages, if given, is the number of pages of both caches. max_pages, if given, bounds a row's table: a
+    dense table has at most max_pages columns, a CSR table at most batch_size * max_pages indices. max_seq_len is a hint for the
+    choice of a configuration, never a bound on correctness. softmax_scale defaults to head_dim ** -0.5. batch_size 0 is legal.
 
-    window_left, softcap, alibi, sinks: as in PagedAttentionDescriptor, of a query row that stands at its row's last token.
+    window_left, softcap, alibi, sinks: as in PagedAttentionDescriptor, for a query row at its request's last token.
 
-    Raises InvalidProblem for an extent, a divisibility, a scale or a choice that breaks its rule, in this order, then
-    Unsupported for a q_dtype that no variant knows.
+    Raises, in this order: InvalidProblem (extents, then divisibility, then the other choices), Unsupported for a q_dtype that
+    no variant knows.
     """
 
     batch_size: int
@@ -256,12 +255,13 @@ class PagedDecodeDescriptor(AttentionFields):
 
 @dataclass(frozen=True)
 class FlashDecodingDescriptor(AttentionFields):
-    """Decode attention of one query row a request over a contiguous cache.
+    """Decode attention of one query row per request over a contiguous cache. Frozen and hashable: it is a cache key.
 
-    q and out are [batch_size, num_heads, head_dim] of `dtype`, k and v [batch_size, num_kv_heads, seq_len, head_dim], any
-    strides with a unit last one. seq_len is what both caches of every run must have; None lets each run have another, and
-    max_seq_len is then a hint for the choice of a configuration, never a bound on correctness. kv_dtype, v_dtype, k_scale,
-    v_scale and the modifiers are as in PagedDecodeDescriptor. batch_size 0 and seq_len 0 are legal.
+    q and out are [batch_size, num_heads, head_dim] of `dtype`, k and v [batch_size, num_kv_heads, seq_len, head_dim], of any
+    strides with a last stride of 1; lse is f32 [batch_size, num_heads]. seq_len, if given, is the number of tokens of both
+    caches in every run. None lets it differ from run to run; max_seq_len is then a hint for the choice of a configuration, never
+    a bound on correctness. alignment_bytes: as in KVLayout. kv_dtype, v_dtype, k_scale, v_scale and the modifiers are as in
+    PagedDecodeDescriptor. batch_size 0 and seq_len 0 are legal.
 
     Raises, in this order: Unsupported (dtype), InvalidProblem (extents, then divisibility, then the other choices). A
     head_dim that no variant serves is Unsupported when a plan is selected.

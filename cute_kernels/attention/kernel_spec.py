@@ -44,9 +44,9 @@ def kernel_spec(problem: DecodeProblem, arch: Arch, target: Target, config: Deco
 
 
 def block_rows(problem: DecodeProblem, arch: Arch, config: DecodeConfig) -> int:
-    """Packed rows of a unit: a power of two, as many as a request may need. 0 where a request has one query row, by warps.
+    """Packed rows of a unit: a power of two, as many as a request may need; 0 if it has one query row and warps multiply.
 
-    As many m-tiles as the warps attend to at most, one where warps read tiles of their own: on sm80 from two stages a warp on.
+    At most as many m-tiles as the warps attend to; only one if each warp reads its own tiles, on sm80 from two stages per warp.
     """
     needed = 1 << (problem.packed_rows - 1).bit_length()
     if config.mma == "warpgroup":
@@ -60,13 +60,13 @@ def block_rows(problem: DecodeProblem, arch: Arch, config: DecodeConfig) -> int:
 
 
 def units_of(problem: DecodeProblem, spec: KernelSpec) -> int:
-    """Units of work of a row: its KV heads, spec.unit_heads at a time, and blocks of their packed rows."""
+    """Units of a row (head blocks): its KV heads, spec.unit_heads at a time, times the blocks of their packed rows."""
     blocks = -(-problem.packed_rows // spec.block_rows) if spec.several else spec.m_tiles
     return problem.num_kv_heads // spec.unit_heads * blocks
 
 
 def grid_ctas_of(problem: DecodeProblem, spec: KernelSpec, sm_count: int, ctas_per_sm: int) -> int:
-    """CTAs of the persistent grid: as many slices of the batch as fit, at least one, for each unit; or one an SM, if dealt."""
+    """CTAs of the persistent grid: as many slices of the batch as fit, at least one, for each unit; one per SM if dealt."""
     if spec.dealt:
         return sm_count
     return grid_ctas(units_of(problem, spec), sm_count, ctas_per_sm)

@@ -1,4 +1,4 @@
-"""Runs over requests of few and of many query rows: each request is served by the phase of a kernel that suits it."""
+"""Mixed batches, with requests of few and of many query rows: the phase of a kernel that suits a request serves it."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from ..config.problem import ANY_Q_LEN, QueryLengths
 from ..planning.variants import Candidate
 from .descriptors import DecodeProblem
 
-# packed rows of the requests that have a phase of their own: one tile of warps (decode), one of a warpgroup (verify)
+# the most packed rows of requests that get a phase of their own: one warp's tile (decode), one warpgroup's tile (verify)
 FEW_ROWS = (16, 64)
 
 
 def with_few(problem: DecodeProblem, many: Candidate, evaluate: Callable[[DecodeProblem], Candidate]) -> Candidate:
-    """What serves `problem`: `many`, or a kernel with phases for requests of fewer query rows, where those would pay for many.
+    """The kernel that serves `problem`: `many`, or one with more phases, for requests too short for the blocks of `many`.
 
-    evaluate: the kernel that would serve a problem with one CTA an SM.
+    evaluate: gives the kernel that would serve a problem with one CTA per SM.
     """
     spec: KernelSpec = many.spec
     if many.verdict == "rejected" or spec.query != "ragged" or not (spec.by_warpgroup and spec.many_blocks):

@@ -34,8 +34,8 @@ class Operands(NamedTuple):
     def signature(self) -> tuple[object, ...]:
         """All that `check` depends on, as a key: a checked signature need not be checked again.
 
-        Devices are part of it: an address passes from one to another once it is freed, a tensor without elements has none, and
-        pinned memory has one address on both sides. Written flat: a loop over the tensors costs a microsecond more.
+        Devices are part of the key: a freed address may come back on another device, a tensor without elements has no address,
+        and pinned memory has one address on both sides. The code is flat: a loop over the tensors costs a microsecond more.
         """
         q, k, v, table0, table1, table2, k_scale, v_scale, out, lse, workspace = self
         # fmt: off
@@ -58,7 +58,7 @@ class Operands(NamedTuple):
 
 
 class Extras(NamedTuple):
-    """What a run with several query rows or with modifiers is given besides; each may be absent."""
+    """Further operands of a run with several query rows or with modifiers; each may be absent."""
 
     qo_indptr: Any = None
     tree_mask: Any = None
@@ -70,7 +70,7 @@ NO_EXTRAS = Extras()
 
 
 class Given(TypedDict, total=False):
-    """What a run may be given by name besides q, the caches and the page table: tensors, or None."""
+    """What a run may be given by name in addition to q, the caches and the page table: tensors, or None."""
 
     qo_indptr: Tensor | None
     tree_mask: Tensor | None
@@ -98,7 +98,7 @@ class Passage(Enum):
     """How checked operands reach the kernel."""
 
     DIRECT = auto()  # as they are
-    NORMALISED = auto()  # through views: a unit query axis, or odd strides of extents of one
+    NORMALISED = auto()  # through views, because of a unit query axis or odd strides of axes of extent one
     EMPTY = auto()  # no key anywhere: out = 0, lse = -inf or the sinks, no kernel
     NOTHING = auto()  # no query row: nothing to write
 
@@ -106,7 +106,7 @@ class Passage(Enum):
 def kernel_views(
     order: CacheOrder, shapes: Shapes, k: Any, v: Any, k_scale: Any, v_scale: Any
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """(k, v, k_scale, v_scale) as a kernel takes them: caches HND, fp8 as bytes; scales in `shapes`, Rules.scale_shapes."""
+    """(k, v, k_scale, v_scale) as a kernel takes them: caches HND, fp8 as bytes; scales in `shapes` (Rules.scale_shapes)."""
     k, v, k_scale, v_scale = as_bytes(k), as_bytes(v), scale_view(k_scale, shapes[0]), scale_view(v_scale, shapes[1])
     if order == "NHD":
         k, v = k.transpose(1, 2), v.transpose(1, 2)
@@ -123,14 +123,14 @@ def viewed(views: Views, operands: Operands) -> Operands:
 
 
 def normalised(problem: DecodeProblem, views: Views, operands: Operands) -> Operands:
-    """The same memory as `kernel_views` has it, without a unit query axis, and aligned strides where an extent is one."""
+    """The same memory as `kernel_views` has it, without a unit query axis, and with aligned strides on axes of extent one."""
     q, out = without_query_axis(operands.q, problem), without_query_axis(operands.out, problem)
     q, out, k, v = (with_unit_strides(t, problem.head_dim) for t in (q, out, operands.k_cache, operands.v_cache))
     return viewed(views, operands._replace(q=q, k_cache=k, v_cache=v, out=out))
 
 
 def by_request(operands: Operands, extras: Extras) -> tuple[Operands, Extras]:
-    """lse and tree_mask of uniform query rows with an axis of requests, [batch, q_len, ...], as a kernel takes them."""
+    """Operands of uniform query rows, with lse and tree_mask viewed as [batch, q_len, ...], as a kernel takes them."""
     batch, q_len, *_ = operands.q.shape
     lse, mask = operands.lse, extras.tree_mask
     operands = operands._replace(lse=lse.view(batch, q_len, lse.shape[1]))
@@ -138,7 +138,7 @@ def by_request(operands: Operands, extras: Extras) -> tuple[Operands, Extras]:
 
 
 def without_query_axis(tensor: Tensor, problem: DecodeProblem) -> Tensor:
-    """q or out of one query row a request as [batch, num_heads, head_dim]; others as they are."""
+    """q or out as [batch, num_heads, head_dim] if a request has one query row; else the tensor as it is."""
     if problem.query != "one" or tensor.dim() == 3:
         return tensor
     return tensor.select(1 if tuple(tensor.shape[1:3]) == (1, problem.num_heads) else 2, 0)

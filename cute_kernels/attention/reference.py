@@ -1,13 +1,13 @@
-"""The semantics of attention in plain PyTorch, query row by query row. In f32 it is also the CPU variant, of f32 q in f64.
+"""The semantics of attention in plain PyTorch, query row by query row; also the CPU variant, in f32, or in f64 for f32 q.
 
-A query row attends to the keys t < length that its masks show, whose page the table holds and the pool has. Only keys that some
-query row of their request may see are looked up, and a row's result is made of those that it sees itself: whatever other bytes
-of a cache and other tokens' scales hold cannot reach it. The real value of an element is what is stored times its scale,
-computed in the reference's dtype. A row without keys gives out = 0 and lse = -inf, or its sink.
+A query row attends to the keys t < length that its masks show, if the table holds their page and the pool has that page. Only
+keys that some query row of their request may see are looked up, and a row's result is made only of keys that the row itself
+sees: other bytes of a cache and other tokens' scales cannot reach it, whatever they hold. The real value of an element is what
+is stored times its scale, computed in the reference's dtype. A row without keys gives out = 0 and lse = -inf, or its sink.
 
-Bad metadata is masked request by request: keys of a page outside the pool are left out, a negative length counts as 0, a length
-past what the row's part of the table holds as that, a row whose indptr is negative, decreasing or past what it indexes is empty,
-and so are its query rows where that is qo_indptr; of more than max_q_len query rows only the first count.
+Bad metadata is masked request by request. Keys of a page outside the pool are left out. A negative length counts as 0, a length
+past what the row's part of the table holds as that capacity. A row whose indptr is negative, decreasing or past what it indexes
+is empty; by a bad qo_indptr, a request has no query rows. Of more than max_q_len query rows, only the first max_q_len count.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Keys(NamedTuple):
     v: Tensor
 
     def part(self, which: slice | Tensor) -> Keys:
-        """Those of a slice or of a mask [tokens]."""
+        """The keys of a slice or of a mask [tokens]."""
         return Keys(*(tensor[which] for tensor in self))
 
 
@@ -67,9 +67,9 @@ def attention(
     """Writes out and lse of every query row of every request, computed in `dtype`; operands are as a kernel takes them.
 
     q, out: [batch, num_heads, head_dim]; uniform [batch, q_len, num_heads, head_dim]; ragged [total_q, num_heads, head_dim].
-    lse, tree_mask: the same with one entry, or its words, in place of the heads' rows. Caches: pages [num_pages, num_kv_heads,
-    page_size, head_dim]; [batch, num_kv_heads, max_len, head_dim]; packed [1, num_kv_heads, total_k, head_dim]; fp8 as fp8.
-    Returns which query rows there are, and the keys that they may see.
+    lse: the same without head_dim; tree_mask: the words of a query row in place of the last two axes. Caches: pages [num_pages,
+    num_kv_heads, page_size, head_dim]; [batch, num_kv_heads, max_len, head_dim]; packed [1, num_kv_heads, total_k, head_dim];
+    fp8 as fp8. Returns which query rows there are, and the keys that they may see.
     """
     q, k = operands.q, operands.k_cache
     rows = query_rows(query, q, extras.qo_indptr, max_q_len)
@@ -132,7 +132,7 @@ def decode_paged(
     lse_base: LseBase = "e",
     dtype: torch.dtype = torch.float32,
 ) -> tuple[Tensor, Tensor]:
-    """Attention of one query row a request, computed in `dtype`.
+    """Attention of one query row per request, computed in `dtype`.
 
     q [batch, num_heads, head_dim]; caches [num_pages, num_kv_heads, page_size, head_dim] (pass an NHD cache as
     `cache.transpose(1, 2)`, fp8 bytes viewed as fp8). Scales: [] or [1], [num_kv_heads], or [num_pages, page_size,
@@ -145,7 +145,7 @@ def decode_paged(
 
 
 def decode_contiguous(q: Tensor, k: Tensor, v: Tensor, **rules: Any) -> tuple[Tensor, Tensor]:
-    """As decode_paged, over k and v [batch, num_kv_heads, seq_len, head_dim]; scales a token: [batch, num_kv_heads, seq_len]."""
+    """As decode_paged, over k and v [batch, num_kv_heads, seq_len, head_dim]; token scales: [batch, num_kv_heads, seq_len]."""
     return decode_paged(q, k, v, PageTable.whole(), **rules)
 
 
@@ -189,7 +189,7 @@ def first_bad_row(
 
 
 def seen_by(scoring: Scoring, keys: Keys, position: int, old: int, tree: Tensor | None) -> Keys:
-    """Those of a request's keys that the query row at `position` sees.
+    """The keys of a request that the query row at `position` sees, out of `keys`.
 
     old: how many keys are before the request's new tokens. tree: the row's words of the tree mask.
     """
@@ -219,7 +219,7 @@ class Place(NamedTuple):
 
 
 def find_tokens(k: Tensor, page_table: PageTable, request: int, tokens: Tensor) -> Place:
-    """Where the tokens of a request at these positions are, but those whose page the pool lacks. k: as a kernel takes it."""
+    """Where the tokens of a request at these positions are, except on pages that the pool lacks. k: as a kernel takes it."""
     if page_table.format in PAGED:
         pages, slot = _pages(page_table, request)[tokens // k.shape[2]].long(), tokens % k.shape[2]
         known = (pages >= 0) & (pages < len(k))
@@ -230,7 +230,7 @@ def find_tokens(k: Tensor, page_table: PageTable, request: int, tokens: Tensor) 
 
 
 def real_values(cache: Tensor, scale: Tensor | None, page_table: PageTable, place: Place, dtype: torch.dtype) -> Tensor:
-    """What those tokens of a cache stand for [tokens, num_kv_heads, head_dim], times their scales."""
+    """The real values of the tokens at `place`, [tokens, num_kv_heads, head_dim]: what is stored, times its scale."""
     stored = cache[place.page, :, place.slot].to(dtype)
     if scale is None:
         return stored
@@ -247,7 +247,7 @@ def keys_of(operands: Operands, page_table: PageTable, request: int, tokens: Ten
 
 
 def _pages(page_table: PageTable, request: int) -> Tensor:
-    """The page ids of a row, from its first page on; entries past its length are none."""
+    """The page ids of a row, from its first page on; entries past the row's length are no page ids."""
     if page_table.format == "dense":
         return held(page_table, 0)[request]
     return held(page_table, 0)[max(0, int(held(page_table, 1)[request])) :]

@@ -1,4 +1,4 @@
-"""Which query rows and which keys each request has, from metadata on the device that need not be good."""
+"""Which query rows and which keys each request has, from metadata on the device that may be bad."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from ..kv.page_table import PageTable, outside, row_lengths
 
 
 class QueryRows(NamedTuple):
-    """Of each request, int64 [batch]: its first row of q (of all rows, where they are uniform), and how many it has."""
+    """For each request, int64 [batch]: the number of its first query row among all rows of q, and how many rows it has."""
 
     first: Tensor
     q_lens: Tensor
 
 
 def query_rows(form: QueryForm, q: Tensor, qo_indptr: Tensor | None, max_q_len: int) -> QueryRows:
-    """The query rows of q as a kernel takes it. A request whose rows lie nowhere has none, one with too many has its first."""
+    """The query rows of q as a kernel takes it; a request with a bad qo_indptr has none, with too many the first max_q_len."""
     if qo_indptr is None:
         q_len = q.shape[1] if form == "uniform" else 1
         first = torch.arange(len(q), device=q.device) * q_len
@@ -30,7 +30,7 @@ def query_rows(form: QueryForm, q: Tensor, qo_indptr: Tensor | None, max_q_len: 
 
 
 def belongs(rows: QueryRows, total_q: int) -> Tensor:
-    """bool [total_q]: the query rows that are some request's; the others are padding."""
+    """bool [total_q]: the query rows that belong to a request; all other rows are padding."""
     ends = torch.zeros(total_q + 1, dtype=torch.long, device=rows.first.device)
     some = rows.q_lens > 0
     first = rows.first.masked_fill(~some, 0)
@@ -39,12 +39,12 @@ def belongs(rows: QueryRows, total_q: int) -> Tensor:
 
 
 def key_lengths(page_table: PageTable, k: Tensor, rows: QueryRows) -> Tensor:
-    """Keys of each request over a cache as a kernel takes it [..., page_size or tokens, head_dim], int64 [batch]."""
+    """Keys of each request, int64 [batch]. k: as a kernel takes it, [..., page_size or tokens, head_dim]."""
     return row_lengths(page_table, k.shape[2], rows.q_lens)
 
 
 def seen_keys(modifiers: Modifiers, window_left: int, window_right: int, q_lens: Tensor, seq_lens: Tensor) -> Span:
-    """Of each request, the keys from the first to the last that some of its query rows may see."""
+    """For each request, the keys from the first to the last that any of its query rows may see."""
     first_position = torch.zeros_like(seq_lens) if modifiers.causal == "top_left" else seq_lens - q_lens
     last_position = first_position + q_lens - 1
     first, past = torch.zeros_like(seq_lens), seq_lens

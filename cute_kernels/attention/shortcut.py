@@ -1,14 +1,14 @@
-"""The operands of a run, remembered by weak reference: a run with the same tensors again need not be checked again.
+"""The operands of a run, remembered by weak reference: a later run with the same tensors need not be checked again.
 
-Telling tensors apart by identity costs half of describing them (`Operands.signature`). What a kernel takes as it is reaches the
-launch as it is, and the launch refuses another dtype, shape, alignment or device, whatever `set_`, `.data =`, `resize_` or
-`transpose_` have made of it; a refusal is checked anew, which names what is wrong. The rest is held in the form that a launch
-takes, since making that anew costs a microsecond for a view: 8-bit and NHD caches, scales and the workspace. They, out and lse
-must lie where they lay, and those that are held must have their dtype and number of bytes.
+To compare tensors by identity costs half as much as to describe them (`Operands.signature`). An operand that a kernel takes as
+it is reaches the launch as it is. The launch refuses another dtype, shape, alignment or device, whatever `set_`, `.data =`,
+`resize_` or `transpose_` have made of the operand; a refused run is checked anew, which names what is wrong. The other operands
+(8-bit and NHD caches, scales, the workspace) are held in the form that a launch takes, since to make a view anew costs a
+microsecond. Held operands, out and lse must keep their addresses, and held operands their dtype and number of bytes.
 
-What this does not see is a change of strides in place of what is held, which stays within memory that was checked, and an input
-that has been moved in place onto an output. Held is the storage, not the tensor: with the first of the tensors that dies, the
-shortcut and all that it holds go.
+A shortcut does not see two changes in place: other strides of a held operand, which stays within memory that was checked, and an
+input that has been moved onto an output. A shortcut holds storage, not tensors: when the first of the tensors dies, the shortcut
+is dropped with all that it holds.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ ABSENT: Callable[[], None] = type(None)  # the reference to an operand that is N
 class Setting(NamedTuple):
     """What all launches of a plan share.
 
-    constants: softmax_scale, num_ctas and status. views: how `kernel_views` turns caches and scales into what a kernel takes,
-    None where it takes them as they are. device_index: the GPU that must be current, None where there is no choice.
+    constants: softmax_scale, num_ctas and status. views: how `kernel_views` turns caches and scales into what a kernel takes;
+    None if it takes them as they are. device_index: the GPU that must be current; None if there is no choice.
     """
 
     constants: tuple[float, int, int | Tensor]
@@ -45,14 +45,14 @@ class Setting(NamedTuple):
 
 
 def never(*operands: object) -> None:
-    """The shortcut for no operands at all."""
+    """The shortcut that serves no operands."""
 
 
 def shortcut(launch: Launch, setting: Setting, forget: Callable[[object], None], operands: Operands) -> Shortcut:
     """fn(q, k, v, page_table, k_scale, v_scale, out, lse, workspace): launches and returns (out, lse) for `operands`, else None.
 
-    page_table: a PageTable, or its two items where there is none. forget: called when one of the operands dies; none is kept
-    alive. A reference to a dead tensor gives None, as ABSENT does. Written flat: loops cost a microsecond more.
+    page_table: a PageTable, or a pair of its two items. forget: called when one of the operands dies; the shortcut keeps none
+    alive. A reference to a dead tensor gives None, as ABSENT does. The code is flat: loops cost a microsecond more.
     """
     (scale, num_ctas, status), takes_workspace, table_format, views, device_index = setting
     q, k, v, t0, t1, t2, k_scale, v_scale, out, lse, workspace = operands
@@ -90,7 +90,7 @@ def shortcut(launch: Launch, setting: Setting, forget: Callable[[object], None],
                 if found is None:
                     return None
                 k, v, k_scale, v_scale = found
-        except (AttributeError, TypeError, ValueError):  # no tensor: None where a remembered one has died; or no PageTable
+        except (AttributeError, TypeError, ValueError):  # not a tensor (None equals a dead one's reference), or no PageTable
             return None
         # fmt: on
         if device_index is not None and torch.cuda.current_device() != device_index:
@@ -105,9 +105,9 @@ def shortcut(launch: Launch, setting: Setting, forget: Callable[[object], None],
 
 
 def held_views(views: Views, operands: Operands) -> Callable[..., tuple[Any, ...] | None]:
-    """fn(k, v, k_scale, v_scale): caches and scales as a launch takes them; None where k or v is not as it was.
+    """fn(k, v, k_scale, v_scale): caches and scales as a launch takes them; None if k or v is not as it was.
 
-    The scales are `_with_scales`' to compare. Detached before a view is made of them: a view keeps the tensor that it is of.
+    `_with_scales` compares the scales. Tensors are detached before a view is made: a view keeps its base tensor alive.
     """
     k, v, k_scale, v_scale = operands.k_cache, operands.v_cache, operands.k_scale, operands.v_scale
     at_k, by_k, of_k, at_v, by_v, of_v = (*_form(k), *_form(v))
@@ -150,7 +150,7 @@ def _with_scales(again: Shortcut, forget: Callable[[object], None], k_scale: Ten
                 and (v_scale is None or (v_scale.data_ptr() == at_v and v_scale.nbytes == by_v and v_scale.dtype is of_v))
             ):
                 return None
-        except AttributeError:  # no tensor: the check names it
+        except AttributeError:  # not a tensor: the full check names it
             return None
         # fmt: on
         return again(q, k, v, page_table, k_scale, v_scale, *written)

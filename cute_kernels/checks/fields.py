@@ -39,7 +39,7 @@ def check_alignment(name: str, alignment_bytes: int | None, allowed: tuple[int, 
 
 
 def check_modifiers(window_left: int | None, window_right: int | None, softcap: float | None, **flags: bool) -> None:
-    """Windows from 0 on, a softcap above 0, and flags that are bools."""
+    """Checks for windows from 0 on, a softcap above 0, and flags that are bools."""
     for name, window in (("window_left", window_left), ("window_right", window_right)):
         if window is not None and (not is_int(window) or not 0 <= window <= MAX_EXTENT):
             raise InvalidProblem(name, window, "must be an int from 0 to 2**31 - 1, or None for no bound")

@@ -8,9 +8,9 @@ Axes = list[tuple[int, int]]  # (stride in bytes, extent) of the axes longer tha
 
 
 def disjoint(first: Tensor, second: Tensor) -> bool:
-    """Whether no byte provably belongs to both: their spans do not meet, or they interleave within equal outer strides.
+    """Whether provably no byte belongs to both: their spans do not meet, or they interleave within equal outer strides.
 
-    Such as the halves of [pages, 2, ...], or scales that lie behind the values of each page. Negative strides do not occur.
+    The halves of [pages, 2, ...] interleave, or scales stored after the values of each page. Negative strides do not occur.
     """
     if not first.numel() or not second.numel():
         return True
@@ -24,7 +24,7 @@ def _axes(tensor: Tensor) -> Axes:
 
 
 def _apart(first: Axes, second: Axes, distance: int, size: int, other_size: int) -> bool:
-    """The same of axes, where `second` begins `distance` bytes behind `first` and their elements have these sizes."""
+    """`disjoint` for axes: `second` begins `distance` bytes after `first`; elements have `size` and `other_size` bytes."""
     reach, other_reach = _reach(first, size), _reach(second, other_size)
     if distance >= reach or distance + other_reach <= 0:
         return True
@@ -33,10 +33,10 @@ def _apart(first: Axes, second: Axes, distance: int, size: int, other_size: int)
     stride, first, second = first[0][0], first[1:], second[1:]
     if max(_reach(first, size), _reach(second, other_size)) > stride:
         return False  # one period reaches into the next
-    distance %= max(stride, 1)  # to the period of `second` that begins in one of `first`; another reaches into it from before
+    distance %= max(stride, 1)  # to the period of `second` that begins in one of `first`; the previous one may reach into it
     return all(_apart(first, second, d, size, other_size) for d in (distance, distance - stride))
 
 
 def _reach(axes: Axes, size: int) -> int:
-    """Bytes from the first element's first to the last one's last."""
+    """Bytes from the start of the first element to the end of the last."""
     return sum(stride * (extent - 1) for stride, extent in axes) + size

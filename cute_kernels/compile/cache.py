@@ -1,7 +1,7 @@
 """The kernels that this user's processes have compiled, on disk: $CUTE_KERNELS_CACHE, else <user's cache folder>/cute_kernels.
 
-What goes wrong there costs a compile and one warning. But a folder that CUTE_KERNELS_CACHE names raises InvalidArgument where it
-cannot be trusted or read; one that is full or cannot be written is no reason to stop.
+Trouble with the folder costs a compile and one warning. But a folder that CUTE_KERNELS_CACHE names raises InvalidArgument if it
+cannot be trusted or read; a folder that is full or cannot be written is no reason to stop.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ OFF = ("0", "off")
 LOAD_ERRORS = (OSError, RuntimeError, CuteKernelsError)  # a folder for copies that forbids execution, a library that is not there
 
 logger = logging.getLogger("cute_kernels")
-_warned: set[Path] = set()  # folders whose trouble has been told
+_warned: set[Path] = set()  # folders that a warning has been given for
 
 
 def named_folder() -> str:
-    """What the environment names: "" for nothing, or one of OFF."""
+    """The folder that CUTE_KERNELS_CACHE names, "" if it names none, or one of OFF."""
     return os.environ.get(ENVIRONMENT, "").strip()
 
 
 def cache_folder() -> Folder | None:
-    """Where kernels are kept; None where CUTE_KERNELS_CACHE is "0" or "off", or the user has no home."""
+    """Where kernels are kept; None if CUTE_KERNELS_CACHE is "0" or "off", or if the user has no home."""
     named = named_folder()
     if named.lower() in OFF:
         return None
@@ -45,7 +45,7 @@ def cache_folder() -> Folder | None:
 
 
 def recall(spec: Spec) -> Any | None:
-    """The kernel of `spec` if it is on disk. Raises InvalidArgument for a folder that was named and cannot be used."""
+    """The kernel of `spec` on disk, or None. Raises InvalidArgument for a named folder that cannot be used."""
     folder = cache_folder()
     if folder is None:
         return None
@@ -69,7 +69,7 @@ def recall(spec: Spec) -> Any | None:
 
 
 def keep(spec: Spec, kernel: Any) -> None:
-    """Puts a kernel on disk that was compiled here."""
+    """Writes a kernel that this process compiled to disk."""
     folder = cache_folder()
     if folder is None:
         return
@@ -83,7 +83,7 @@ def keep(spec: Spec, kernel: Any) -> None:
 
 
 def keep_object(spec: Spec, compiled: Compiled) -> None:
-    """Puts an object on disk that was compiled from `spec`. Raises InvalidArgument for a named folder that is not trusted."""
+    """Writes the object compiled from `spec` to disk. Raises InvalidArgument for a named folder that is not trusted."""
     folder = cache_folder()
     if folder is None:
         return
@@ -96,7 +96,7 @@ def keep_object(spec: Spec, compiled: Compiled) -> None:
 
 
 def write(folder: Folder, spec: Spec, compiled: Compiled) -> None:
-    """Keeps an object in `folder`, unless sources have changed since this process read them. Raises Untrusted, OSError."""
+    """Writes an object to `folder`, unless sources have changed since this process read them. Raises Untrusted, OSError."""
     if digest_sources() != known_sources():
         return
     about = {"spec": str(spec), "operation": OPERATIONS[type(spec)].name, **surroundings()}
@@ -105,7 +105,7 @@ def write(folder: Folder, spec: Spec, compiled: Compiled) -> None:
 
 @contextmanager
 def alone(spec: Spec) -> Iterator[None]:
-    """Waits for another process that compiles `spec`."""
+    """Waits for another process that compiles `spec`, and lets others wait for this one (Folder.locked)."""
     folder = cache_folder()
     if folder is None:
         yield
@@ -122,7 +122,7 @@ def _refuse(folder: Folder, error: Untrusted | OSError) -> None:
 
 
 def _warn(folder: Folder, what: str) -> None:
-    """Tells the first trouble with a folder; all that follows goes to the log."""
+    """Warns of the first trouble with a folder; all later trouble only goes to the log."""
     message, first = f"cache of kernels {folder.path}: {what}", folder.path not in _warned
     _warned.add(folder.path)
     logger.log(logging.WARNING if first else logging.INFO, message)

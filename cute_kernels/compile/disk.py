@@ -1,8 +1,8 @@
-"""A folder of compiled kernels, a file each: nothing in it is executed that this user, or root, did not put there as it is.
+"""A folder of compiled kernels, one file each: only a file that this user or root put there, unchanged, is executed.
 
 A folder is used if it is no symbolic link, belongs to this user or root, and nobody else may write to it (one made here has mode
-0700). It is opened once for each operation, and all else is done relative to it. A file appears whole, by a rename; readers check
-its owner, its digest and the key within. The least recently used files go first where the folder outgrows its bound.
+0700). Each operation opens the folder once and does everything else relative to it. A file appears whole, by a rename; readers
+check its owner, its digest and the key within. If the folder outgrows its bound, the least recently used files are deleted.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ OTHERS_MAY_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
 class Untrusted(Exception):
-    """A folder that is another's, or that others may write to."""
+    """A folder that is a symbolic link, belongs to another user, or may be written by others."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A file of the folder. header: as it was sealed, None where it is no object of its name. used: seconds since the epoch."""
+    """A file of the folder. header: as sealed; None if the file is not its key's object. used: seconds since the epoch."""
 
     key: str
     nbytes: int
@@ -51,13 +51,13 @@ class Entry:
 
 @dataclass(frozen=True)
 class Folder:
-    """A folder of compiled kernels, which `write` makes. max_bytes: of its objects."""
+    """A folder of compiled kernels, which `write` or `locked` creates. max_bytes: the most bytes of all objects."""
 
     path: Path
     max_bytes: int = MAX_BYTES
 
     def read(self, key: str) -> Compiled | None:
-        """The kernel of a key, None where there is none. Raises Untrusted, OSError; BadObject for any file that is not that."""
+        """The kernel of a key, or None. Raises Untrusted, OSError, and BadObject for a file that is not the key's object."""
         try:
             with self._opened() as folder:
                 return unseal(_content(folder, file_name(key)), key)[0]
@@ -65,7 +65,7 @@ class Folder:
             return None
 
     def write(self, key: str, compiled: Compiled, about: dict[str, Any]) -> None:
-        """Keeps a kernel, whole or not at all, then drops what is old. Raises Untrusted and OSError."""
+        """Writes a kernel, whole or not at all, then deletes old files past max_bytes. Raises Untrusted and OSError."""
         name, data = file_name(key), seal(key, compiled, about)
         with self._opened(make=True) as folder:
             temporary = f".tmp-{secrets.token_hex(16)}"
@@ -82,7 +82,7 @@ class Folder:
 
     @contextmanager
     def locked(self, key: str) -> Iterator[None]:
-        """Waits while another process holds this key, at most LOCK_PATIENCE. Without a lock where the folder has none."""
+        """Holds a key's lock, after waiting for another process at most LOCK_PATIENCE. No lock if the folder gives none."""
         try:
             with self._opened(make=True) as folder:
                 held = os.open(LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=folder)
@@ -96,7 +96,7 @@ class Folder:
             os.close(held)  # which unlocks
 
     def entries(self) -> list[Entry]:
-        """Every object, the most recently used first. Raises Untrusted, OSError."""
+        """All objects, the most recently used first. Raises Untrusted, OSError."""
         found = []
         try:
             with self._opened() as folder:
@@ -107,7 +107,7 @@ class Folder:
         return sorted(found, key=lambda entry: -entry.used)
 
     def clear(self) -> tuple[int, int]:
-        """Deletes every object, and nothing else but what a writer left: (objects, bytes). Raises Untrusted, OSError."""
+        """Deletes all objects, and files that a killed writer left; returns (objects, their bytes). Raises Untrusted, OSError."""
         count = nbytes = 0
         try:
             with self._opened() as folder:
@@ -147,7 +147,7 @@ class Folder:
 
 
 def file_name(key: str) -> str:
-    """The file of a key. Raises InvalidArgument for what is not 64 hexadecimal digits, as a path would not be."""
+    """The file name of a key. Raises InvalidArgument for anything but 64 hexadecimal digits, such as a path."""
     if not KEY.fullmatch(key):
         raise InvalidArgument("key", f"{key!r}: must be 64 hexadecimal digits")
     return key + SUFFIX
@@ -161,7 +161,7 @@ def _check(status: os.stat_result) -> None:
 
 
 def _content(folder: int, name: str, touch: bool = True) -> bytes:
-    """The bytes of a regular file that nobody else may have written. touch: whether this is a use."""
+    """The bytes of a regular file that no other user can have written, else BadObject. touch: whether this counts as a use."""
     try:
         file = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
     except OSError as error:
@@ -198,7 +198,7 @@ def _write_new(folder: int, name: str, data: bytes) -> None:
 
 
 def _files(folder: int) -> Iterator[tuple[str, os.stat_result]]:
-    """The names of the folder that are a key's, and what they are."""
+    """The name and status of each file in the folder that is named after a key."""
     for name in os.listdir(folder):
         if name.endswith(SUFFIX) and KEY.fullmatch(name.removesuffix(SUFFIX)):
             with suppress(FileNotFoundError):
@@ -206,7 +206,7 @@ def _files(folder: int) -> Iterator[tuple[str, os.stat_result]]:
 
 
 def _drop_abandoned(folder: int, before: float) -> None:
-    """Deletes what killed writers left behind."""
+    """Deletes temporary files that killed writers left."""
     for name in os.listdir(folder):
         with suppress(FileNotFoundError):
             if TEMPORARY.fullmatch(name) and os.stat(name, dir_fd=folder, follow_symlinks=False).st_mtime < before:

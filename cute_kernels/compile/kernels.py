@@ -41,12 +41,15 @@ _kernels: dict[Spec, Callable[..., None]] = {}
 
 
 def compiled_specs() -> list[Spec]:
-    """The specs whose kernels are in memory, in order."""
+    """The specs whose kernels are in memory, in the order in which they came."""
     return list(_kernels)
 
 
 def compile_decode(spec: KernelSpec | MixedSpec) -> Callable[..., None]:
-    """Returns fn(q, k, v, table0, table1, table2, k_scale, v_scale, out, lse, workspace, softmax_scale, num_ctas, status)."""
+    """Returns fn(q, k, v, table0, table1, table2, k_scale, v_scale, out, lse, workspace, softmax_scale, num_ctas, status).
+
+    A kernel that is not `plain` takes further operands (docs/design.md).
+    """
     return compile_spec(spec)
 
 
@@ -61,13 +64,14 @@ def compile_append(spec: AppendSpec) -> Callable[..., None]:
 
 
 def compile_weights(spec: WeightsSpec) -> Callable[..., None]:
-    """Returns fn(*weights.operands.Operands, softmax_scale, max_seq_len, window_left, softcap, status)."""
+    """Returns fn(*weights.checks.Operands, softmax_scale, max_seq_len, window_left, softcap, status)."""
     return compile_spec(spec)
 
 
 def compile_backward(spec: BackwardSpec) -> Callable[..., None]:
-    """Returns fn(*backward.checks.Operands but its workspace, *workspace_tensors, softmax_scale, max_q_len, window_left,
-    window_right, softcap, status).
+    """Returns fn(*operands, *workspace_tensors, softmax_scale, max_q_len, window_left, window_right, softcap, status).
+
+    operands are backward.checks.Operands without the workspace.
     """
     return compile_spec(spec)
 
@@ -82,10 +86,11 @@ def compile_spec(spec: Spec) -> Callable[..., None]:
 
 
 def compile_ahead(specs: Iterable[Spec], processes: int | None = None) -> int:
-    """Gets kernels several at a time, for compile_spec to find, and returns how many: from disk, else compiled.
+    """Loads kernels from disk, or compiles several at a time, for compile_spec to find; returns how many it got.
 
-    processes: at most, by default as many as there are CPUs. Left out are specs whose kernels are there already, that their
-    operation rejects, or that fail here: compile_spec says why. Runs the caller's main module again, as `multiprocessing` does.
+    processes: the most at a time, by default as many as there are CPUs. Specs whose kernels are in memory already, that their
+    operation rejects, or that fail here are not counted; compile_spec says why. Runs the caller's main module again, as
+    `multiprocessing` does.
     """
     wanted = [spec for spec in dict.fromkeys(specs) if spec not in _kernels and not rejections(spec)]
     missing = [spec for spec in wanted if not _recalled(spec)]
@@ -104,7 +109,7 @@ def compile_ahead(specs: Iterable[Spec], processes: int | None = None) -> int:
 
 
 def compile_into(folder: Folder, specs: Iterable[Spec], processes: int | None = None) -> Iterator[tuple[Spec, str]]:
-    """Puts the kernel of each spec into `folder`, and says of each, as it is done: "compiled", "was there", or why it failed.
+    """Writes each spec's kernel to `folder`, and yields (spec, "compiled", "was there" or why it failed) as each is done.
 
     Raises InvalidArgument for a folder that is not trusted or cannot be written.
     """
@@ -121,13 +126,13 @@ def compile_into(folder: Folder, specs: Iterable[Spec], processes: int | None = 
 
 
 def compile_here(specs: Iterable[Spec]) -> Iterator[tuple[Spec, str]]:
-    """As compile_into, but that the kernels are for this process."""
+    """Compiles kernels for this process, and yields (spec, "compiled" or why it failed)."""
     for spec in specs:
         yield spec, _outcome(spec)
 
 
 def objects_of(specs: Sequence[Spec], processes: int | None = None) -> Iterator[tuple[Spec, Compiled | BaseException]]:
-    """Compiles, several at once in processes of their own, and gives each object, or what went wrong, as it is done."""
+    """Compiles specs, several at once in processes of their own; yields each with its object, or its error, as it is done."""
     workers = min(processes or os.cpu_count() or 1, len(specs))
     if workers < 2:
         yield from ((spec, _attempt(spec)) for spec in specs)
@@ -144,9 +149,9 @@ def rejections(spec: Spec) -> list[str]:
 
 
 def as_operand(tensor: Tensor) -> Any:
-    """A tensor as compiled kernels take it: it holds the storage, and costs a launch nothing to take apart.
+    """A tensor in the form that compiled kernels take: it holds the storage, and costs a launch nothing to take apart.
 
-    The tensor itself where that form would lose strides, which DLPack may do on axes of length 1: TMA needs them.
+    Returns the tensor itself if that form would lose strides, as DLPack may on axes of length 1: TMA needs the strides.
     """
     import tvm_ffi
 
@@ -200,13 +205,13 @@ def _compile_once(spec: Spec) -> Callable[..., None]:
 
 
 def _compile_alone(spec: Spec) -> Any:
-    """Compiles, unless another process that was at it has left its kernel on disk."""
+    """Compiles `spec`, unless another process has meanwhile left the kernel on disk."""
     with cache.alone(spec):
         found = cache.recall(spec)
         if found is not None:
             return found
         kernel = _compile(spec, OPERATIONS[type(spec)])
-        raw = kernel.__tvm_ffi_object__()  # costs 0.6 us less a call; None where no GPU can load it
+        raw = kernel.__tvm_ffi_object__()  # saves 0.6 us per call; None if no GPU can load it
         cache.keep(spec, kernel)
     return raw or kernel
 

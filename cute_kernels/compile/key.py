@@ -14,11 +14,11 @@ from typing import Any
 from .operations import Spec
 from .toolkit import cuda_major, host
 
-FORMAT = 1  # of the objects
+FORMAT = 1  # version of the objects' format
 PACKAGE = Path(__file__).parents[1]
 FOLDERS = ("device", "config")
 FILES = ("kv/quantize.py",)  # whose constants device code takes
-DSL_ENVIRONMENT = "CUTE_DSL_"  # its variables change code (CUTE_DSL_LINEINFO, CUTE_DSL_COMPILER_OPT)
+DSL_ENVIRONMENT = "CUTE_DSL_"  # variables of this prefix change code (CUTE_DSL_LINEINFO, CUTE_DSL_COMPILER_OPT)
 
 
 def key_of(spec: Spec) -> str:
@@ -48,12 +48,12 @@ def digest_sources(package: Path = PACKAGE) -> str:
 
 @cache
 def known_sources() -> str:
-    """digest_sources when this process first asked: before it imported them, if only compile/ does."""
+    """digest_sources as of this process's first call: from before it imported the sources, if only compile/ imports them."""
     return digest_sources()
 
 
 def surroundings() -> dict[str, Any]:
-    """What generated code depends on beside spec and sources."""
+    """What generated code depends on in addition to the spec and the sources."""
     return {"versions": _versions(cuda_major()), "cuda": cuda_major(), "host": host(), "settings": dsl_settings()}
 
 

@@ -1,7 +1,7 @@
 """A compiled kernel as bytes: linked where it was compiled, sealed under its key, loaded without the compiler.
 
-A shared library needs TVM FFI and the DSL's runtime library, and loads in 3 ms. Where no linker was found, the object file itself
-is kept: the DSL links it, which imports its compiler (0.45 s).
+A shared library needs TVM FFI and the DSL's runtime library, and loads in 3 ms. If no linker is found, the object file itself is
+kept: the DSL links it when it is loaded, which imports the DSL's compiler (0.45 s).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ LINKERS = ("ld", "ld.lld")
 # every symbol is resolved when it is linked, and again when it is loaded
 FLAGS = ("-shared", "--build-id=none", "-z", "defs", "-z", "now", "-z", "noexecstack")
 
-KERNEL = "kernel"  # what a compiled kernel is called in its object
+KERNEL = "kernel"  # the name of a compiled kernel in its object
 
 Form = Literal["shared", "object"]
 EXTENSIONS: dict[Form, str] = {"shared": "so", "object": "o"}
@@ -45,7 +45,7 @@ class Compiled:
 
 
 def export(kernel: Any) -> Compiled:
-    """What the compiler made, linked if a linker is there."""
+    """A compiled kernel as bytes: a shared library if a linker is found, else the object file."""
     from ..device.tracing.objects import export as export_object
 
     with TemporaryDirectory() as folder:
@@ -60,10 +60,10 @@ def export(kernel: Any) -> Compiled:
 
 
 def load(compiled: Compiled) -> Any:
-    """The kernel, to be called.
+    """The kernel, ready to be called.
 
-    It is loaded from a private copy of the bytes that were checked. The copy has a new name: the system's loader takes one that
-    it knows for a library that it has.
+    It is loaded from a private copy of the bytes that were checked. The copy has a new path: the system's loader takes a path
+    that it knows for a library that it already has.
     """
     with TemporaryDirectory() as folder:
         path = Path(folder) / f"kernel.{EXTENSIONS[compiled.form]}"
@@ -79,7 +79,7 @@ def load(compiled: Compiled) -> Any:
 
 
 def seal(key: str, compiled: Compiled, about: dict[str, Any]) -> bytes:
-    """An object: a digest of all that follows, a header (key, form, and what it is `about`), the code."""
+    """An object: MAGIC, a digest of all that follows, a header (its length, then key, form and `about` as JSON), the code."""
     header = json.dumps({**about, "key": key, "form": compiled.form}, sort_keys=True).encode()
     rest = len(header).to_bytes(LENGTH_BYTES, "little") + header + compiled.code
     return MAGIC + hashlib.sha256(rest).digest() + rest

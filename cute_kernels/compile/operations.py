@@ -1,4 +1,4 @@
-"""What can be compiled: an operation is its spec type, the limits of that, and the function that builds a kernel of it."""
+"""What can be compiled: for each type of spec its operation, with its limits and the function that builds its kernel."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Spec = KernelSpec | MixedSpec | MergeSpec | AppendSpec | WeightsSpec | BackwardS
 
 @dataclass(frozen=True)
 class Operation:
-    """supports: every reason why a spec cannot be built. builder: its function in device/tracing/<name>.py, not yet imported."""
+    """supports: gives every reason why a spec cannot be built. builder: a function in device/tracing/<name>.py, not imported."""
 
     name: str
     supports: Callable[[Any], list[str]]

@@ -30,7 +30,7 @@ def runtimes() -> dict[int, Path]:
 
 @cache
 def cuda_major() -> int | None:
-    """CUDA's major version of the compiler that the DSL takes: the newest installed one that the driver, if any, runs."""
+    """CUDA's major version of the DSL's compiler: the newest installed one that the driver, if any, runs; None if none is."""
     number = ctypes.c_int(0)
     try:
         ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(number))
@@ -40,9 +40,9 @@ def cuda_major() -> int | None:
 
 
 def runtime_library() -> Path:
-    """What every compiled kernel calls, 43 MB: of CUTE_DSL_LIBS, else of nvidia-cutlass-dsl-libs-cu12 or -cu13.
+    """The library that every compiled kernel calls (43 MB): from CUTE_DSL_LIBS, else nvidia-cutlass-dsl-libs-cu12 or -cu13.
 
-    Raises MissingDependency where there is none.
+    Raises MissingDependency if there is none.
     """
     named = [Path(path) for path in os.environ.get("CUTE_DSL_LIBS", "").split(os.pathsep) if path.endswith(RUNTIME)]
     if named:

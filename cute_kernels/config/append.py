@@ -16,14 +16,14 @@ CTA_THREADS = 128
 WARP = 32
 FULL_GRID = 2**18  # threads that fill every SM of an H200 (132 x 2,048, nearly)
 UNROLLS = (4, 2, 1)
-COMPUTED_LOADS = 2  # of one row that a thread has in flight where a scale is computed and no SM is left idle
+COMPUTED_LOADS = 2  # loads of one row that a thread has in flight if a scale is computed and no SM is left idle
 
 
 @dataclass(frozen=True)
 class RotarySpec:
-    """What a rotary embedding changes of the code. queries: whether q is rotated in the same launch."""
+    """How a rotary embedding changes the generated code. queries: whether q is rotated in the same launch."""
 
-    half: bool  # column i with i + rotary_dim / 2, or 2 i with 2 i + 1
+    half: bool  # column i is paired with i + rotary_dim / 2; if False, 2 i is paired with 2 i + 1
     rotary_dim: int
     queries: bool
     position_type: IndexType
@@ -33,11 +33,11 @@ class RotarySpec:
 class AppendSpec:
     """Everything that changes the generated code of an append. Hashable; the compile cache's key.
 
-    arch: "sm90" converts to fp8 by instruction, "sm80" in integers, with the same bits. table_format: "none" takes a slot a
-    token, of slot_type; the others take a row's last slot. element_type: of the incoming K and V. columns: neighbouring ones
-    that one load brings, 1, 2, 4 or 8. lanes: threads of a warp that share a row, a power of two. unroll: rows of K, and of V,
-    that a thread has in flight. nhd: the axis order of the caches. The tokens, the heads, the pages and every stride but the
-    last are dynamic.
+    arch: "sm90" converts to fp8 by instruction, "sm80" in integers, with the same bits. table_format: with "none" each token is
+    given a slot, of slot_type; with "dense" and "csr" a token takes its row's last slot. element_type: the type of the incoming
+    K and V. columns: neighbouring columns that one load brings, 1, 2, 4 or 8. lanes: threads of a warp that share a row, a power
+    of two. unroll: rows of K, and as many of V, that a thread has in flight. nhd: whether the caches are NHD, else HND. The
+    numbers of tokens, heads and pages, and every stride but the last, are dynamic.
     """
 
     arch: Arch
@@ -84,15 +84,15 @@ class AppendSpec:
 
 
 def lanes_of(pieces: int) -> int:
-    """Threads of a warp that share a row of `pieces` loads, a load each where they can."""
+    """Threads of a warp that share a row of `pieces` loads: one load each if a warp has as many threads."""
     return min(WARP, 1 << (pieces - 1).bit_length())
 
 
 def share_rows(spec: AppendSpec, rows: int) -> AppendSpec:
-    """`spec`, made for a load a lane and a row a thread, as it takes this many (token, head) rows.
+    """`spec`, which has one load per lane and one row per thread, adapted to `rows` (token, head) rows.
 
-    A thread takes several rows where no SM is left idle. Where a scale is computed, it takes COMPUTED_LOADS loads
-    of one row: each thread of a row repeats what follows from its maximum.
+    A thread takes several rows if that leaves no SM idle. If a scale is computed, a thread takes COMPUTED_LOADS loads of one
+    row instead: each thread of a row repeats the work that follows from the row's maximum.
     """
     threads = rows * spec.lanes
     if spec.computes and spec.lanes > 1:
@@ -103,14 +103,14 @@ def share_rows(spec: AppendSpec, rows: int) -> AppendSpec:
 
 
 def angle_columns(columns: int, half: bool) -> int:
-    """Neighbouring cosines, and as many sines, that a piece of `columns` columns is rotated by."""
+    """Neighbouring cosines, and as many sines, that rotate the `columns` columns of one load."""
     return columns if half else max(1, columns // 2)
 
 
 def unroll_of(threads: int, converts: bool, rotates: bool) -> int:
-    """Rows that each thread has in flight, where one row each would take `threads`: as many as leave no SM idle.
+    """Rows that each thread has in flight, if one row each would take `threads` threads: the most that leave no SM idle.
 
-    At most 2 where values are converted, for the size of the code. 1 where they are rotated: the cosines and sines are in
+    At most 2 if values are converted, which keeps the code small; 1 if values are rotated, since the cosines and sines are in
     flight too.
     """
     most = 1 if rotates else 2 if converts else UNROLLS[0]

@@ -8,25 +8,25 @@ from .decode import SMEM_BYTES
 from .problem import UNIT_BYTES, ProblemSpec
 from .tiling import TILE_M, WARPGROUP, Arch, MmaScope, RingShape, Target
 
-ROW_BYTES = 16  # of a query row that one copy brings
+ROW_BYTES = 16  # bytes of a query row that one copy brings
 NUM_STAGES = 2
-WHOLE_HEAD_DIM = 128  # above, dK and dV of 16 keys take more registers than a thread has: a pass for each
-MOST_EXPONENT = 1.0  # of a softmax weight, to base 2: the lse of the same run leaves none above 0 but by its rounding
-SHAPES = ((8, 64), (8, 32), (4, 64), (4, 32), (4, 16))  # warps and streamed rows of a CTA, the first that fits is taken
+WHOLE_HEAD_DIM = 128  # above this, dK and dV of 16 keys take more registers than a thread has: each gets its own launch
+MOST_EXPONENT = 1.0  # of a softmax weight, to base 2: with the lse of the same run, only rounding can lift an exponent above 0
+SHAPES = ((8, 64), (8, 32), (4, 64), (4, 32), (4, 16))  # (warps, streamed rows) of a CTA; the first that fits is taken
 CHAIN_THREADS = 1024  # of the CTA that chains the uses of shared pages
-CHAIN_WORDS = 3, 2  # int32 of a page, and of an entry of its table (device/kv/chains.py)
-SINK_WARPS = 8  # of a CTA that sums a head's gradient of its sink
-WORDS_BYTES = 1024  # shared memory of a CTA beside its tiles and their rows' numbers, alignment included
-WIDE_COLUMNS = 32  # that heads of wgmma are multiples of
+CHAIN_WORDS = 3, 2  # int32 words per page, and per entry of the page table (device/kv/chains.py)
+SINK_WARPS = 8  # of a CTA that sums the gradient of one head's sink
+WORDS_BYTES = 1024  # shared memory of a CTA in addition to its tiles and their rows' numbers, alignment included
+WIDE_COLUMNS = 32  # a head's columns are a multiple of this for wgmma
 
 
 @dataclass(frozen=True, kw_only=True)
 class BackwardSpec(ProblemSpec):
     """Everything that changes the generated code of the backward's kernels. Hashable; the compile cache's key.
 
-    num_warps: of a CTA, which has as many m-tiles of 16 resident rows: keys, or packed query rows. tile_rows: rows of the
-    tiles that stream past them. shared_pages: whether two requests may read one page, whose gradients then sum. mma: who issues
-    the tensor-core steps.
+    num_warps: warps of a CTA, each with an m-tile of 16 resident rows: keys, or packed query rows. tile_rows: rows of a tile
+    that streams past the resident rows. shared_pages: whether two requests may read one page, whose gradients are then summed.
+    mma: who issues the tensor-core steps.
     """
 
     arch: Arch
@@ -49,12 +49,12 @@ class BackwardSpec(ProblemSpec):
 
     @property
     def resident_rows(self) -> int:
-        """Rows that stay in shared memory while others stream: of K and V, or of q and dout."""
+        """Rows of K and V, or of q and dout, that stay in shared memory while rows of the other two tensors stream."""
         return TILE_M * self.num_warps
 
     @property
     def resident(self) -> RingShape:
-        """A resident tile."""
+        """The shape of a resident tile."""
         return RingShape(self.resident_rows, self.resident_rows, self.padded_head_dim, 1)
 
     @property
@@ -74,18 +74,18 @@ class BackwardSpec(ProblemSpec):
 
     @property
     def passes(self) -> tuple[tuple[bool, bool], ...]:
-        """Of each launch over the keys, whether it makes dK, and dV."""
+        """For each launch over the keys: (whether it computes dK, whether it computes dV)."""
         return ((True, True),) if self.padded_head_dim <= WHOLE_HEAD_DIM else ((True, False), (False, True))
 
     @property
     def smem_bytes(self) -> int:
-        """Shared memory of one CTA: two resident tiles, two rings, lse and delta of a stage's rows, a word a resident row."""
+        """Bytes of a CTA's shared memory: two resident tiles, two rings, lse and delta of their rows, a word per resident row."""
         rows = self.num_stages * self.tile_rows * 2 * 4 + self.resident_rows * 4
         return 2 * (self.resident.tile_bytes + self.num_stages * self.streamed.tile_bytes) + rows + 2 * WORDS_BYTES
 
 
 def fitted(spec: BackwardSpec) -> BackwardSpec:
-    """`spec` with the first of SHAPES that its shared memory holds; the last where none does."""
+    """`spec` with the first of SHAPES that fits in shared memory, or with the last if none does."""
     for num_warps, tile_rows in SHAPES:
         spec = replace(spec, num_warps=num_warps, tile_rows=tile_rows)
         if spec.smem_bytes <= SMEM_BYTES[spec.target if spec.arch == "sm90" else "sm_80"]:

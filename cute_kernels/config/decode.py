@@ -1,7 +1,7 @@
-"""The knobs of a kernel of attention, and what is compiled for them.
+"""The knobs of an attention kernel, and the spec that is compiled for them.
 
 `DecodeConfig` is what heuristics and tuned plans choose. `KernelSpec` is everything that changes generated code: equal
-specs give the same kernel, and it is the key of the compile cache. What cannot be built: limits.py.
+specs give the same kernel, and a spec is the key of the compile cache. limits.py says which specs cannot be built.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from .tiling import TILE_M, MmaScope, RingShape, TilingSpec
 Partition = Literal["whole", "balanced", "invariant", "dealt"]
 
 LOG2_E = math.log2(math.e)  # from a natural logarithm to base 2
-MAX_TILE_ELEMENTS = 8192  # tile_n x padded head_dim of a 16-row tile: above, registers spill (read from SASS)
-MAX_SPLIT_TILE_ELEMENTS = 2048  # the same of f32, but that a tile has 16 tokens at least
+MAX_TILE_ELEMENTS = 8192  # tile_n x padded head_dim of a 16-row tile: above this, registers spill (read from SASS)
+MAX_SPLIT_TILE_ELEMENTS = 2048  # the same for f32, except that a tile always has at least 16 tokens
 SMEM_BYTES = {"sm_90a": 232_448, "sm_80": 101_376}  # what one CTA may use (227 KiB; 99 KiB serves 8.0, 8.6 and 8.9)
 SCALE_BYTES = 4  # of a token's scale in shared memory
-TWO_CTAS_HEAD_DIM = 128  # above, two CTAs need more registers than an SM has
+TWO_CTAS_HEAD_DIM = 128  # above this, two CTAs need more registers than an SM has
 MERGE_PADDING = {
     4: 4,
     2: 8,
     1: 16,
-}  # f32 between rows of the merge buffer: a warp's stores, of 8 or 16 bytes, hit every bank
-PIECE_ELEMENTS = {1: 49_152, 2: 16_384}  # of K and V that stream while a piece is opened, merged and stored, by CTAs an SM
+}  # f32 of padding after a row of the merge buffer, by V's element bytes: a warp's stores of 8 or 16 bytes hit every bank
+PIECE_ELEMENTS = {1: 49_152, 2: 16_384}  # of K and V that stream while a piece is opened, merged and stored, by CTAs per SM
 SHARE_BYTES = 32_768  # KV bytes of the smallest share of a CTA
-MIN_TILES = 2  # no cut leaves less of a row on either side
+MIN_TILES = 2  # no cut leaves fewer tiles of a row on either side
 MAX_BLOCKS = 32  # parts of a row under the invariant partition
-MIN_BLOCK = 16  # tiles of the smallest of them
+MIN_BLOCK = 16  # tiles of the smallest such part
 SLOTS: dict[Partition, int] = {  # partial states that a CTA may leave in the workspace
     "whole": 0,
     "dealt": 0,
@@ -40,16 +40,16 @@ LINE_BYTES = 128  # of a cache line
 LINE_WORDS = 8  # words of a state in a cache line: fewer columns are not worth a CTA (device/combine/combine.py)
 WORDS_AN_LSE = 4  # wide words of a state for each copy of its row's lse (device/combine/partials.py)
 PARTS_IN_FLIGHT = 4  # parts that a thread of the combine waits for together: few rows have more, and each costs instructions
-MOST_PIECES = 512  # of a row whose combine is divided; beyond, the CTA of its last piece does it alone
-ITEMS = 2  # that lie in shared memory: the one that is attended to and the next (device/schedule/dealing.py)
+MOST_PIECES = 512  # of a row whose combine is divided; with more, the CTA of the last piece combines the row alone
+ITEMS = 2  # items (work tiles) in shared memory: the current one and the next (device/schedule/dealing.py)
 NEWS = 2  # mbarriers for what the producer finds out for the share's end: crew_barrier, announced_barrier
-TWO_QUERIES = 4 * 128  # m-tiles x padded head_dim of a query that has two buffers, where warpgroups read it from shared memory
+TWO_QUERIES = 4 * 128  # up to so many m-tiles x padded head_dim, a query that warpgroups read from shared memory has two buffers
 MAX_CP_ASYNC_TILE_N = 32  # each lane of a warp looks up the page of one token of the tile
 
 
 @dataclass(frozen=True)
 class DecodeConfig:
-    """Knobs of one launch: KV tokens a tile, tiles in shared memory, consumer warps, CTAs of the persistent grid an SM.
+    """Knobs of one launch: KV tokens per tile, tiles in shared memory, consumer warps, CTAs of the persistent grid per SM.
 
     unit_heads: KV heads that a CTA takes together. mma: the scope of its tensor-core steps.
     """
@@ -64,12 +64,13 @@ class DecodeConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class KernelSpec(TilingSpec):
-    """Everything that changes the generated code of a decode kernel. Hashable; the compile cache's key.
+    """Everything that changes the generated code of an attention kernel. Hashable; the compile cache's key.
 
-    Its fields in three groups: those of the problem (problem.py), of tiles and warps (tiling.py), and of the schedule.
-    partition: how rows are divided between CTAs. "whole": not at all; "balanced": wherever the shares of the CTAs end;
-    "invariant": at places that depend on the row's length only. Parts of a row meet in the workspace. "dealt": not at all, and
-    units of long queries go to the CTAs one by one (device/schedule/dealing.py).
+    Its fields come in three groups: the problem (problem.py), tiles and warps (tiling.py), and the schedule.
+    partition: how rows are divided between CTAs. "whole": not at all; "balanced": wherever the shares (the CTAs' equal parts of
+    the work) end; "invariant": at places that depend on the row's length only. The parts (partial results) of a cut row meet in
+    the workspace. "dealt": rows are not cut, and query blocks of long queries go to the CTAs one by one
+    (device/schedule/dealing.py).
     """
 
     partition: Partition
@@ -86,7 +87,7 @@ class KernelSpec(TilingSpec):
 
     @property
     def most_pieces(self) -> int:
-        """Bytes of which each is for a piece of a cut row (device/schedule/crew.py); a few where none is cut."""
+        """Bytes in shared memory, one for each piece of a cut row (device/schedule/crew.py); only 16 if items are dealt."""
         return 16 if self.dealt else MOST_PIECES
 
     @property
@@ -96,7 +97,7 @@ class KernelSpec(TilingSpec):
 
     @property
     def piece_cost(self) -> int:
-        """What opening a piece of work costs, in tiles."""
+        """What opening a piece (KV split) costs, in tiles."""
         columns = self.padded_head_dim + self.padded_v_head_dim
         return max(1, PIECE_ELEMENTS[self.min_ctas_per_sm] // (self.tile_n * columns * self.unit_heads))
 
@@ -107,7 +108,7 @@ class KernelSpec(TilingSpec):
 
     @property
     def query_buffers(self) -> int:
-        """Two: the next row's query comes while this one's is in use. One where both would take the ring's room."""
+        """Two, so that the next row's query arrives while the current one is in use; one if two would take the ring's room."""
         if self.dealt:
             return 2 if self.smem_with(2) <= SMEM_BYTES[self.target] else 1
         if self.by_warpgroup:
@@ -125,14 +126,14 @@ class KernelSpec(TilingSpec):
 
     @property
     def merge_floats(self) -> int:
-        """f32 of the buffer in which the warps' states merge: of each warp and packed row its padded output, maximum and sum.
+        """f32 of the buffer in which states merge: for each turn and packed row, a padded output, a maximum and a sum.
 
-        At least what the combine needs (device/combine/combine.py): of each thread's words their columns, maximum and sum.
-        Warpgroups merge in registers: one output of each packed row, its lse, and a maximum and a sum of each turn; with one turn
-        nothing merges.
+        The buffer holds at least what the combine needs (device/combine/combine.py): for the words of each thread their columns,
+        a maximum and a sum. Warpgroups merge in registers and need, per packed row, one output, its lse, and a maximum and a sum
+        for each turn; with one turn nothing merges.
         """
         combine = self.num_warps * 32 * (self.word_columns + 2) * self.combine_words
-        if self.overlaps:  # no states meet: each goes from registers to memory
+        if self.overlaps:  # no states merge: each goes from registers to memory
             return combine if self.split else 0
         states = self.packed_rows * (self.merge_columns + 1 + 2 * self.turns)
         if not self.by_warpgroup:
@@ -141,12 +142,12 @@ class KernelSpec(TilingSpec):
 
     @property
     def ring_bytes(self) -> int:
-        """Bytes of K and V tiles; where warps share their ring at least those of the states, which lie there at a piece's end."""
+        """Bytes of all K and V tiles; if warps share a ring, at least those of the states that lie there at a piece's end."""
         return max(self.num_stages * self.tile_bytes, 4 * self.merge_floats if self.shares_ring else 0)
 
     @property
     def wide_words(self) -> bool:
-        """Whether a word of a state holds four columns (device/combine/partials.py): where it has many of them."""
+        """Whether a word of a state holds four columns: if states have many (device/combine/partials.py)."""
         return self.several or self.by_warpgroup
 
     @property
@@ -161,13 +162,13 @@ class KernelSpec(TilingSpec):
 
     @property
     def state_words(self) -> int:
-        """16 bytes of a state in the workspace: of a unit's packed rows, and the lse of wide words, 8 bytes for WORDS_AN_LSE."""
+        """Words of 16 bytes of a unit's state in the workspace; wide words also have 8 bytes of lse per WORDS_AN_LSE of them."""
         words = self.packed_rows * self.row_words
         return words + (-(-words // (2 * WORDS_AN_LSE)) if self.wide_words else 0)
 
     @property
     def store_columns(self) -> int:
-        """Neighbouring columns of a result that a thread stores together: more where a state has more than the CTA threads."""
+        """Neighbouring columns of a result that a thread stores together: more if a state has more columns per thread."""
         if self.by_warpgroup:
             return 8
         columns, threads = self.packed_rows * self.padded_v_head_dim, 32 * self.num_warps
@@ -175,9 +176,9 @@ class KernelSpec(TilingSpec):
 
     @property
     def words_together(self) -> int:
-        """Words of a row that a thread merges and sends together, all that it has up to four: their weights are found once.
+        """Words of a row that a thread merges and sends together, up to four: their merge weights are computed once.
 
-        A row's wide words are a multiple of four, as its padded columns are of 16.
+        The number of wide words in a row is a multiple of four, since its padded columns are a multiple of 16.
         """
         if not self.wide_words:
             return self.combine_words
@@ -193,14 +194,14 @@ class KernelSpec(TilingSpec):
 
     @property
     def merge_columns(self) -> int:
-        """f32 from a row of the merge buffer to the next."""
+        """f32 from one row of the merge buffer to the next."""
         return self.padded_v_head_dim + MERGE_PADDING[self.v_bytes]
 
     @property
     def min_ctas_per_sm(self) -> int:
-        """CTAs that an SM's registers must hold, a limit to the compiler: 168 a thread for two CTAs of five warps.
+        """CTAs per SM for which the compiler must leave registers: 168 per thread for two CTAs of six warps.
 
-        One where warpgroups exchange registers: their shares are of all that an SM has.
+        One if warpgroups exchange registers, since they divide all registers of an SM.
         """
         fits = self.padded_head_dim <= TWO_CTAS_HEAD_DIM and not self.splits
         two = fits and 2 * self.smem_bytes <= SMEM_BYTES[self.target]
@@ -209,7 +210,10 @@ class KernelSpec(TilingSpec):
 
     @property
     def tile_barriers(self) -> int:
-        """mbarriers of tiles: a stage is full, empty, zeroed; where products overlap V's is full, empty; and so the wide ones."""
+        """mbarriers of tiles: full, empty and (if there are several readers) zeroed for each stage; full and empty if widened.
+
+        If products overlap, V has a full and an empty barrier of its own.
+        """
         stage = 2 + (self.readers > 1) + 2 * self.overlaps
         return stage * self.num_stages + 2 * self.wide_stages * (1 + self.overlaps)
 
@@ -220,13 +224,13 @@ class KernelSpec(TilingSpec):
 
     @property
     def smem_bytes(self) -> int:
-        """Shared memory of one CTA in bytes: rings of tiles and their scales, two queries, the merge, barriers, and 1 KiB."""
+        """Shared memory of one CTA in bytes: rings of tiles and their scales, queries, the merge buffer, barriers, and 1 KiB."""
         return self.smem_with(self.query_buffers)
 
     def smem_with(self, query_buffers: int) -> int:
-        """smem_bytes with so many queries."""
+        """smem_bytes with this many query buffers."""
         scales = self.token_scales * self.tile_n * SCALE_BYTES
-        scales += 4 * self.scale_groups * self.token_scales  # where in their words they are
+        scales += 4 * self.scale_groups * self.token_scales  # a word per group: where its tokens' scales lie
         query = query_buffers * self.row_tiles * TILE_M * self.padded_head_dim * self.q_bytes
         query += 2 * (self.row_tiles - 1) * TILE_M * 4  # the inverses of further m-tiles
         query += 1024 if self.by_warpgroup else 0  # alignment

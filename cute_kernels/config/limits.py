@@ -1,4 +1,4 @@
-"""What a kernel of attention cannot be built with: the one predicate that knows the limits."""
+"""Which specs of attention kernels cannot be built: `supports` is the one predicate that knows the limits."""
 
 from __future__ import annotations
 
@@ -6,34 +6,34 @@ from .decode import MAX_CP_ASYNC_TILE_N, MAX_SPLIT_TILE_ELEMENTS, MAX_TILE_ELEME
 from .problem import step_columns
 from .tiling import HALF_TILE_M, MIN_BOX_ROWS, TILE_M, WARPGROUP, WARPGROUP_M, MmaScope, TilingSpec
 
-# padded head_dim of more than one warpgroup, by whether warps widen tiles beside them: above, registers spill (read from SASS)
+# the largest padded head_dim for more than one warpgroup, by whether other warps widen tiles: above, registers spill (from SASS)
 TWO_WARPGROUPS_HEAD_DIM = {False: 192, True: 128}
-LONG_WARPGROUP_HEAD_DIM, SHORT_TILE_N = 128, 32  # above, a warpgroup's tiles have no more tokens, for the same reason
+LONG_WARPGROUP_HEAD_DIM, SHORT_TILE_N = 128, 32  # above this head_dim, a warpgroup's tiles are this short, for the same reason
 
 
-# registers of a thread for the output, scores and weights of a warpgroup whose products overlap, by warps that attend; with those
-# that widen beside them fewer. Above, registers spill, or ptxas puts a wait behind each wgmma (read from SASS)
+# the most registers of a thread for the output, scores and weights of a warpgroup whose products overlap, by the number of warps
+# that attend; fewer if other warps widen tiles. With more, registers spill, or ptxas puts a wait after each wgmma (from SASS)
 OVERLAP_TILE_REGISTERS = {4: 188, 8: 188, 12: 128}
-SOFTCAP_REGISTERS = {12: 8}  # fewer where the loop computes a soft cap's tangents
+SOFTCAP_REGISTERS = {12: 8}  # so many fewer if the loop computes a soft cap's tanh
 WIDENING_TILE_REGISTERS = {4: 188, 8: 148}
 
-MOST_GATHERED_WARPS = 8  # more leave too few registers to the producers that gather tokens
+MOST_GATHERED_WARPS = 8  # more warps that attend leave too few registers to the producers that gather tokens
 
 
 def most_tile_n(padded_head_dim: int, v_bytes: int, mma: MmaScope = "warp") -> int:
-    """KV tokens of a tile, at most: with more a thread needs more registers than it has."""
+    """The most KV tokens of a tile: with more, a thread needs more registers than it has."""
     if mma == "warpgroup":
         most = 2 * MAX_TILE_ELEMENTS // padded_head_dim // TILE_M * TILE_M
         return most if padded_head_dim <= LONG_WARPGROUP_HEAD_DIM else min(most, SHORT_TILE_N)
     widest = 16 if v_bytes > 1 else 32  # at head_dim 256, where the output alone takes 128 registers
     fits = MAX_TILE_ELEMENTS // padded_head_dim
-    if v_bytes > 2:  # operands by their parts
+    if v_bytes > 2:  # f32: products take operands in parts
         fits = max(TILE_M, MAX_SPLIT_TILE_ELEMENTS // padded_head_dim // TILE_M * TILE_M)
     return min(fits, widest) if padded_head_dim > 192 else fits
 
 
 def overlap_registers(spec: KernelSpec) -> tuple[int, int]:
-    """(registers of a thread for the output, scores and weights of its warpgroup's tile, how many there are)."""
+    """(registers that a thread needs for the output, scores and weights of its warpgroup's tile, registers that it has)."""
     needed = spec.padded_v_head_dim // 2 + spec.tile_n // 2 + spec.tile_n // 4
     most = WIDENING_TILE_REGISTERS if spec.widens_tiles else OVERLAP_TILE_REGISTERS
     taken = SOFTCAP_REGISTERS.get(spec.num_warps, 0) if spec.modifiers.softcap else 0

@@ -20,9 +20,10 @@ MAX_CTAS_PER_ROW = 65_535  # they are the grid's second axis
 class MergeSpec:
     """Everything that changes the generated code of a merge. Hashable; the compile cache's key.
 
-    element_type: of the states' outputs. columns: neighbouring ones that a thread merges and one load brings, 1 or 2.
-    in_flight: states whose loads a thread issues together. chunked: whether there are more. num_warps: of a CTA. The number of
-    states within that, the batch, the heads and every stride but the last are dynamic. sinks: whether a logit a head joins.
+    element_type: of the states' outputs. columns: neighbouring columns that a thread merges and one load brings, 1 or 2.
+    in_flight: states whose loads a thread issues together; chunked: whether there are more states. num_warps: warps of a CTA.
+    sinks: whether one logit per head joins the state. The number of states within these limits, the batch, the heads and every
+    stride but the last are dynamic.
     """
 
     target: Target
@@ -60,9 +61,9 @@ def merge_spec(
     lse_base: LseBase,
     sinks: bool = False,
 ) -> MergeSpec:
-    """The kernel of a problem: no more loads in flight than it has states, no more warps than a row has work for.
+    """The spec for a problem: loads in flight for its states, warps for the work of one row, each a power of two.
 
-    Two loads at least: registers for one word have no stride by which its two columns could be told apart.
+    There are at least two loads: registers for one word have no stride by which its two columns could be told apart.
     """
     warps = -(-num_heads * head_dim // columns // 32)
     return MergeSpec(

@@ -1,4 +1,4 @@
-"""What is compiled for runs whose requests have few or many query rows: one kernel of several phases."""
+"""What is compiled for mixed batches, whose requests have few or many query rows: one kernel of several phases."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from .limits import supports
 from .problem import ElementType
 from .tiling import Arch, Target
 
-BETWEEN_BYTES = 2048  # of shared memory that a last phase leaves to the others: for their mbarriers, but for very many stages
+BETWEEN_BYTES = 2048  # shared memory that the last phase leaves for all mbarriers: enough unless there are very many stages
 ALIGNMENT = 128
 
 
 @dataclass(frozen=True, kw_only=True)
 class MixedSpec:
-    """A kernel whose CTAs first attend to the requests of few query rows, then to those of more (device/kernels/mixed.py).
+    """A kernel whose CTAs first attend to requests of few query rows, then to requests of more (device/kernels/mixed.py).
 
-    few, some, many: the phases, each with its own `q_lens`, tiles and schedule; some may be absent. Their warps and their shared
-    memory are the same ones, used one phase after the other.
+    few, some, many: the phases in order, each with its own `q_lens`, tiles and schedule; `some` may be None. All phases use the
+    same warps and the same shared memory, one phase after the other.
     """
 
     few: KernelSpec
@@ -27,7 +27,7 @@ class MixedSpec:
 
     @property
     def phases(self) -> tuple[KernelSpec, ...]:
-        """Those that are there, in order."""
+        """The phases that are not None, in order."""
         return tuple(phase for phase in (self.few, self.some, self.many) if phase is not None)
 
     @property
@@ -42,17 +42,17 @@ class MixedSpec:
 
     @property
     def head_dim(self) -> int:
-        """Of q and K."""
+        """head_dim of q and K."""
         return self.many.head_dim
 
     @property
     def element_type(self) -> ElementType:
-        """Of q and out."""
+        """The type of q and out."""
         return self.many.element_type
 
     @property
     def target(self) -> Target:
-        """What all are compiled for."""
+        """The target that all phases are compiled for."""
         return self.many.target
 
     @property
@@ -62,17 +62,17 @@ class MixedSpec:
 
     @property
     def busy_warps(self) -> frozenset[int]:
-        """Those that any phase has work for."""
+        """The warps that any phase has work for."""
         return frozenset[int]().union(*(phase.busy_warps for phase in self.phases))
 
     @property
     def lookout(self) -> int:
-        """The warp that looks which phases have a request: one that none has work for, else the last, idle in the first."""
+        """The warp that looks which phases have a request: one without work in any phase, else the last, idle in the first."""
         return next((warp for warp in range(self.warps) if warp not in self.busy_warps), self.warps - 1)
 
     @property
     def register_shares(self) -> tuple[int, int] | None:
-        """register_shares of the last phase, which all phases keep: with even shares the first ones spill (read from SASS)."""
+        """register_shares of the last phase, kept in all phases: with even shares the first phases spill (read from SASS)."""
         return self.many.register_shares
 
     @property
@@ -83,7 +83,7 @@ class MixedSpec:
 
     @property
     def between_bytes(self) -> int:
-        """Shared memory behind that: the mbarriers of all phases, and whether each has any request."""
+        """Shared memory after union_bytes: the mbarriers of all phases, and a word per phase: whether it has a request."""
         needed = 8 * sum(phase.barrier_count for phase in self.phases) + 4 * len(self.phases)
         return -(-needed // ALIGNMENT) * ALIGNMENT
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Literal
 
-QueryForm = Literal["one", "uniform", "ragged"]  # query rows a request: one; the same number; what an indptr on the device says
+QueryForm = Literal["one", "uniform", "ragged"]  # query rows per request: one; equally many; as an indptr on the device says
 CausalMask = Literal["none", "bottom_right", "top_left"]
 
 
@@ -13,8 +13,8 @@ CausalMask = Literal["none", "bottom_right", "top_left"]
 class Modifiers:
     """Which masks and functions of a score a kernel has; their values are operands of a launch.
 
-    causal: where the diagonal ends, or none. tree_mask: which new tokens a query row sees is given bit by bit. sinks: a logit a
-    query head joins the softmax's denominator.
+    causal: the corner that the diagonal is aligned to, or "none". tree_mask: bits say which new tokens a query row sees. sinks:
+    one logit per query head joins the softmax's denominator.
     """
 
     causal: CausalMask = "none"
@@ -37,7 +37,7 @@ class Modifiers:
 
     @property
     def functions(self) -> bool:
-        """Whether scores are more than scaled."""
+        """Whether a function (softcap or ALiBi) is applied to scaled scores."""
         return self.softcap or self.alibi
 
     @property
@@ -46,7 +46,7 @@ class Modifiers:
         return self.masks or self.alibi
 
     def __str__(self) -> str:
-        """Those that are there, by name: "causal bottom_right, softcap"; empty where there is none."""
+        """The modifiers in use, by name: "causal bottom_right, softcap"; empty if there are none."""
         causal = [] if self.causal == "none" else [f"causal {self.causal}"]
         return ", ".join(causal + [field.name for field in fields(self)[1:] if getattr(self, field.name)])
 

@@ -1,4 +1,4 @@
-"""What of a problem changes the generated code of a kernel of attention: its types, its cache, its query rows and masks."""
+"""The properties of a problem that change an attention kernel's generated code: types, cache, query rows and masks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Literal
 from .modifiers import UNMODIFIED, Modifiers, QueryForm
 
 Source = Literal["paged", "contiguous"]
-TableFormat = Literal["dense", "csr", "none", "lengths", "packed"]  # the last three: contiguous, and how long its rows are
+TableFormat = Literal["dense", "csr", "none", "lengths", "packed"]  # the last three say how long a contiguous cache's rows are
 ElementType = Literal["f16", "bf16", "f32"]
 StoredType = Literal["f16", "bf16", "f32", "e4m3", "e5m2", "int8"]
 ScaleForm = Literal["none", "head", "token_f16", "token_f32"]
@@ -16,10 +16,10 @@ LseBase = Literal["e", "2"]
 
 ELEMENT_BYTES: dict[StoredType, int] = {"f16": 2, "bf16": 2, "f32": 4, "e4m3": 1, "e5m2": 1, "int8": 1}
 MMA_K = 16  # depth of one m16n8k16 step
-LDMATRIX_BYTES = 32  # of a token that one ldmatrix.x4 brings
+LDMATRIX_BYTES = 32  # bytes of a token that one ldmatrix.x4 brings
 UNIT_BYTES = 2  # tiles are kept, moved and read in units of 16 bits, whatever they hold
 ANY_Q_LEN = 2**31 - 1  # query rows: no limit
-WEIGHT_BITS = 14  # softmax weights reach 2 ** 14 where P is f16, so that those 2 ** 38 times smaller still count
+WEIGHT_BITS = 14  # softmax weights reach 2 ** 14 if P is f16, so that weights 2 ** 38 times smaller still count
 
 
 @dataclass(frozen=True)
@@ -34,10 +34,11 @@ class QueryLengths:
 class ProblemSpec:
     """The fields of a kernel's spec that a problem decides.
 
-    element_type: of q and out; k_type, v_type: what the caches store. k_scale, v_scale: "head" for a scale a KV head or one for
-    all, "token_..." for one a token and KV head. vector_bytes: bytes one cp.async moves (16 for TMA). page_size: 0 where rows are
-    contiguous. head_dim: of q and K; v_head_dim: of V and out. query: how many query rows a request has. modifiers: of scores.
-    q_lens: which requests a phase of a mixed kernel serves: to it the others have no query rows. None: all.
+    element_type: the type of q and out; k_type, v_type: what the caches store. k_scale, v_scale: "head" for one scale per KV
+    head or one for all, "token_..." for one per token and KV head. vector_bytes: bytes that one cp.async moves (16 for TMA).
+    page_size: 0 if rows are contiguous. head_dim: of q and K; v_head_dim: of V and out. query: how many query rows a request
+    has. modifiers: masks and functions of scores. q_lens: the requests that a phase of a mixed kernel serves; to that phase all
+    other requests have no query rows. None: it serves all requests.
     """
 
     source: Source
@@ -59,7 +60,7 @@ class ProblemSpec:
 
     @property
     def opens_kernel(self) -> bool:
-        """Whether this is a kernel, or the first phase of one: it makes its own mbarriers."""
+        """Whether this is a whole kernel, or the first phase of one: either makes its own mbarriers."""
         return self.q_lens is None or self.q_lens.least == 1
 
     @property
@@ -79,7 +80,7 @@ class ProblemSpec:
 
     @property
     def padded_v_head_dim(self) -> int:
-        """The same of V, and of the output."""
+        """padded_head_dim of V and of the output."""
         return padded_head_dim(self.v_head_dim, min(self.k_bytes, self.v_bytes))
 
     @property
@@ -109,7 +110,7 @@ class ProblemSpec:
 
     @property
     def splits(self) -> bool:
-        """Whether operands are f32, which products take as three bf16 each (device/attend/split_mma.py)."""
+        """Whether operands are f32: products take each as three bf16 (device/attend/split_mma.py)."""
         return self.element_type == "f32"
 
     @property
@@ -119,17 +120,17 @@ class ProblemSpec:
 
     @property
     def k_token_scale(self) -> bool:
-        """Whether K has a scale a token."""
+        """Whether K has a scale per token."""
         return self.k_scale.startswith("token")
 
     @property
     def v_token_scale(self) -> bool:
-        """Whether V has a scale a token."""
+        """Whether V has a scale per token."""
         return self.v_scale.startswith("token")
 
     @property
     def token_scales(self) -> int:
-        """How many of K and V have a scale a token."""
+        """How many of K and V have a scale per token."""
         return self.k_token_scale + self.v_token_scale
 
     @property
@@ -139,12 +140,12 @@ class ProblemSpec:
 
 
 def math_type(element_bytes: int, element_type: ElementType) -> ElementType:
-    """The type of a product's operands from such elements of a cache, beside queries of a type."""
+    """The type of a product's operands, for cache elements of `element_bytes` and queries of `element_type`."""
     return {1: "f16", 2: element_type, 4: "bf16"}[element_bytes]
 
 
 def step_columns(element_bytes: int) -> int:
-    """Columns of a step of Q K^T: 16, or of 8 bits the 32 that one ldmatrix.x4 brings."""
+    """Columns of a step of Q K^T: 16, or for 8-bit elements the 32 that one ldmatrix.x4 brings."""
     return max(MMA_K, LDMATRIX_BYTES // element_bytes)
 
 

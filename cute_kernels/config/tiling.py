@@ -1,4 +1,7 @@
-"""How the machine takes a problem: tiles of keys, rows of a tensor-core tile, and the warps that work on them."""
+"""How a kernel divides a problem: tiles of keys, rows of a tensor-core tile, and the warps that work on them.
+
+A unit (head block) is one or two KV heads and a block of their packed query rows; a turn is the warps that read one tile.
+"""
 
 from __future__ import annotations
 
@@ -12,26 +15,26 @@ Arch = Literal["sm90", "sm80"]
 Target = Literal["sm_90a", "sm_80"]
 MmaScope = Literal["warp", "warpgroup"]  # who issues a tensor-core step: m16n8k16 (mma.sync), m64 (wgmma)
 
-FRAGMENT_BYTES = 16  # of a query that a lane reads at a time
+FRAGMENT_BYTES = 16  # bytes of a query that a lane reads at a time
 TILE_M = 16  # packed query rows of one tensor-core tile
-HALF_TILE_M = 8  # those that leave a lane one row to work on, of its two
+HALF_TILE_M = 8  # packed query rows of half a tile: each lane then has one row to work on instead of two
 WARPGROUP = 4  # warps that issue a wgmma together
-WARPGROUP_M = WARPGROUP * TILE_M  # packed query rows of its tile: 16 are each warp's
-WIDENING_WARPS = 4  # those that make 16 bits of 8, where a warpgroup multiplies
-# registers of a thread that attends and of the others, by warps that attend: where others widen, and where products overlap
-WIDENING_REGISTERS = {4: (232, 136), 8: (176, 80)}
-WIDENING_OVERLAP_REGISTERS = {**WIDENING_REGISTERS, 8: (200, 56)}  # the same where both do: tiles are larger
-OVERLAP_REGISTERS = {8: (224, 56), 12: (160, 32)}
-GATHER_REGISTERS = {4: (216, 72), 8: (216, 72)}  # the same where the others bring tiles token by token
+WARPGROUP_M = WARPGROUP * TILE_M  # packed query rows of a warpgroup's tile, 16 per warp
+WIDENING_WARPS = 4  # warps that widen 8-bit tiles to 16 bits for a warpgroup's products
+# (registers of a thread that attends, of any other thread), by the number of warps that attend
+WIDENING_REGISTERS = {4: (232, 136), 8: (176, 80)}  # if other warps widen tiles
+WIDENING_OVERLAP_REGISTERS = {**WIDENING_REGISTERS, 8: (200, 56)}  # if products overlap as well: tiles are larger
+OVERLAP_REGISTERS = {8: (224, 56), 12: (160, 32)}  # if products overlap
+GATHER_REGISTERS = {4: (216, 72), 8: (216, 72)}  # if the producers bring tiles token by token
 MIN_BOX_ROWS = 8  # rows of one 128-byte swizzle atom: the smallest page part that one TMA box may bring
-PRODUCER_WARPS: dict[Arch, int] = {"sm90": 2, "sm80": 0}  # one for K and V; one for tokens' scales, or to look ahead
+PRODUCER_WARPS: dict[Arch, int] = {"sm90": 2, "sm80": 0}  # one brings K and V; one brings tokens' scales, or looks ahead
 
 
 @dataclass(frozen=True)
 class RingShape:
-    """A ring of tiles of K, or of V: tile_n tokens of `units` units of 16 bits, `box_rows` tokens a slab (mainloop/tile.py).
+    """A ring of tiles of K or of V: tile_n tokens of `units` 16-bit units, in slabs of `box_rows` tokens (mainloop/tile.py).
 
-    by_block: column blocks lie one behind the other, as a wgmma reads them, not slabs; a box then brings one block.
+    by_block: a tile consists of column blocks, as a wgmma reads it, instead of slabs; a TMA box then brings one block.
     """
 
     tile_n: int
@@ -55,12 +58,11 @@ class RingShape:
 class TilingSpec(ProblemSpec):
     """The fields that say how tiles are moved and multiplied.
 
-    arch: the mainloop ("sm90": one TMA producer warp and a ring of mbarriers; "sm80": a cp.async ring per warp).
-    target: what it is compiled for. unit_heads: KV heads of a unit, the share of a row that one CTA works on at a time.
-    block_rows: where a request may have several query rows, packed rows (query rows x query heads of a KV head) that a unit
-    holds, 8 or m-tiles of 16, each attended to by a warp of its own; many_blocks: whether a request may have more. mma:
-    "warpgroup": four warps with m-tiles beside each other multiply them together; block_rows is then above 0 for one query row a
-    request, too.
+    arch: the mainloop ("sm90": one TMA producer warp and a ring of mbarriers; "sm80": a cp.async ring per warp, or one that all
+    warps share). target: what the kernel is compiled for. unit_heads: KV heads of a unit, which one CTA works on at a time.
+    block_rows: packed rows (query rows x query heads of a KV head) of a unit if a request may have several query rows, 8 or a
+    multiple of 16 (m-tiles); many_blocks: whether a request may have more. mma: "warpgroup": four warps with neighbouring
+    m-tiles multiply together; block_rows is then above 0 also if a request has one query row.
     """
 
     arch: Arch
@@ -85,17 +87,17 @@ class TilingSpec(ProblemSpec):
 
     @property
     def overlaps(self) -> bool:
-        """Whether a warpgroup has the next tile's Q K^T under way while it weighs a tile's scores (mainloop/overlap.py)."""
+        """Whether a warpgroup has the next tile's Q K^T under way during the softmax of a tile (mainloop/overlap.py)."""
         return self.by_warpgroup and self.turns == 1
 
     @property
     def gathers(self) -> bool:
-        """Whether the producers bring tiles token by token (mainloop/gather.py): pages that no TMA box can bring."""
+        """Whether the producers bring tiles token by token (mainloop/gather.py), as no TMA box can bring such pages."""
         return self.overlaps and self.source == "paged" and self.page_size % MIN_BOX_ROWS > 0
 
     @property
     def gatherers(self) -> int:
-        """Warps that bring tiles, where they do so token by token: each has 32 tokens of every tile."""
+        """Warps that bring tiles token by token, each 32 tokens of every tile; 0 if tiles are not gathered."""
         return self.token_groups if self.gathers else 0
 
     @property
@@ -110,43 +112,46 @@ class TilingSpec(ProblemSpec):
 
     @property
     def warp_tiles(self) -> int:
-        """M-tiles that one warp attends to together: what it reads and converts of a KV tile serves all of them."""
+        """M-tiles that one warp attends to together: a KV tile that the warp reads and converts serves all of them."""
         if not self.several or self.by_warpgroup:
             return 1
         return min(self.row_tiles, most_warp_tiles(self.num_warps, self.padded_v_head_dim, self.splits))
 
     @property
     def readers(self) -> int:
-        """Warps that read a KV tile, for warp_tiles m-tiles of its unit each."""
+        """Warps that read a KV tile, each for warp_tiles m-tiles of the unit."""
         return self.row_tiles // self.warp_tiles
 
     @property
     def turns(self) -> int:
-        """Groups of `readers` warps, which take KV tiles in turn."""
+        """How many groups of `readers` warps there are; the groups take KV tiles in turn."""
         return self.num_warps // self.readers
 
     @property
     def stage_turns(self) -> int:
-        """Turns that share the stages of a ring: these are a multiple, so that each has one reader. All widen together."""
+        """Turns that divide a ring's stages, so that a stage always has the same readers; 1 if warps widen tiles, all together.
+
+        num_stages is a multiple of it.
+        """
         return 1 if self.widens_tiles else self.turns
 
     @property
     def warps(self) -> int:
-        """Warps of a CTA: those that attend, and those that bring tiles and widen them."""
+        """Warps of a CTA: the warps that attend, bring tiles and widen tiles."""
         if not self.widens_tiles and not self.register_shares:
             return self.num_warps + PRODUCER_WARPS[self.arch]
         return self.num_warps + WARPGROUP + (WIDENING_WARPS if self.widens_tiles else 0)
 
     @property
     def busy_warps(self) -> frozenset[int]:
-        """Those of `warps` that have work; the others only hand registers over."""
+        """The numbers of the warps that have work; all other warps only hand over their registers."""
         producers = self.gatherers or (2 if self.token_scales else 1)
         widening = self.num_warps + WARPGROUP
         return frozenset((*range(self.num_warps + producers), *range(widening, widening + WIDENING_WARPS * self.widens_tiles)))
 
     @property
     def register_shares(self) -> tuple[int, int] | None:
-        """Registers of a thread that attends and of another, where warpgroups exchange them; None where all have as many."""
+        """(registers of a thread that attends, of any other) if warpgroups exchange registers; None if all have equally many."""
         if self.widens_tiles:
             return (WIDENING_OVERLAP_REGISTERS if self.overlaps else WIDENING_REGISTERS).get(self.num_warps)
         if self.gathers:
@@ -166,22 +171,22 @@ class TilingSpec(ProblemSpec):
 
     @property
     def unit_m(self) -> int:
-        """Rows of a unit's tensor-core tiles where a request has one query row."""
+        """Rows of a unit's tensor-core tiles if a request has one query row."""
         return self.block_rows or TILE_M
 
     @property
     def lane_rows(self) -> int:
-        """Rows of a tensor-core tile in use that one lane holds, of its two: up to 8 query heads leave the second unused."""
+        """Rows in use of the two rows of a tensor-core tile that one lane holds: up to 8 packed rows leave the second unused."""
         return 1 if self.packed_rows <= HALF_TILE_M else 2
 
     @property
     def packed_rows(self) -> int:
-        """Packed rows that a unit holds at most."""
+        """The most packed rows that a unit holds."""
         return self.block_rows if self.several else packed_rows(self.unit_rows, self.unit_m)
 
     @property
     def m_tiles(self) -> int:
-        """Units that share the KV heads of one where a request has one query row: a block of query heads each."""
+        """Units that share the same KV heads, each with a block of query heads; 1 if a request may have several query rows."""
         return 1 if self.several else m_tiles(self.unit_rows, self.unit_m)
 
     @property
@@ -195,7 +200,7 @@ class TilingSpec(ProblemSpec):
 
     @property
     def wide(self) -> tuple[RingShape | None, RingShape | None]:
-        """The rings of K and V tiles that are widened to 16 bits; None where they are not."""
+        """The rings of K and V tiles that are widened to 16 bits; None for a cache whose tiles are not."""
         found: list[RingShape | None] = []
         for nbytes, columns in ((self.k_bytes, self.padded_head_dim), (self.v_bytes, self.padded_v_head_dim)):
             shape = RingShape(self.tile_n, self.tile_n, columns, self.wide_stages, by_block=True)
@@ -204,7 +209,10 @@ class TilingSpec(ProblemSpec):
 
     @property
     def wide_stages(self) -> int:
-        """Widened tiles: each turn reads one while the next is widened, K and V one by one where products overlap. 0: none is."""
+        """Stages of widened tiles: each turn reads one while the next is widened; 0 if no tile is.
+
+        If products overlap, K and V of a tile are widened one after the other.
+        """
         return max(2, self.turns + 1) if self.widens_tiles else 0
 
     @property
@@ -221,7 +229,7 @@ class TilingSpec(ProblemSpec):
 
     @property
     def hole_words(self) -> int:
-        """Words of holes of a tile, a bit a lookup."""
+        """Words of a tile that mark its holes (tokens whose page is not in the cache), one bit per page lookup."""
         return self.gatherers or 1
 
     @property
@@ -231,47 +239,47 @@ class TilingSpec(ProblemSpec):
 
     @property
     def scale_groups(self) -> int:
-        """Groups of 32 tokens of a tile, two at least: each has a word of which tokens' scales lie where (device/kv/scale.py)."""
+        """Groups of 32 tokens of a tile, at least two: each has a word that says where its scales lie (device/kv/scale.py)."""
         return max(2, self.token_groups)
 
     @property
     def token_groups(self) -> int:
-        """Groups of as many tokens of a tile as a warp has lanes."""
+        """Groups of 32 tokens of a tile: one token per lane of a warp."""
         return -(-self.tile_n // 32)
 
     @property
     def holds_query(self) -> bool:
-        """Whether the query stays in registers: at head_dim 256, or 128 with one query head, others would spill (by SASS)."""
+        """Whether the query stays in registers: at head_dim 256, or 128 with one packed row, others would spill (by SASS)."""
         if self.by_warpgroup or self.splits or self.warp_tiles > 1:
             return False
         return self.padded_head_dim <= (192 if self.packed_rows > 1 else 96)
 
     @property
     def query_fragment(self) -> tuple[int, int]:
-        """(elements of a lane, columns) of the 16 bytes that a lane reads of a query at a time, where no warpgroup does."""
+        """(elements per lane, columns) of a query that are read at a time, 16 bytes per lane, if no warpgroup reads it."""
         return FRAGMENT_BYTES // self.q_bytes, LDMATRIX_BYTES // self.q_bytes
 
     @property
     def value_columns(self) -> int:
-        """Neighbouring columns of V that a lane has of a token in one access, each in an n8 step of its own: value_column."""
+        """Neighbouring columns of a token's V that a lane reads in one access, each for another n8 step (value_column)."""
         if self.by_warpgroup:
             return 1
         return self.rings[1].column_block // 16 if self.splits else UNIT_BYTES // self.v_bytes
 
 
 def most_warp_tiles(num_warps: int, padded_head_dim: int, splits: bool = False) -> int:
-    """M-tiles for which a warp has registers: with more than 4 warps each has fewer than two outputs of 128 columns take.
+    """M-tiles for which a warp has registers: with more than 4 warps, too few for two outputs of 128 columns.
 
-    splits: whether products are of parts of f32, which take what a second m-tile would.
+    splits: whether operands are f32, whose parts take the registers of a second m-tile.
     """
     return 2 if num_warps <= 4 and padded_head_dim <= 128 and not splits else 1
 
 
 def packed_rows(group_size: int, block_rows: int = TILE_M) -> int:
-    """Rows of a unit of `block_rows` that hold a query head."""
+    """Rows of a unit of `block_rows` rows that hold a query head."""
     return min(group_size, block_rows)
 
 
 def m_tiles(group_size: int, block_rows: int = TILE_M) -> int:
-    """Units of `block_rows` that hold the query heads of one KV head."""
+    """Units of `block_rows` rows that hold the query heads of one KV head."""
     return -(-group_size // block_rows)

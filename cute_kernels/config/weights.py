@@ -12,16 +12,16 @@ from .tiling import RingShape, TilingSpec
 
 WeightsType = Literal["none", "f32", "f16", "bf16"]
 
-TILE_N = 32  # keys of a tile: a quad's four lanes then hold eight neighbouring ones each, 16 bytes in 16 bits
-LANE_TOKENS = TILE_N // 4  # of a tile that one lane stores
-MAX_CTAS_PER_SM = 4  # 128 registers a thread of four warps
-TARGET_CTAS_PER_SM = 3  # one opens its row while the others stream
-TARGET_OF_TOKEN_SCALES = 4  # by TMA: 1% at 64 x 8k. By cp.async registers then spill
+TILE_N = 32  # keys of a tile: each of a quad's four lanes then holds eight neighbouring keys, 16 bytes if weights have 16 bits
+LANE_TOKENS = TILE_N // 4  # tokens of a tile that one lane stores
+MAX_CTAS_PER_SM = 4  # with four warps each, 128 registers per thread
+TARGET_CTAS_PER_SM = 3  # one CTA opens its row while the other two stream
+TARGET_OF_TOKEN_SCALES = 4  # with TMA, which gains 1% at 64 x 8k; with cp.async, registers would spill
 LEAST_CTAS_PER_SM = 2  # 1 x 8k keys are 64 chunks of four warps, less than half of an H200's SMs
 STAGES = (2, 8)  # least and most of a warp's ring
 MOST_WARPS = 4
-WIDE_TILE_BYTES = 8192  # of tiles beyond, two warps have as many bytes in flight as four
-RESERVED_BYTES = 1024  # shared memory that the system takes of each CTA
+WIDE_TILE_BYTES = 8192  # with larger tiles, two warps have as many bytes in flight as four
+RESERVED_BYTES = 1024  # shared memory that the system reserves for each CTA
 MAX_CTAS = 2**31 - 1  # of a grid
 MAX_KEYS = 2**31 - 2**17  # of a row: the keys of its last chunk, which may reach past it, are counted in 32 bits
 WEIGHT_BYTES = {"none": 0, "f32": 4, "f16": 2, "bf16": 2}
@@ -31,10 +31,10 @@ WEIGHT_BYTES = {"none": 0, "f32": 4, "f16": 2, "bf16": 2}
 class WeightsSpec(TilingSpec):
     """Everything that changes the generated code of a kernel of attention weights. Hashable; the compile cache's key.
 
-    num_kv_heads: those that a CTA walks for each tile of keys. chunk: keys of a row that a CTA takes; where masses of pages are
-    written, whole pages. weights_type: of the weights that are written, "none" where they are not. mean, page_mass: whether the
-    mean over the heads, and its sum over each page, are written. store_bytes: what one store of weights writes.
-    V's fields are K's: it is not there.
+    num_kv_heads: KV heads that a CTA walks for each tile of keys. chunk: keys of a row that a CTA takes, whole pages if page
+    masses are written. weights_type: the type in which weights are written, "none" if they are not. mean, page_mass: whether the
+    mean over the heads, and its sum over each page, are written. store_bytes: bytes that one store of weights writes.
+    V's fields repeat K's, since the kernel does not read V.
     """
 
     num_kv_heads: int
@@ -66,7 +66,7 @@ class WeightsSpec(TilingSpec):
 
     @property
     def heads_shape(self) -> RingShape:
-        """The query heads of a row in shared memory: a row of elements each."""
+        """The query heads of a row in shared memory: one row of elements per head."""
         return RingShape(self.num_heads, self.num_heads, self.padded_head_dim, 1)
 
     @property
@@ -89,15 +89,16 @@ class WeightsSpec(TilingSpec):
 
 
 def chunk_of(page_size: int, num_warps: int, page_mass: bool) -> int:
-    """Keys that a CTA takes: a tile a warp, rounded up to whole pages where their masses are written."""
+    """Keys that a CTA takes: one tile per warp, rounded up to whole pages if page masses are written."""
     keys = TILE_N * num_warps
     return -(-keys // page_size) * page_size if page_mass else keys
 
 
 def fitted(spec: WeightsSpec, batch_size: int, max_seq_len: int, sm_count: int) -> WeightsSpec:
-    """`spec` with the warps of a CTA, their chunk, and as many stages as let so many CTAs share an SM.
+    """`spec` with the warps of a CTA, its chunk, and as many stages as let the target number of CTAs share an SM.
 
-    Fewer warps where their chunks would be too few to give LEAST_CTAS_PER_SM to each SM. No bit of a result depends on it.
+    There are fewer warps if there would be too few chunks to give LEAST_CTAS_PER_SM to each SM. No bit of a result depends on
+    this choice.
     """
     warps = MOST_WARPS if spec.rings[0].tile_bytes <= WIDE_TILE_BYTES else MOST_WARPS // 2
     chunk, fewer = (chunk_of(spec.page_size, count, spec.page_mass) for count in (warps, warps // 2))

@@ -1,10 +1,15 @@
 """Bad metadata on the device: a length that the table cannot hold, a page that the cache lacks, an indptr out of order.
 
-A kernel masks it: tokens of a page outside the cache do not exist, a negative length is an empty row, a length past the
-row's capacity is the capacity, a row with a bad indptr is empty, one whose query rows lie nowhere has none, one with too many
-has its first; a token whose slot, page or position is none, or whose row has a bad length, is not appended; a scale that f16
-lacks is stored saturated; other rows are as if nothing were wrong. It records one such fault in its plan's status words, where
-it stays until the caller clears it. `first_fault` and its like find the same with torch ops.
+A kernel masks bad metadata, and computes all other rows as if nothing were wrong:
+
+- tokens of a page outside the cache do not exist;
+- a negative length counts as 0, a length past the row's capacity as the capacity, and a row with a bad indptr is empty;
+- a request with a bad qo_indptr has no query rows, a request with too many has its first max_q_len;
+- a token is not appended if its slot, page or position does not exist, or its row has a bad length;
+- a scale outside f16's range is stored saturated.
+
+The kernel records one fault in its plan's status words, where it stays until the caller clears it. `first_fault` and the other
+first_* functions find the same faults with torch ops.
 """
 
 from __future__ import annotations
@@ -52,13 +57,14 @@ _lock = threading.Lock()
 
 @dataclass(frozen=True)
 class Fault:
-    """Metadata of `row` that breaks a rule; of a token, where what is at fault is its slot, its position or a scale.
+    """Metadata of `row` that breaks a rule; `row` is a token if its slot, its position or a scale is at fault.
 
-    kind and value: "page", an id outside [0, num_pages); "length", one that is negative or beyond what the row's part of the
-    table holds (of a CSR table: what indptr and last_page_len amount to); "indptr", the row's first entry where it is
-    negative, above the next row's, or the row ends past the indices or the packed tokens; "query_indptr", the same of the
-    query rows; "query_length", their number, above max_q_len; "slot", one at or past num_pages * page_size; "position", one
-    that is no row of the cos_sin_cache; "scale", the KV head whose scale of K or V is outside f16's range.
+    value, by kind: "page": a page id outside [0, num_pages). "length": a length that is negative or above what the row's part
+    of the table holds (for a CSR table, the length by indptr and last_page_len). "indptr": the row's first entry, if that is
+    negative or above the next row's, or if the row ends past the indices or the packed tokens. "query_indptr": the same for
+    qo_indptr and the rows of q. "query_length": the number of query rows, above max_q_len. "slot": a slot at or past num_pages *
+    page_size. "position": a position that is no row of the cos_sin_cache. "scale": the KV head whose scale of K or V is outside
+    f16's range.
     """
 
     row: int
@@ -75,7 +81,7 @@ class Fault:
 
 
 class Span(NamedTuple):
-    """Of each row, the tokens that count: [first, past), both int64 [batch]; (0, 0) where none does."""
+    """The tokens of each row that count: [first, past), both int64 [batch]; (0, 0) if none does."""
 
     first: Tensor
     past: Tensor
@@ -86,9 +92,9 @@ def first_fault(
 ) -> Fault | None:
     """The first row with a bad indptr, else with a bad length, else with a page id that is not in a cache of `num_pages`.
 
-    Only entries within a row's length count, of them those that `span` needs, or the last where last_page_only. page_size: of a
-    contiguous cache, the tokens that a row has room for, or all of a packed one. Computed where the table is; synchronises with
-    that device once.
+    Only table entries within a row's length count: the entries that `span` needs, or the last one if last_page_only. page_size:
+    for a contiguous cache the tokens that a row has room for, for a packed cache all tokens. Runs on the table's device, and
+    synchronises with it once.
     """
     if page_table.format in ("lengths", "packed"):
         return _first_fault(_contiguous_suspects(page_table, page_size))
@@ -97,7 +103,7 @@ def first_fault(
 
 
 def first_query_fault(qo_indptr: Tensor, total_q: int, max_q_len: int) -> Fault | None:
-    """The first row whose part of qo_indptr [batch + 1] is none of total_q query rows, else the first of more than max_q_len."""
+    """The first row whose part of qo_indptr [batch + 1] is no slice of total_q rows, else the first with more than max_q_len."""
     begin, end = qo_indptr[:-1].long(), qo_indptr[1:].long()
     bad, row = outside(begin, end, total_q), torch.arange(len(begin), device=begin.device)
     long = ~bad & (end - begin > max_q_len)
@@ -105,7 +111,7 @@ def first_query_fault(qo_indptr: Tensor, total_q: int, max_q_len: int) -> Fault 
 
 
 def _first_fault(suspects: list[Suspects]) -> Fault | None:
-    """The first that is bad of the first kind that has one; synchronises once."""
+    """The first bad suspect of the first kind that has one; synchronises once."""
     suspects = [suspect for suspect in suspects if suspect[1].numel()]
     if not suspects:
         return None
@@ -124,12 +130,12 @@ def first_bad_slot(slot_mapping: Tensor, num_slots: int) -> Fault | None:
 
 
 def first_bad_position(positions: Tensor, appended: Tensor, num_positions: int) -> Fault | None:
-    """The first token of positions [tokens] whose position is not in [0, num_positions), of those that are `appended`."""
+    """The first `appended` token whose entry in positions [tokens] is not in [0, num_positions)."""
     return _first_token("position", appended & ((positions < 0) | (positions >= num_positions)), positions)
 
 
 def first_bad_scale(beyond: Tensor) -> Fault | None:
-    """The first token and KV head of beyond [tokens, num_kv_heads], bool, that has a scale which f16 has no place for."""
+    """The first token and KV head whose scale is outside f16's range, as beyond, bool [tokens, num_kv_heads], says."""
     if not beyond.numel():
         return None
     heads, place = beyond.shape[1], torch.arange(beyond.numel(), device=beyond.device)
@@ -142,17 +148,17 @@ def _first_token(kind: FaultKind, bad: Tensor, values: Tensor) -> Fault | None:
     return Fault(token, kind, value) if found else None
 
 
-Suspects = tuple[FaultKind, Tensor, Tensor, Tensor]  # the kind; of each suspect, all [n]: whether it is bad, its row, its value
+Suspects = tuple[FaultKind, Tensor, Tensor, Tensor]  # the kind; for each suspect, all [n]: whether it is bad, its row, its value
 
 
 def _first(bad: Tensor, row: Tensor, value: Tensor) -> Tensor:
     """[3] int64: whether any is bad, and the row and the int32 value of the first that is."""
-    position = bad.byte().argmax()  # of equals the first
+    position = bad.byte().argmax()  # among equals, the first
     return torch.stack([bad.any().long(), row.take(position), value.take(position).clamp(INT32_MIN, INT32_MAX)])
 
 
 def _contiguous_suspects(page_table: PageTable, capacity: int) -> list[Suspects]:
-    """Of lengths, each at most `capacity`, or of the indptr of so many packed tokens."""
+    """The suspects in lengths, each at most `capacity`, or in the indptr of so many packed tokens."""
     entries = held(page_table, 0)
     row = torch.arange(len(entries), device=entries.device)
     if page_table.format == "lengths":
@@ -194,7 +200,7 @@ def _csr_suspects(
     bad_length = (length < 0) | (length > count * page_size)
     suspects: list[Suspects] = [("indptr", bad_indptr, row, begin), ("length", bad_length, row, length)]
     if len(row):
-        # an owner is nonsense where an indptr is bad: that suspect comes first
+        # an owner is meaningless if an indptr is bad, but then the indptr's suspect comes first
         owner = torch.searchsorted(end, entry, right=True).clamp(max=len(row) - 1)
         past = (begin + (length + page_size - 1) // page_size)[owner]
         used = (entry >= begin[owner]) & (entry < past)
@@ -222,8 +228,8 @@ def read(words: Tensor) -> Fault | None:
 def new_status(device: torch.device) -> Tensor:
     """Zeroed status words int32 [STATUS_WORDS], 16-byte aligned, for one plan.
 
-    They come from blocks of many: a plan that is selected inside a graph capture, where a fresh allocation would be the
-    graph's and its zeroing part of every replay, usually needs no new block. Raises CompileFailed where it does.
+    They come from blocks for many plans, so that a plan which is selected inside a graph capture usually needs no new block:
+    there a new block would belong to the graph, and every replay would zero it. Raises CompileFailed if one is needed there.
     """
     with _lock, torch.inference_mode(False):  # the caller's mode is not that of later runs
         words = next(_unused.get(device, iter(())), None)

@@ -1,4 +1,4 @@
-"""Where each request's tokens are, in pages or not, and how many tokens there are."""
+"""Where each request's tokens are, in pages or contiguous, and how many tokens there are."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ OPERAND_NAMES: dict[TableFormat, tuple[str, ...]] = {
     "packed": ("page_table.kv_indptr",),
     "none": (),
 }
-PAGED: tuple[TableFormat, ...] = ("dense", "csr")  # over pages; the others are over contiguous caches
+PAGED: tuple[TableFormat, ...] = ("dense", "csr")  # over pages; all other formats are over contiguous caches
 
 
 class PageTable(NamedTuple):
-    """A table on the device, as the operands that a kernel takes. Make one with a class method.
+    """A table's format and its int32 tensors, as a kernel takes them. Make one with a class method.
 
-    Over pages: dense, (table, seq_lens, None), and csr, (indices, indptr, last_page_len). Over contiguous caches: lengths,
-    (seq_lens, None, None), packed, (kv_indptr, None, None), and none, three times None. Plans check shapes, dtypes and devices.
+    Over pages: "dense" holds (table, seq_lens, None), "csr" (indices, indptr, last_page_len). Over contiguous caches: "lengths"
+    holds (seq_lens, None, None), "packed" (kv_indptr, None, None), and "none" three times None. Plans check shapes, dtypes and
+    devices.
     """
 
     format: TableFormat
@@ -31,9 +32,10 @@ class PageTable(NamedTuple):
 
     @classmethod
     def dense(cls, table: torch.Tensor, seq_lens: torch.Tensor | int) -> PageTable:
-        """A table int32 [batch, max_pages] with seq_lens int32 [batch]; an int stands for the same length everywhere.
+        """A table int32 [batch, max_pages] of page ids, and seq_lens int32 [batch]; an int is the length of every row.
 
-        Entries beyond ceil(seq_len / page_size) of a row may hold anything.
+        A row's entries from ceil(seq_len / page_size) on may hold anything. An int raises InvalidProblem outside 0 to 2**31 - 1,
+        and InvalidArgument if the table is not a tensor of two axes.
         """
         if isinstance(seq_lens, torch.Tensor):
             return cls("dense", (table, seq_lens, None))
@@ -54,22 +56,22 @@ class PageTable(NamedTuple):
 
     @classmethod
     def lengths(cls, seq_lens: torch.Tensor) -> PageTable:
-        """A contiguous cache [batch, num_kv_heads, max_len, head_dim] whose row b holds seq_lens[b] tokens; int32 [batch]."""
+        """For a contiguous cache [batch, num_kv_heads, max_len, head_dim]: row b holds seq_lens[b] tokens; int32 [batch]."""
         return cls("lengths", (seq_lens, None, None))
 
     @classmethod
     def packed(cls, kv_indptr: torch.Tensor) -> PageTable:
-        """A cache [total_k, num_kv_heads, head_dim] whose row b is kv_indptr[b]:kv_indptr[b + 1]; int32 [batch + 1]."""
+        """For a cache [total_k, num_kv_heads, head_dim]: row b is kv_indptr[b]:kv_indptr[b + 1]; int32 [batch + 1]."""
         return cls("packed", (kv_indptr, None, None))
 
     @classmethod
     def whole(cls) -> PageTable:
-        """A contiguous cache [batch, num_kv_heads, max_len, head_dim] whose rows are all full."""
+        """For a contiguous cache [batch, num_kv_heads, max_len, head_dim]: every row is full."""
         return cls("none", (None, None, None))
 
 
 def held(page_table: PageTable, operand: int) -> torch.Tensor:
-    """An operand that a table of its format has. Raises InvalidArgument where it is absent."""
+    """An operand that the table's format has. Raises InvalidArgument if that operand is None."""
     tensor = page_table.operands[operand]
     if tensor is None:
         raise InvalidArgument(
@@ -79,9 +81,9 @@ def held(page_table: PageTable, operand: int) -> torch.Tensor:
 
 
 def row_lengths(page_table: PageTable, page_size: int, like: torch.Tensor) -> torch.Tensor:
-    """Tokens of each row, int64 [batch], after bad metadata is masked: held to what the row's part of the table can have.
+    """Tokens of each row, int64 [batch], with bad metadata masked: at most what the row's part of the table can hold.
 
-    page_size: of a contiguous cache, the tokens that a row has room for, or all of a packed one. like: any int64 [batch].
+    page_size: for a contiguous cache, the tokens that a row has room for; if packed, all tokens. like: any int64 [batch].
     """
     if page_table.format == "none":
         return torch.full_like(like, page_size)
@@ -101,7 +103,7 @@ def row_lengths(page_table: PageTable, page_size: int, like: torch.Tensor) -> to
 
 
 def outside(begin: torch.Tensor, end: torch.Tensor, entries: int) -> torch.Tensor:
-    """bool [batch]: rows [begin, end) of an indptr that are no slice of so many entries."""
+    """bool [batch]: whether [begin, end), a row of an indptr, is not a slice of so many entries."""
     return (begin < 0) | (end < begin) | (end > entries)
 
 

@@ -21,8 +21,8 @@ class Rotary:
     """Each pair (a, b) of the first rotary_dim columns becomes (a cos - b sin, b cos + a sin); other columns stay.
 
     pairing: "half" pairs column i with i + rotary_dim / 2 (GPT-NeoX), "interleaved" 2 i with 2 i + 1 (GPT-J). rotary_dim:
-    even, at most head_dim, which None stands for. num_heads: of the q that is rotated in the same launch, a multiple of
-    num_kv_heads, 0 where K alone is. position_dtype: torch.int32 or torch.int64. Raises InvalidProblem.
+    even and at most head_dim; None means head_dim. num_heads: query heads of a q that is rotated in the same launch, a multiple
+    of num_kv_heads; 0 if K alone is rotated. position_dtype: torch.int32 or torch.int64. Raises InvalidProblem.
     """
 
     pairing: Pairing = "half"
@@ -44,9 +44,9 @@ class Rotary:
 def apply_rotary(x: Tensor, cos_sin_cache: Tensor, positions: Tensor, rotary: Rotary) -> Tensor:
     """x [tokens, heads, head_dim], f16 or bf16, with its first rotary_dim columns rotated; a new tensor.
 
-    cos_sin_cache: f32 [max_position, rotary_dim], the cosines first. positions: int32 or int64 [tokens], rows of it; a token
-    whose position is none keeps its values. Products and sums are f32, each rounded by itself, and the result is rounded once
-    to x's dtype. Of `rotary`, pairing and rotary_dim count.
+    cos_sin_cache: f32 [max_position, rotary_dim], the cosines first. positions: int32 or int64 [tokens], rows of cos_sin_cache;
+    a token whose position is no such row keeps its values. Products and sums are f32, each rounded by itself, and the result is
+    rounded once to x's dtype. Only pairing and rotary_dim of `rotary` count.
 
     Raises InvalidArgument for a type, dtype or device, InvalidProblem for a shape or a rotary_dim that x does not have.
     """
@@ -65,7 +65,7 @@ def apply_rotary(x: Tensor, cos_sin_cache: Tensor, positions: Tensor, rotary: Ro
 
 
 def rotated_columns(rotary: Rotary, head_dim: int) -> int:
-    """rotary_dim, which None leaves to head_dim. Raises InvalidProblem where a head has not so many columns, or an odd number."""
+    """rotary_dim, or head_dim if that is None. Raises InvalidProblem if the result is odd or above head_dim."""
     rotary_dim = rotary.rotary_dim or head_dim
     if rotary_dim % 2 or rotary_dim > head_dim:
         raise InvalidProblem("rotary.rotary_dim", rotary_dim, f"must be even and at most head_dim = {head_dim}")
@@ -73,7 +73,7 @@ def rotated_columns(rotary: Rotary, head_dim: int) -> int:
 
 
 def _check_rotary(x: Any, cos_sin_cache: Any, positions: Any, rotary: Any) -> int:
-    """rotated_columns, where the operands are those of x."""
+    """Checks the operands against x, and returns rotated_columns."""
     if not isinstance(rotary, Rotary):
         raise InvalidArgument("rotary", f"got {type(rotary).__name__}, must be a Rotary")
     check_beside("x", x, x, torch.float16, torch.bfloat16)

@@ -61,7 +61,7 @@ class KVScale:
         return [extents, (math.prod(extents),)] if axes[0][0] == "num_pages" else [extents]
 
     def kernel_shape(self, axes: Axes) -> tuple[int, ...]:
-        """The shape in which a kernel takes a scale tensor; () where there is none."""
+        """The shape in which a kernel takes a scale tensor; () if there is none."""
         return self.shapes(axes)[0] if self else ()
 
     def meaning(self, axes: Axes) -> str:
@@ -89,7 +89,7 @@ NAMED_SCALES = {  # as records and the command line spell them
 
 
 def scale_of(name: str, scale: Tensor, num_kv_heads: int, rows: tuple[int, ...]) -> KVScale:
-    """The scales that a tensor stands for beside a cache [*rows, head_dim]. Raises InvalidProblem where for none."""
+    """The KVScale that a scale tensor stands for, given a cache [*rows, head_dim]. Raises InvalidProblem if it fits none."""
     shape = tuple(scale.shape)
     if shape in ((), (1,)):
         return KVScale.TENSOR
@@ -103,7 +103,7 @@ def scale_of(name: str, scale: Tensor, num_kv_heads: int, rows: tuple[int, ...])
 
 
 def scale_form(scale: KVScale) -> ScaleForm:
-    """How a kernel takes the scales: one for all is read as one a KV head is."""
+    """How a kernel takes the scales: a single scale is read as if there were one per KV head."""
     if scale.granularity == "token":
         return "token_f16" if scale.dtype == torch.float16 else "token_f32"
     return "head" if scale else "none"

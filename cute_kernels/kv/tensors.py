@@ -17,7 +17,7 @@ FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 def check_page_table(table_format: TableFormat, page_table: Any, name: str = "page_table") -> None:
-    """A PageTable of the described format."""
+    """Checks for a PageTable of the described format."""
     if not isinstance(page_table, PageTable):
         raise InvalidArgument(name, f"got {type_name(page_table)}, must be a PageTable")
     if page_table.format != table_format:
@@ -29,7 +29,7 @@ def check_page_table(table_format: TableFormat, page_table: Any, name: str = "pa
 
 
 def check_table(device: torch.device, table_format: TableFormat, batch: int, operands: tuple[Any, ...]) -> None:
-    """The operands of a PageTable of `batch` rows."""
+    """Checks the operands of a PageTable of `batch` rows."""
     names = OPERAND_NAMES[table_format]
     tensors = operands[: len(names)]
     for name, tensor in zip(names, tensors, strict=True):
@@ -41,7 +41,7 @@ def check_table(device: torch.device, table_format: TableFormat, batch: int, ope
 
 
 def _table_shapes(table_format: TableFormat, batch: int) -> list[tuple[tuple[int | None, ...], str]]:
-    """The shape of each operand, None where any extent will do, and what it is called."""
+    """The shape of each operand, with None for any extent, and the shape in words."""
     rows: tuple[tuple[int | None, ...], str] = ((batch,), "[batch_size]")
     ends: tuple[tuple[int | None, ...], str] = ((batch + 1,), "[batch_size + 1]")
     shapes: dict[str, list[tuple[tuple[int | None, ...], str]]] = {
@@ -54,7 +54,7 @@ def _table_shapes(table_format: TableFormat, batch: int) -> list[tuple[tuple[int
 
 
 def check_scale(device: torch.device, name: str, scale: KVScale, tensor: Any, axes: Axes) -> None:
-    """A tensor of the described granularity and dtype, with any strides; None where there are no scales."""
+    """Checks for scales of the described granularity and dtype, with any strides; for None if there are none."""
     if not scale:
         if tensor is not None:
             raise InvalidArgument(name, f"got {type_name(tensor)}, must be None: the descriptor has no {name}")
@@ -67,10 +67,10 @@ def check_scale(device: torch.device, name: str, scale: KVScale, tensor: Any, ax
 
 
 def as_bytes(cache: Tensor) -> Tensor:
-    """A cache as it is, but the bytes (uint8) of one that holds fp8."""
+    """The cache itself, or its bytes (uint8) if it holds fp8."""
     return cache.view(torch.uint8) if cache.dtype in FLOAT8 else cache
 
 
 def scale_view(scale: Tensor | None, shape: tuple[int, ...]) -> Tensor | None:
-    """The same scales in the kernel's shape: of a 0-d tensor or a flat one."""
+    """The same scales in the kernel's shape, also from a 0-d or a flat tensor."""
     return scale if scale is None or scale.dim() == len(shape) else scale.view(shape)

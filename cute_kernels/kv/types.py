@@ -39,7 +39,7 @@ class KVDtype(Enum):
 
     @property
     def tensor_dtypes(self) -> tuple[torch.dtype, ...]:
-        """What a cache of such elements may be handed over as."""
+        """The torch dtypes that a cache of such elements may be handed over as."""
         return (self.torch_dtype, torch.uint8) if self.is_float8 else (self.torch_dtype,)
 
     @property
@@ -64,7 +64,8 @@ class KVLayout:
     """Axis order of a paged cache, and the alignment that its strides and pointers keep.
 
     order: "HND" [pages, num_kv_heads, page_size, head_dim] or "NHD" [pages, page_size, num_kv_heads, head_dim].
-    alignment_bytes: 1, 2, 4, 8 or 16; None stands for what a compact cache has. Strides are otherwise free, the last is 1.
+    alignment_bytes: 1, 2, 4, 8 or 16; None means the alignment of a compact cache. Strides are otherwise free, but the last is
+    1. Raises InvalidProblem for any other choice.
     """
 
     order: Literal["HND", "NHD"]
@@ -88,13 +89,13 @@ KVLayout.NHD = KVLayout("NHD")
 
 
 class StorageFields:
-    """What a descriptor with caches derives from what they are stored as."""
+    """A base of descriptors with caches: the fields that say what the caches are stored as."""
 
     kv_dtype: KVDtype | None
     v_dtype: KVDtype | None
 
     def _settle_storage(self, q_dtype: torch.dtype) -> None:
-        """One form for equal problems: kv_dtype is never None, and v_dtype always where it is kv_dtype."""
+        """Gives equal problems equal fields: kv_dtype is never None, and v_dtype is None if it equals kv_dtype."""
         if self.kv_dtype is None:
             object.__setattr__(self, "kv_dtype", QUERY_DTYPES[q_dtype])
         if self.v_dtype == self.kv_dtype:
@@ -133,5 +134,5 @@ def cache_type(k_stored: KVDtype, v_stored: KVDtype) -> str:
 
 
 def vector_bytes(row_bytes: int, alignment_bytes: int | None = None) -> int:
-    """Bytes that one load may move: what divides a cache row and, when given, the strides' alignment; at most 16."""
+    """Bytes that one load may move: the most that divide a cache row and, if given, the strides' alignment; at most 16."""
     return math.gcd(alignment_bytes or MAX_VECTOR_BYTES, row_bytes)

@@ -1,4 +1,4 @@
-"""The choice of a configuration where no tuned plan has one: the candidate that the cost model expects to end first."""
+"""The choice of a configuration if no tuned plan has one: the candidate that the cost model expects to end first."""
 
 from __future__ import annotations
 
@@ -12,50 +12,50 @@ from ..descriptors import DecodeProblem
 from ..kernel_spec import kernel_spec, units_of
 from .cost_model import cost_of, row_tokens
 
-# (bytes of K and V of a tile, most consumer warps, CTAs an SM). Tiles of 32 KB never won, nor 8 KB with 4 warps or two CTAs.
+# (bytes of K and V of a tile, most consumer warps, CTAs per SM). Tiles of 32 KB never won, nor 8 KB with 4 warps or two CTAs.
 SHAPES: dict[Arch, tuple[tuple[int, int, int], ...]] = {
     "sm90": ((16_384, 8, 1), (16_384, 4, 1), (16_384, 4, 2), (8_192, 8, 1)),
     "sm80": ((8_192, 4, 1), (8_192, 4, 2)),
 }
-# 4 warps on tiles of 8 KB won by 0.3% at most; of equals the first is taken
+# the same for 8 bits: 4 warps on tiles of 8 KB won by 0.3% at most; among equals the first is taken
 SHAPES_OF_8_BITS: dict[Arch, tuple[tuple[int, int, int], ...]] = {
     "sm90": ((8_192, 8, 1), (8_192, 4, 2), (16_384, 4, 1)),
     "sm80": SHAPES["sm80"],
 }
-# of f32: a tile takes as long to attend to as it takes to come, so more warps have one each; registers allow one CTA an SM
+# the same for f32: a tile takes as long to attend to as to arrive, so more warps have one each; registers allow one CTA per SM
 SHAPES_OF_F32: dict[Arch, tuple[tuple[int, int, int], ...]] = {
     "sm90": ((16_384, 8, 1), (16_384, 4, 1)),
     "sm80": ((16_384, 4, 1),),
 }
-# (tokens of a tile, consumer warps) of f32 where units have several m-tiles: the first that fits, with SPLIT_STAGES at least
+# (tokens of a tile, consumer warps) for f32 if units have several m-tiles: the first that fits, with at least SPLIT_STAGES
 SPLIT_SHAPES, SPLIT_STAGES = ((64, 8), (32, 8), (16, 8), (32, 4), (16, 4)), 2
-# the same where tokens have scales and a CTA takes two KV heads: a sector of scales has those of both
+# a shape as in SHAPES, if tokens have scales and a CTA takes two KV heads: a sector of scales has those of both heads
 PAIRED = (8_192, 8, 1)
-# (tokens of a tile, consumer warps) where warps attend to several m-tiles of 8-bit caches. Swept on an H200: 8 warps on large
-# tiles were least or within 4% of it, on smaller ones where a CTA's share has fewer than SHARE_TILES of those, and with scales a
-# token two m-tiles a warp (by 5 to 20%)
+# (tokens of a tile, consumer warps) if warps attend to several m-tiles of 8-bit caches. Swept on an H200: 8 warps on large tiles
+# were fastest or within 4% of it; on smaller tiles if a CTA's share has fewer than SHARE_TILES large ones; with token scales two
+# m-tiles per warp (by 5 to 20%)
 M_TILES, M_TILES_OF_SHORT, M_TILES_OF_TOKEN_SCALES = (64, 8), (32, 8), (32, 4)
 SHARE_TILES = 4
 M_TILES_ROWS = 32  # packed rows: with more, warpgroups end first (docs/notes/kernel-log.md)
-# (tokens of a tile, consumer warps) of long queries, over 16 bits and over 8: the first that fits. Timed on an H200 at 8k: three
+# (tokens of a tile, consumer warps) for long queries, over 16 bits and over 8: the first that fits. Timed on an H200 at 8k: three
 # warpgroups at head_dim 64 and 96, two above (docs/notes/kernel-log.md)
 LONG_SHAPES = ((128, 12), (96, 12), (128, 8), (112, 8), (80, 8), (64, 8), (32, 8), (64, 4), (32, 4), (16, 4))
 LONG_SHAPES_OF_8_BITS = ((112, 8), (96, 8), (80, 8), (64, 8), (32, 8), (64, 4), (32, 4), (16, 4))
 LONG_STAGES = 2
-BLOCK_STAGES, BLOCK_WARPS = 3, (4, 2)  # of the ring that warps share on sm80: two where 99 KB hold no more
+BLOCK_STAGES, BLOCK_WARPS = 3, (4, 2)  # of the ring that warps share on sm80: two warps if 99 KB hold no more
 FEW_TILE_N = 32
-# (tokens of a tile, consumer warps) of warpgroups; tiles of 128 end up to 15% sooner where two attend to the same ones of 16 bits
+# (tokens of a tile, consumer warps) for warpgroups; tiles of 128 end up to 15% sooner if two attend to the same 16-bit tiles
 WARPGROUP_SHAPES = ((64, 8), (32, 8), (64, 4), (32, 4), (16, 8), (16, 4))
 OVERLAP_SHAPES = ((128, 8), (112, 8), *WARPGROUP_SHAPES)
-ALONE_SHAPES = ((128, 4), *WARPGROUP_SHAPES)  # of 64 rows over 8 bits: one, whose products overlap, where no token has a scale
+ALONE_SHAPES = ((128, 4), *WARPGROUP_SHAPES)  # for 64 rows over 8 bits without token scales: one, whose products overlap
 PAIRED_HEAD_DIM = 128  # larger ones were not measured
 MOST_CTAS_PER_SM = 2
 LARGEST_TILE_N = {"sm90": 64, "sm80": 32}
 RING_BYTES = 131_072  # in flight on an SM, over all its CTAs: 64 KB cost 2 to 4%, 192 KB 0 to 1%
-SHALLOWEST = {"sm90": 1, "sm80": 2}  # stages a warp
+SHALLOWEST = {"sm90": 1, "sm80": 2}  # stages per warp
 FOUR_WARPS_HEAD_DIMS = (176, 192)  # padded: 8 warps and a producer leave a thread 168 registers, which spill (read from SASS)
-FOUR_WARPS_ROWS = (192, 4)  # the same above this padded head_dim with more packed rows than these, or with one of K and V of 16
-# bits and scales a token of both
+FOUR_WARPS_ROWS = (192, 4)  # the same above this padded head_dim, if there are more packed rows than this, or if only one of K
+# and V has 16 bits and both have token scales
 
 
 def choose(
@@ -66,7 +66,7 @@ def choose(
     partition: Partition = "balanced",
     most_ctas_per_sm: int = MOST_CTAS_PER_SM,
 ) -> DecodeConfig:
-    """The cheapest configuration of `problem` that `supports` allows, on `sm_count` SMs; where it allows none, the cheapest."""
+    """The cheapest configuration of `problem` that `supports` allows, on `sm_count` SMs; if it allows none, the cheapest."""
     if partition == "dealt":
         return long_config(problem)
     if partition == "whole" and arch == "sm80":
@@ -80,7 +80,7 @@ def choose(
 
 
 def candidates(problem: DecodeProblem, arch: Arch, target: Target, sm_count: int) -> list[DecodeConfig]:
-    """What the choice is made from, without duplicates."""
+    """The configurations that the choice is made from, without duplicates."""
     found: dict[DecodeConfig, None] = {}
     limit = 4 if spills_with_8_warps(problem) else 8
     shapes = [(*shape, 1) for shape in shapes_of(problem)[arch]]
@@ -101,12 +101,12 @@ def candidates(problem: DecodeProblem, arch: Arch, target: Target, sm_count: int
 
 
 def shapes_of(problem: DecodeProblem) -> dict[Arch, tuple[tuple[int, int, int], ...]]:
-    """(bytes of K and V of a tile, most consumer warps, CTAs an SM) of the candidates."""
+    """(bytes of K and V of a tile, most consumer warps, CTAs per SM) of the candidates."""
     return SHAPES_OF_F32 if problem.splits else SHAPES_OF_8_BITS if problem.has_8_bits else SHAPES
 
 
 def split_config(problem: DecodeProblem) -> DecodeConfig:
-    """That of a unit with several m-tiles over f32, each a warp's: the first shape whose rows, states and tiles fit."""
+    """The configuration for f32 units of several m-tiles, one per warp: the first shape whose rows, states and tiles fit."""
     largest = most_tile_n(problem.padded_head_dim, problem.v_dtype.element_bytes)
     shapes = dict.fromkeys((min(tile_n, largest), warps) for tile_n, warps in SPLIT_SHAPES)
     configs = [ring(problem, tile_n, warps, 1, "sm90", "sm_90a") for tile_n, warps in shapes]
@@ -119,7 +119,7 @@ def by_warps(problem: DecodeProblem) -> bool:
 
 
 def m_tiles_shape(problem: DecodeProblem, sm_count: int) -> tuple[int, int]:
-    """(tokens of a tile, consumer warps) of a unit with several m-tiles for warps."""
+    """(tokens of a tile, consumer warps) for a unit of several m-tiles that warps attend to."""
     share = problem.batch_size * row_tokens(problem) * problem.num_kv_heads // sm_count
     shape = M_TILES if share >= SHARE_TILES * M_TILES[0] else M_TILES_OF_SHORT
     if problem.has_token_scales:
@@ -128,7 +128,10 @@ def m_tiles_shape(problem: DecodeProblem, sm_count: int) -> tuple[int, int]:
 
 
 def long_config(problem: DecodeProblem) -> DecodeConfig:
-    """That of long queries: the first shape that fits, or the last. Ragged ones leave room for a mixed kernel's other phases."""
+    """The configuration for long queries: the first shape that fits, or the last.
+
+    Ragged queries leave room for a mixed kernel's other phases.
+    """
     shapes = LONG_SHAPES_OF_8_BITS if problem.has_8_bits else LONG_SHAPES
     configs = [DecodeConfig(tile_n, LONG_STAGES, warps, 1, 1, "warpgroup") for tile_n, warps in shapes]
     return first_fitting(problem, configs, "dealt", spare=BETWEEN_BYTES if problem.query == "ragged" else 0)
@@ -137,9 +140,9 @@ def long_config(problem: DecodeProblem) -> DecodeConfig:
 def block_config(
     problem: DecodeProblem, target: Target, sm_count: int, most_ctas_per_sm: int = MOST_CTAS_PER_SM
 ) -> DecodeConfig | None:
-    """That of long queries on sm80, whose warps share a ring; None where none can be built, or SMs would be without a block.
+    """The configuration for long queries on sm80, whose warps share a ring; None if none can be built or SMs would lack a block.
 
-    Two CTAs an SM where shared memory has room for both: one waits at a barrier each tile.
+    Two CTAs per SM if shared memory has room for both, since a CTA waits at a barrier for each tile.
     """
     if problem.query == "one":
         return None
@@ -154,7 +157,7 @@ def block_config(
 
 
 def few_config(problem: DecodeProblem, arch: Arch, target: Target, sm_count: int) -> DecodeConfig:
-    """That of the phase of a mixed kernel for few query rows: with tiles whose registers the phase of many leaves to it."""
+    """The configuration of a mixed kernel's phase for few rows: tiles whose registers the phase of many rows leaves to it."""
     if problem.packed_rows > TILE_M:
         return choose(problem, arch, target, sm_count, most_ctas_per_sm=1)
     tile_n = min(FEW_TILE_N, most_tile_n(problem.padded_head_dim, problem.v_dtype.element_bytes))
@@ -162,7 +165,7 @@ def few_config(problem: DecodeProblem, arch: Arch, target: Target, sm_count: int
 
 
 def warpgroup_config(problem: DecodeProblem) -> DecodeConfig:
-    """That of a unit with several m-tiles: the largest tiles of which shared memory holds enough, two warpgroups before one."""
+    """The configuration for warpgroups: the largest tiles of which shared memory holds enough, two warpgroups before one."""
     alone = problem.query != "ragged" and problem.has_8_bits and not problem.has_token_scales  # a phase of a mixed kernel spills
     shapes = OVERLAP_SHAPES if problem.packed_rows > WARPGROUP_M else ALONE_SHAPES if alone else WARPGROUP_SHAPES
     configs = [ring(problem, tile_n, warps, 1, "sm90", "sm_90a", 1, "warpgroup") for tile_n, warps in shapes]
@@ -170,9 +173,9 @@ def warpgroup_config(problem: DecodeProblem) -> DecodeConfig:
 
 
 def first_fitting(problem: DecodeProblem, configs: list[DecodeConfig], partition: Partition, spare: int = 0) -> DecodeConfig:
-    """The first of some configurations of warpgroups, with more than one stage, that can be built; else the last.
+    """The first of `configs` that has more than one stage and can be built for sm90; else the last.
 
-    spare: bytes of shared memory that it leaves.
+    spare: bytes of shared memory that the configuration must leave.
     """
     for config in configs:
         spec = kernel_spec(problem, "sm90", "sm_90a", config, partition=partition)
@@ -182,7 +185,7 @@ def first_fitting(problem: DecodeProblem, configs: list[DecodeConfig], partition
 
 
 def pairs_heads(problem: DecodeProblem, arch: Arch) -> bool:
-    """Whether a CTA may take two KV heads: 8-bit caches with a scale a token, whose query heads fill half of a tile at most."""
+    """Whether a CTA may take two KV heads: 8-bit caches with token scales, whose query heads fill at most half of a tile."""
     scales = {problem.k_scale.granularity, problem.v_scale.granularity}
     if problem.query != "one":
         return False

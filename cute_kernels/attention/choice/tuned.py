@@ -2,7 +2,7 @@
 
 A file holds {"schema": 1, "gpu": name, "entries": [...]}. An entry matches a problem whose fields of EXACT equal its own and
 whose num_kv_heads, batch_size and max_seq_len lie in its half-open buckets [low, high); a null high is unbounded. No two
-entries of a file may match one problem. `us`, `heuristic_us` and `commit` say what was measured of it, all or none of them.
+entries of a file may match one problem. An entry has all or none of `us`, `heuristic_us` and `commit`: what was measured.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ EXACT = {
 }
 BUCKETS = ("num_kv_heads", "batch_size", "max_seq_len")
 KNOBS = tuple(knob.name for knob in fields(DecodeConfig))
-NAMES = {"mma": get_args(MmaScope)}  # of the knobs that are no numbers
+NAMES = {"mma": get_args(MmaScope)}  # the values of knobs that are no numbers
 OPTIONAL_KNOBS = {knob.name for knob in fields(DecodeConfig) if knob.default is not MISSING}
 MEASURED = ("us", "heuristic_us", "commit")
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """The integers low <= n < high; no upper end when high is None."""
+    """The integers low <= n < high; there is no upper end if high is None."""
 
     low: int
     high: int | None
@@ -57,7 +57,7 @@ class Bucket:
 
 @dataclass(frozen=True)
 class Measured:
-    """What an entry was measured to take, and the heuristic's choice beside it, in microseconds; at which commit."""
+    """Measured microseconds of an entry's configuration and of the heuristic's choice, and the commit that was measured."""
 
     us: float
     heuristic_us: float
@@ -85,11 +85,11 @@ class Entry:
         return self.exact == exact and all(a.overlaps(b) for a, b in zip(self.buckets, buckets, strict=True))
 
     def order(self) -> tuple[object, ...]:
-        """Where it stands in a file: by its exact fields, then by the low ends of its buckets."""
+        """The key that sorts entries in a file: the exact fields, then the low ends of the buckets."""
         return (*self.exact, *(bucket.low for bucket in self.buckets))
 
     def to_dict(self) -> dict[str, Any]:
-        """Its line of a file, as plain data."""
+        """The entry's line of a file, as plain data."""
         buckets = {name: [bucket.low, bucket.high] for name, bucket in zip(BUCKETS, self.buckets, strict=True)}
         measured = {} if self.measured is None else asdict(self.measured)
         return {**dict(zip(EXACT, self.exact, strict=True)), **buckets, "config": asdict(self.config), **measured}
@@ -102,7 +102,7 @@ def exact_of(problem: DecodeProblem, arch: str) -> tuple[str | int, ...]:
 
 
 def dump(gpu: str, entries: Iterable[Entry]) -> str:
-    """The text of a file: one entry a line. gpu: the full name of the GPU."""
+    """The text of a file: one entry per line. gpu: the full name of the GPU."""
     lines = ",\n".join(f"    {json.dumps(entry.to_dict())}" for entry in entries)
     listed = f"[\n{lines}\n  ]" if lines else "[]"
     return f'{{\n  "schema": {SCHEMA},\n  "gpu": {json.dumps(gpu)},\n  "entries": {listed}\n}}\n'
@@ -118,9 +118,9 @@ _forced: ContextVar[_Forced | None] = ContextVar("_forced", default=None)
 
 @contextmanager
 def forced(config: DecodeConfig | None) -> Iterator[None]:
-    """Inside, `lookup` answers `config` to every problem, whatever the tables hold; None leaves the choice to the heuristic.
+    """Within it, `lookup` answers `config` to every problem, whatever the tables hold; None leaves the choice to the heuristic.
 
-    For the tuner. Plans that `select` keeps are not chosen again.
+    The tuner uses it. Plans that `select` has kept are not chosen again.
     """
     token = _forced.set(_Forced(config))
     try:
@@ -132,7 +132,7 @@ def forced(config: DecodeConfig | None) -> Iterator[None]:
 def lookup(problem: DecodeProblem, arch: str, gpu: str, folder: Path | None = None) -> DecodeConfig | None:
     """The tuned configuration of `problem` on the GPU whose slug is `gpu` ("h200"), or None. Raises InvalidPlanTable.
 
-    Entries are measured with one query row a request: there is none for several.
+    Entries are measured with one query row per request: there is no entry for several.
     """
     instead = _forced.get()
     if instead is not None:
@@ -144,14 +144,14 @@ def lookup(problem: DecodeProblem, arch: str, gpu: str, folder: Path | None = No
 
 
 def plans_folder() -> Path:
-    """The folder of plan tables: beside this file when installed, beside the package in a checkout."""
+    """The folder of plan tables: inside the package if installed, next to the package in a checkout."""
     here = Path(__file__).parents[2]
     return here / "plans" if (here / "plans").is_dir() else here.parent / "plans"
 
 
 @functools.lru_cache(maxsize=16)
 def load(path: Path) -> tuple[Entry, ...]:
-    """The validated entries of one file; none when it does not exist. Raises InvalidPlanTable."""
+    """The validated entries of one file; none if it does not exist. Raises InvalidPlanTable."""
     if not path.is_file():
         return ()
     try:

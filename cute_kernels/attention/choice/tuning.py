@@ -1,7 +1,7 @@
 """The decisions of the tuner, without a clock: what is tried, what is given up, what is written. perf.tune does the timing.
 
-A configuration is worth an entry of plans/<gpu>.json when it beats the heuristic's choice on a measured problem by more
-than the noise. The entry then serves the problems around: up to halfway, by ratio, to the next measured ones.
+A configuration is worth an entry of plans/<gpu>.json if it beats the heuristic's choice on a measured problem by more
+than the noise. The entry then serves the problems around that one: up to halfway, by ratio, to the next measured problems.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from .tuned import Bucket, Entry, Measured, exact_of
 
 TILES = (16, 32, 64, 128)
 WARPS = (2, 4, 8)
-RING_BYTES = (65_536, 98_304, 131_072, 196_608)  # of an SM, over its CTAs
+RING_BYTES = (65_536, 98_304, 131_072, 196_608)  # on an SM, over all its CTAs
 TWO_CTAS_WARPS = 4  # with more, an SM's registers do not hold two CTAs
 HOPELESS_MODEL = 1.25  # times the cheapest prediction: not compiled. Predictions were within 1.07 where they were compared
 HOPELESS_TRIAL = 1.05  # times the fastest of a short trial: not timed in full
 HOPELESS_GROUP = 1.10  # times the winner on every problem of a group so far: not tried again
-GROUP_PROBLEMS = 3  # that a group must have shown before anything is given up for all of it
+GROUP_PROBLEMS = 3  # problems of a group that are tried before a configuration is given up for the whole group
 FINALISTS = 6
 FLOOR = 0.02  # a smaller change is noise, here and for perf.compare
-NOISE_FACTOR = 3.0  # and so is one within this many times the difference of two measurements of the same thing
+NOISE_FACTOR = 3.0  # a change within this many times the difference of two measurements of the same thing is noise, too
 EDGE = math.sqrt(2)  # how far an entry reaches beyond the first and last measured extent, as a ratio
 
 
@@ -60,7 +60,7 @@ def resident(spec: KernelSpec, config: DecodeConfig) -> bool:
 
 
 def finalists(trial_us: Mapping[DecodeConfig, float]) -> list[DecodeConfig]:
-    """Those of a short trial that are worth timing in full: close to the fastest, at most FINALISTS, the fastest first."""
+    """The configurations of a short trial to time in full: close to the fastest, at most FINALISTS, the fastest first."""
     limit = HOPELESS_TRIAL * min(trial_us.values(), default=0.0)
     ranked = sorted(trial_us, key=trial_us.__getitem__)
     return [config for config in ranked if trial_us[config] <= limit][:FINALISTS]
@@ -74,13 +74,13 @@ class Group:
     closest: dict[DecodeConfig, float] = field(default_factory=dict)  # the smallest ratio to a winner
 
     def worth_trying(self, configs: Iterable[DecodeConfig]) -> list[DecodeConfig]:
-        """Those that were not far behind on every problem so far."""
+        """The configurations that were close to the winner on at least one problem so far, or were not tried."""
         if self.problems < GROUP_PROBLEMS:
             return list(configs)
         return [config for config in configs if self.closest.get(config, 1.0) <= HOPELESS_GROUP]
 
     def learn(self, trial_us: Mapping[DecodeConfig, float]) -> None:
-        """Take in the trial of one more problem."""
+        """Takes in the trial of one more problem."""
         best = min(trial_us.values())
         self.problems += 1
         for config, us in trial_us.items():
@@ -91,8 +91,8 @@ class Group:
 class Finding:
     """What was measured on one problem: the fastest configuration, the heuristic's, and the noise.
 
-    us, heuristic_us: microseconds of a call, timed side by side. noise: the relative difference of the heuristic's
-    configuration from itself in the same round.
+    us, heuristic_us: microseconds per call, timed side by side. noise: the relative difference of two timings of the
+    heuristic's configuration in the same round.
     """
 
     problem: DecodeProblem
@@ -122,9 +122,9 @@ Cell = tuple[Bucket, Bucket, Bucket]  # in the order of tuned.BUCKETS
 
 
 def cells(points: Sequence[tuple[DecodeProblem, Arch]]) -> list[Cell]:
-    """The bucket of each problem among those that are tuned: its own num_kv_heads, and extents up to halfway to its neighbours'.
+    """The buckets of each tuned problem: its own num_kv_heads, and extents up to halfway to those of its neighbours.
 
-    Neighbours are problems of the same kernel: the batches of all of them, and the lengths of those of the same batch.
+    Neighbours are problems of the same kernel: batches are compared among all of them, lengths among those of the same batch.
     """
     batches: dict[object, set[int]] = {}
     lengths: dict[object, set[int]] = {}
@@ -147,7 +147,7 @@ def group_of(problem: DecodeProblem, arch: Arch) -> tuple[object, ...]:
 
 
 def around(n: int, measured: Iterable[int]) -> Bucket:
-    """The integers that are closer to `n`, by ratio, than to the other `measured` ones, and within EDGE where there is none."""
+    """The integers closer to `n`, by ratio, than to the other `measured` ones, or within EDGE on a side that has none."""
     ordered = sorted(measured)
     limits = {pair: math.ceil(math.sqrt(pair[0] * pair[1])) for pair in pairwise(ordered)}
     low = next((limits[pair] for pair in limits if pair[1] == n), math.ceil(n / EDGE))
@@ -162,7 +162,7 @@ def entry_of(finding: Finding, cell: Cell, commit: str) -> Entry:
 
 
 def updated(entries: Iterable[Entry], findings: Sequence[tuple[Finding, Cell]], commit: str) -> list[Entry]:
-    """A table after a run: what was measured again is replaced, or gone where nothing beats the heuristic any more."""
+    """A table after a run: entries that were measured again are replaced, or dropped if nothing beats the heuristic now."""
     new = [entry_of(finding, cell, commit) for finding, cell in findings if finding.wins]
     spans = [(exact_of(finding.problem, finding.arch), cell) for finding, cell in findings]
     kept = [entry for entry in entries if not any(entry.overlaps(*span) for span in spans)]
