@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, is_grad_enabled
 
 from ..checks.fields import check_extent, check_modifiers
 from ..config.problem import LseBase
@@ -67,6 +67,9 @@ def decode_attention(
     Where tensors are traced (torch.compile, torch.export, FakeTensorMode), this is a torch op: nothing is launched, and
     fake tensors give fake ones.
 
+    out and lse have no gradients. An input that requires one where autograd records is Unsupported: paged_attention has a
+    backward, and torch.no_grad() is what inference wants.
+
     Raises what the descriptors, `select` and `run` raise, and Unsupported for several query rows a request.
     """
     if masks:
@@ -76,6 +79,15 @@ def decode_attention(
         check_modifiers(window_left, None, softcap)
         modifiers = (alibi_slopes, sinks, window_left, softcap)
     encoding = _check_caches(q, k_cache, v_cache, layout, kv_dtype)
+    if is_grad_enabled() and (
+        q.requires_grad
+        or k_cache.requires_grad
+        or v_cache.requires_grad
+        or (modifiers and gradients.any_requires(alibi_slopes, sinks))
+        or (not k_scale is v_scale is None and gradients.any_requires(k_scale, v_scale))
+    ):
+        others = {"k_scale": k_scale, "v_scale": v_scale, "alibi_slopes": alibi_slopes, "sinks": sinks}
+        gradients.refuse_recording("decode_attention", q=q, k_cache=k_cache, v_cache=v_cache, **others)
     if lse is None:
         lse = q.new_empty(plan_cache.query_extents(q)[:2], dtype=torch.float32)
     if out is None:
@@ -141,7 +153,9 @@ def paged_attention(
     contiguous cache have the cache's axes but head_dim. A torch op where tensors are traced, as decode_attention is.
 
     Where q, k_cache, v_cache or sinks require gradients, out has them (PagedAttentionBackwardPlan), lse has none; out and lse
-    must not be given. Caches of 8 bits or with scales, tree_mask and slopes have no backward: Unsupported.
+    must not be given. Caches of 8 bits or with scales, tree_mask and slopes have no backward, and on a GPU neither have f32, a
+    head_dim that is no multiple of 8, and caches that are aligned to less than 4 bytes: Unsupported, raised by this call, or by
+    the backward of a traced one.
     """
     if causal not in ("bottom_right", "top_left", None):
         raise InvalidProblem("causal", causal, 'must be "bottom_right", "top_left" or None')

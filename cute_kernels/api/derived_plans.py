@@ -34,6 +34,7 @@ from .plan_cache import (
     length_hint,
     plan_of,
     query_extents,
+    query_rows,
     scale_kind_of,
     stored_as,
 )
@@ -75,9 +76,11 @@ def run_append(
     scales = [given if out is None else out for given, out in ((k_scale, k_scale_out), (v_scale, v_scale_out))]
     k_kind, v_kind = (scale_kind(*one, layout) for one in zip(("k_scale", "v_scale"), scales, (k_cache, v_cache), strict=True))
     slots, table_format, slot_dtype = _slots(table0, table1, table2)
-    kept = (layout_of(layout, alignment(k_cache, v_cache)), table_format, None, _stored("v_cache", v_cache), k_kind, v_kind)
+    stored = [_stored(name, cache) for name, cache in (("k_cache", k_cache), ("v_cache", v_cache))]
+    widest = max(kind.element_bytes for kind in stored)  # an fp8 cache beside a 16-bit one may be aligned to single bytes
+    kept = (layout_of(layout, max(widest, alignment(k_cache, v_cache))), table_format, None, stored[1], k_kind, v_kind)
     aligned = _alignment(cos_sin_cache, *(t for t in (k, v, q, q_out) if t is not None))
-    fields = (*shape, k.dtype, _stored("k_cache", k_cache), *kept, slot_dtype, aligned, rotary)
+    fields = (*shape, k.dtype, stored[0], *kept, slot_dtype, aligned, rotary)
     plan = plan_of(KVAppendPlan, KVAppendDescriptor, fields, k.device)
     given = {"q": q, "q_out": q_out, "cos_sin_cache": cos_sin_cache, "positions": positions}
     plan.run(k, v, k_cache, v_cache, slots, k_scale=scales[0], v_scale=scales[1], **given)
@@ -157,24 +160,53 @@ def run_backward(
     lse_base: str,
     traced: bool = False,
 ) -> None:
-    """Runs the plan of these tensors' problem, writing dq, dk_cache, dv_cache and dsinks. The others as run_attention."""
+    """Runs the plan of these tensors' problem, writing dq, dk_cache, dv_cache and dsinks. The others as run_attention.
+
+    q and dout may have any strides and any address, and are copied where the plan does not take them: attention takes a q that
+    its backward does not, and autograd makes some gradients by expanding them and some as views.
+    """
     table, extras = PageTable(table_format, (table0, table1, table2)), Extras(qo_indptr, None, alibi_slopes, sinks)
     options = Options(max_q_len, causal, window_left, window_right, softcap, softmax_scale, layout, lse_base)
-    pages: tuple[int | None, int | None] = (None, None)
-    if table_format in PAGED and isinstance(table0, Tensor):
-        entries = table0.shape[-1] if table0.dim() == 2 else -(-len(table0) // max(1, len(table1) - 1))  # type: ignore[arg-type]
-        pages = (len(k_cache), length_hint(entries))
-    fields = attention_fields(q, k_cache, v_cache, table, extras, (None, None), options, pages)
-    plan = plan_of(PagedAttentionBackwardPlan, _backward_of, (fields, length_hint(len(lse))), q.device)
+    plan: Any = backward_plan(q, k_cache, v_cache, table, extras, options)
+    q, dout = (_aligned(t, plan.descriptor.row_alignment) for t in (q, dout.contiguous()))
     workspace = stream_workspace(plan.workspace_size(), plan.device, reuse_in_capture=not traced)
     gradients = {"dq": dq, "dk_cache": dk_cache, "dv_cache": dv_cache, "dsinks": dsinks}
     given = {"qo_indptr": qo_indptr, "alibi_slopes": alibi_slopes, "sinks": sinks, "workspace": workspace}
     plan.run(dout, q, k_cache, v_cache, out, lse, table, **given, **gradients)
 
 
-def _backward_of(fields: tuple[Any, ...], max_total_q: int) -> PagedAttentionBackwardDescriptor:
+def backward_plan(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, table: PageTable, extras: Extras, options: Options
+) -> PagedAttentionBackwardPlan:
+    """Returns the plan of the backward of these tensors' attention, which is kept.
+
+    options: they lack max_seq_len and kv_dtype, for which a backward has no use. Raises Unsupported with every reason where no
+    variant serves it.
+    """
+    table0, table1, _ = table.operands
+    pages: tuple[int | None, int | None] = (None, None)
+    if table.format in PAGED and isinstance(table0, Tensor):
+        entries = table0.shape[-1] if table0.dim() == 2 else -(-len(table0) // max(1, len(table1) - 1))  # type: ignore[arg-type]
+        pages = (len(k_cache) or None, length_hint(entries))
+    fields = attention_fields(q, k_cache, v_cache, table, extras, (None, None), options, pages)
+    shared_pages = None if len(k_cache) else False  # a pool without pages has none to share
+    limits = (shared_pages, length_hint(query_rows(q, extras.qo_indptr)))
+    plan: PagedAttentionBackwardPlan = plan_of(PagedAttentionBackwardPlan, _backward_of, (fields, *limits), q.device)
+    return plan
+
+
+def _backward_of(fields: tuple[Any, ...], shared_pages: bool | None, max_total_q: int) -> PagedAttentionBackwardDescriptor:
     """The descriptor of the backward of attention with these fields."""
-    return PagedAttentionBackwardDescriptor(PagedAttentionDescriptor(*fields), max_total_q=max_total_q)
+    return PagedAttentionBackwardDescriptor(PagedAttentionDescriptor(*fields), shared_pages, max_total_q=max_total_q)
+
+
+def _aligned(tensor: Tensor, nbytes: int) -> Tensor:
+    """Returns a tensor of query rows as it is, or a compact copy of it.
+
+    It is copied unless its last stride is 1, and its other strides and its address are multiples of `nbytes` bytes.
+    """
+    unit = tensor.shape[-1] < 2 or tensor.stride(-1) == 1
+    return tensor if unit and alignment(tensor) % nbytes == 0 else tensor.clone(memory_format=torch.contiguous_format)
 
 
 def scale_kind(name: str, scale: Any, cache: Tensor, layout: str) -> KVScale:

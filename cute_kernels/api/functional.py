@@ -15,7 +15,7 @@ from ..kv.page_table import PAGED, PageTable
 from ..kv.rotary import PAIRINGS, Pairing
 from ..kv.types import KVDtype
 from ..weights.plan import AttentionWeights
-from . import derived_plans, plan_cache, torch_ops
+from . import derived_plans, gradients, plan_cache, torch_ops
 from .attention import head_major, table_of
 
 
@@ -47,9 +47,14 @@ def append_kv(
 
     What is stored and what is skipped is as KVAppendPlan.run says. Raises what KVAppendDescriptor, `select` and `run` raise.
     Where tensors are traced (torch.compile, torch.export, FakeTensorMode), this is a torch op that declares what it writes.
+
+    What is written has no gradient. An input that requires one where autograd records is Unsupported: paged_attention has a
+    backward, and torch.no_grad() is what inference wants.
     """
     check_tensors(k=k, v=v, k_cache=k_cache, v_cache=v_cache)
     check_tensors_or_none(q=q, cos_sin_cache=cos_sin_cache, positions=positions)
+    inputs = {"k_scale": k_scale, "v_scale": v_scale, "q": q, "cos_sin_cache": cos_sin_cache}
+    gradients.refuse_recording("append_kv", k=k, v=v, k_cache=k_cache, v_cache=v_cache, **inputs)
     _check_choice("layout", layout, ("HND", "NHD"))
     _check_choice("pairing", pairing, PAIRINGS)
     if not isinstance(slots, (Tensor, PageTable)):
@@ -83,10 +88,12 @@ def merge_states(
     [num_heads], natural logits that join the softmax's denominator once, of states that were made without them.
 
     As MergeStatesPlan.run. Raises what MergeStatesDescriptor, `select` and `run` raise. Where tensors are traced (torch.compile,
-    torch.export, FakeTensorMode), this is a torch op that declares what it writes.
+    torch.export, FakeTensorMode), this is a torch op that declares what it writes. out and lse have no gradients: an input that
+    requires one where autograd records is Unsupported, as in append_kv.
     """
     check_tensors(outs=outs, lses=lses)
     check_tensors_or_none(sinks=sinks, out=out, lse=lse)
+    gradients.refuse_recording("merge_states", outs=outs, lses=lses, sinks=sinks)
     _check_choice("lse_base", lse_base, ("e", "2"))
     if out is None:
         out = outs.new_empty(outs.shape[1:])
@@ -127,9 +134,11 @@ def attention_weights(
     The other arguments are those of the call that gave lse, as decode_attention takes them; over a contiguous cache seq_lens may
     be int32 [batch]. Sinks need no argument: lse includes them. Raises what AttentionWeightsDescriptor, `select` and `run` raise.
     Where tensors are traced (torch.compile, torch.export, FakeTensorMode), this is a torch op that declares what it writes.
+    Weights have no gradients: an input that requires one where autograd records is Unsupported, as in append_kv.
     """
     check_tensors(q=q, k_cache=k_cache, lse=lse)
     check_tensors_or_none(k_scale=k_scale, alibi_slopes=alibi_slopes)
+    gradients.refuse_recording("attention_weights", q=q, k_cache=k_cache, lse=lse, k_scale=k_scale, alibi_slopes=alibi_slopes)
     _check_choice("layout", layout, ("HND", "NHD"))
     if kv_dtype is not None and not isinstance(kv_dtype, KVDtype):
         raise InvalidProblem("kv_dtype", kv_dtype, "must be a KVDtype or None")

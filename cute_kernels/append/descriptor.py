@@ -37,7 +37,7 @@ class KVAppendDescriptor(StorageFields):
     table_format: "none", where a run is given a slot for each token, int32 or int64 as slot_dtype says; "dense" or "csr",
     where it is given a PageTable and each row's last token is appended. rotary: of K, and of q in the same launch.
     alignment_bytes: 2, 4, 8 or 16, what strides and pointers of the incoming K, V and q are multiples of, None for what compact
-    ones have; those of the caches are in `layout`.
+    ones have; those of the caches are in `layout`, and beside a cache of 16 bits at least 2.
 
     Raises InvalidProblem for an extent or a choice that breaks its rule, then Unsupported for a dtype, a pair of
     them or a head_dim above 256.
@@ -75,6 +75,7 @@ class KVAppendDescriptor(StorageFields):
         self._settle_storage(self.dtype)
         for (name, stored), (scale_name, scale) in zip(self._storages(), self._scales(), strict=True):
             _check_conversion(name, stored, self.dtype, scale_name, scale)
+            _check_alignment(name, stored, self.layout.alignment_bytes)
         if self.head_dim > MAX_HEAD_DIM:
             raise Unsupported([f"head_dim = {self.head_dim}: must be at most {MAX_HEAD_DIM}"])
         rows = self.num_tokens * (self.num_kv_heads + (self.rotary.num_heads if self.rotary else 0))
@@ -175,3 +176,10 @@ def _check_conversion(name: str, stored: KVDtype, dtype: torch.dtype, scale_name
             raise Unsupported([f"{scale_name} = {scale}: must be none where {name} = {stored.value}"])
     if stored is KVDtype.INT8 and not scale:
         raise Unsupported([f"{scale_name} = none: must be per tensor, head or token where {name} = int8"])
+
+
+def _check_alignment(name: str, stored: KVDtype, alignment_bytes: int | None) -> None:
+    """Checks that the caches' alignment is no less than an element: a kernel moves whole ones."""
+    if alignment_bytes is not None and alignment_bytes < stored.element_bytes:
+        rule = f"must be at least {stored.element_bytes}, the bytes of an element, where {name} = {stored.value}"
+        raise InvalidProblem("layout.alignment_bytes", alignment_bytes, rule)

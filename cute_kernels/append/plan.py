@@ -11,7 +11,7 @@ from ..config.append import AppendSpec
 from ..errors import InvalidArgument
 from ..kv.page_table import PageTable
 from ..planning.base import LAUNCH_ERRORS, SKU_ARCH, FlaggingPlan, PrecisionGuarantee, Sku, selected
-from ..planning.checked import Checked, refuse_compile_in_capture
+from ..planning.checked import Checked, refuse_compile_in_capture, refuse_unknown
 from ..planning.variants import DeviceFacts, Launch, PlanPreference
 from .checks import AppendRules, Given, Operands, Views, check, normalised, slot_operands
 from .descriptor import KVAppendDescriptor
@@ -61,6 +61,7 @@ class KVAppendPlan(FlaggingPlan):
     ) -> None:
         """Checks shapes, dtypes, strides, alignment, devices and overlap as `run` does; raises its typed errors."""
         tables = slot_operands(self.descriptor, slots)
+        refuse_unknown(given, Given.__annotations__)
         known: dict[str, Any] = {**dict.fromkeys(Given.__annotations__), **given}
         if known["q_out"] is None:
             known["q_out"] = known["q"]

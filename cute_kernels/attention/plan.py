@@ -18,7 +18,7 @@ from ..kv.tensors import check_page_table
 from ..planning.base import LAUNCH_ERRORS, SKU_ARCH, FlaggingPlan, PrecisionGuarantee, Sku, selected
 from ..planning.checked import Checked, refuse_compile_in_capture
 from ..planning.variants import Candidate, DeviceFacts, Launch, PlanPreference
-from ..planning.workspace import check_clean
+from ..planning.workspace import check_clean, end_of
 from . import checks
 from .attention_descriptor import PagedAttentionDescriptor
 from .checks import Rules
@@ -27,7 +27,6 @@ from .operands import NO_EXTRAS, Extended, Extras, Given, Operands, Passage, Vie
 from .requests import belongs, key_lengths, query_rows, seen_keys
 from .shortcut import Setting, Shortcut, never, shortcut
 from .variants import explain, regions_of
-from .workspace import end_of
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

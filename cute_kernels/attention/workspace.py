@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from ..config.decode import SLOTS, Partition
-from ..planning.workspace import REGION_ALIGNMENT, WorkspaceRegion
+from ..planning.workspace import WorkspaceRegion, end_of, rounded_up
 from .descriptors import DecodeProblem
 
 ANNOUNCEMENT_BYTES = 4
@@ -16,19 +16,22 @@ WORD_BYTES = 16
 def workspace_regions(
     problem: DecodeProblem, num_ctas: int, partition: Partition, state_words: int
 ) -> tuple[WorkspaceRegion, ...]:
-    """The regions of a grid of `num_ctas` CTAs; none where rows stay whole or the batch is empty. Lengths do not matter.
+    """The regions of a grid of `num_ctas` CTAs. There are none where rows stay whole, or where the batch or its seq_len is 0.
+
+    Lengths that a run decides do not matter.
 
     partial_states: words of 16 bytes [SLOTS num_ctas, state_words], out, lse and marks of a unit's packed rows
     (KernelSpec.state_words, device/combine/partials.py). announcements: i32 [num_ctas], of CTAs that have started, where the
-    combine of a row is divided between them.
+    combine of a row is divided between them. The last region ends on a cache line.
     """
     slots = SLOTS[partition] * num_ctas
-    if slots == 0 or problem.batch_size == 0:
+    if slots == 0 or problem.batch_size == 0 or problem.max_seq_len == 0:  # a hint is never 0: no launch has a key
         return ()
-    states = WorkspaceRegion("partial_states", 0, slots * state_words * WORD_BYTES)
+    nbytes = slots * state_words * WORD_BYTES
     if partition == "invariant":
-        return (states,)
-    return states, WorkspaceRegion("announcements", states.nbytes, num_ctas * ANNOUNCEMENT_BYTES)
+        return (WorkspaceRegion("partial_states", 0, rounded_up(nbytes)),)
+    end = rounded_up(nbytes + num_ctas * ANNOUNCEMENT_BYTES)
+    return WorkspaceRegion("partial_states", 0, nbytes), WorkspaceRegion("announcements", nbytes, end - nbytes)
 
 
 def joined(regions: Iterable[tuple[WorkspaceRegion, ...]]) -> tuple[WorkspaceRegion, ...]:
@@ -42,11 +45,5 @@ def joined(regions: Iterable[tuple[WorkspaceRegion, ...]]) -> tuple[WorkspaceReg
 
 
 def workspace_bytes(problem: DecodeProblem, num_ctas: int, partition: Partition, state_words: int) -> int:
-    """Exact bytes of the workspace: the end of the last region, rounded up to 128."""
+    """Exact bytes of the workspace."""
     return end_of(workspace_regions(problem, num_ctas, partition, state_words))
-
-
-def end_of(regions: tuple[WorkspaceRegion, ...]) -> int:
-    """Bytes up to the end of the last region, rounded up to REGION_ALIGNMENT."""
-    nbytes = regions[-1].offset + regions[-1].nbytes if regions else 0
-    return -(-nbytes // REGION_ALIGNMENT) * REGION_ALIGNMENT

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypedDict
 
@@ -21,7 +20,6 @@ from ..checks.tensors import (
     type_name,
     with_unit_strides,
 )
-from ..config.backward import ROW_BYTES
 from ..errors import InvalidArgument, InvalidProblem
 from ..kv.page_table import OPERAND_NAMES
 from .descriptor import PagedAttentionBackwardDescriptor
@@ -83,17 +81,12 @@ class BackwardRules:
         limits = {"num_pages": d.num_pages, "max_pages": d.max_pages}
         return cls(descriptor, Rules(descriptor.problem, device, nhd=d.layout.order == "NHD", **limits), workspace_bytes)
 
-    @property
-    def row_alignment(self) -> int:
-        """Bytes that pointers and strides of q, dout, out and dq are multiples of."""
-        return math.gcd(ROW_BYTES, self.attention.problem.head_dim * self.attention.problem.q_dtype.itemsize)
-
 
 def check(rules: BackwardRules, operands: Operands) -> Passage:
     """Raises the typed error of the first rule that is broken: q, caches, table, extras, dout, out, lse, gradients, overlap."""
     attention, problem, q = rules.attention, rules.attention.problem, operands.q
     check_query(attention, q)
-    check_strides("q", q, rules.row_alignment)
+    check_strides("q", q, rules.descriptor.row_alignment)
     check_cache(attention, "k_cache", operands.k_cache, problem.kv_dtype)
     _check_like_k(attention, operands.k_cache, "v_cache", operands.v_cache)
     check_room(attention, operands.k_cache)
@@ -107,7 +100,7 @@ def check(rules: BackwardRules, operands: Operands) -> Passage:
         tensor = getattr(operands, name)
         check_tensor(attention.device, name, tensor, problem.q_dtype)
         check_shape(name, tensor, tuple(q.shape), "q's shape")
-        check_strides(name, tensor, rules.row_alignment)
+        check_strides(name, tensor, rules.descriptor.row_alignment)
     check_tensor(attention.device, "lse", operands.lse, torch.float32)
     check_shape("lse", operands.lse, (total_q, problem.num_heads), "[total_q, num_heads]")
     for name in ("dk_cache", "dv_cache"):
@@ -158,7 +151,7 @@ def _passage(rules: BackwardRules, operands: Operands) -> Passage:
 def viewed(rules: BackwardRules, operands: Operands) -> Operands:
     """The same memory as a kernel takes it: caches as HND, lse of uniform rows with an axis of requests, usual unit strides."""
     problem, changes = rules.attention.problem, {}
-    for names, alignment in ((QUERY_LIKE, rules.row_alignment), (CACHES, problem.vector_bytes)):
+    for names, alignment in ((QUERY_LIKE, rules.descriptor.row_alignment), (CACHES, problem.vector_bytes)):
         for name in names:
             tensor = getattr(operands, name)
             changes[name] = with_unit_strides(tensor, problem.head_dim) if has_odd_unit_strides(tensor, alignment) else tensor

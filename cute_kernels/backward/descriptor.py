@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
 from ..attention.attention_descriptor import PagedAttentionDescriptor
 from ..attention.descriptors import DecodeProblem
 from ..checks.fields import check_extent
+from ..config.backward import ROW_BYTES
 from ..errors import InvalidProblem, Unsupported
 from ..kv.page_table import PAGED
 from ..kv.types import QUERY_DTYPES
@@ -66,6 +68,11 @@ class PagedAttentionBackwardDescriptor:
     def most_rows(self) -> int:
         """Query rows of all requests at most."""
         return self.max_total_q or self.attention.batch_size * self.attention.max_q_len
+
+    @property
+    def row_alignment(self) -> int:
+        """Bytes that pointers and strides of q, dout, out and dq are multiples of."""
+        return math.gcd(ROW_BYTES, self.attention.head_dim * self.attention.q_dtype.itemsize)
 
     @property
     def nodes(self) -> int:

@@ -11,15 +11,14 @@ from torch import Tensor
 from ..attention.checks import check_query
 from ..attention.operands import Passage
 from ..attention.requests import belongs, query_rows
-from ..attention.workspace import end_of
 from ..checks.tensors import check_tensor
 from ..config.backward import BackwardSpec
 from ..kv.page_table import PageTable
 from ..kv.tensors import check_page_table
 from ..planning.base import LAUNCH_ERRORS, SKU_ARCH, FlaggingPlan, PrecisionGuarantee, Sku, selected
-from ..planning.checked import Checked, refuse_compile_in_capture
+from ..planning.checked import Checked, refuse_compile_in_capture, refuse_unknown
 from ..planning.variants import DeviceFacts, Launch, PlanPreference
-from ..planning.workspace import check_clean
+from ..planning.workspace import check_clean, end_of
 from .checks import BackwardRules, Given, Operands, check, check_run, viewed
 from .descriptor import PagedAttentionBackwardDescriptor
 from .variants import explain
@@ -83,6 +82,7 @@ class PagedAttentionBackwardPlan(FlaggingPlan):
         Gradients that are not given are taken to be new ones.
         """
         check_page_table(self.descriptor.attention.table_format, page_table)
+        refuse_unknown(given, Given.__annotations__)
         known: dict[str, Any] = {**dict.fromkeys(Given.__annotations__), **given}
         operands = Operands(dout, q, k_cache, v_cache, out, lse, *page_table.operands, **known, workspace=None)
         check(self._rules, self._with_outputs(operands))

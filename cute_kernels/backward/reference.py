@@ -7,6 +7,7 @@ query row sees, and what bad metadata masks, are as in attention/reference.py.
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from ..attention.reference import Keys, Place, Scoring, find_tokens, first_bad_row, real_values, scores_of, seen_by
 from ..attention.requests import key_lengths, query_rows, seen_keys
+from ..config.backward import MOST_EXPONENT
 from ..config.decode import LOG2_E
 from ..config.modifiers import QueryForm
 from ..kv.faults import Span, record
@@ -103,18 +105,22 @@ def _add_request(
 
 
 def row_gradients(q: Tensor, dout: Tensor, out: Tensor, lse: Tensor, keys: Keys, position: int, scoring: Scoring) -> RowGradients:
-    """What a query row gives, over the keys that it sees, in their dtype. q, dout, out [num_heads, head_dim], lse [num_heads]."""
+    """What a query row gives, over the keys that it sees, in their dtype. q, dout, out [num_heads, head_dim], lse [num_heads].
+
+    With the lse of the same run a weight passes 1 by no more than that lse's rounding. With the lse of another run a weight is at
+    most 2. With an lse of -inf, that of a row without keys, it is 0.
+    """
     dtype, (num_heads, head_dim) = keys.k.dtype, q.shape
     num_kv_heads = keys.k.shape[1]
-    lse = lse.to(dtype) / (LOG2_E if scoring.lse_base == "2" else 1.0)
+    lse = lse.to(dtype).where(lse != -math.inf, math.inf) / (LOG2_E if scoring.lse_base == "2" else 1.0)
     delta = (dout.to(dtype) * out.to(dtype)).sum(-1)
     sinks = torch.zeros_like(delta)
     if scoring.sinks is not None:
-        sinks = -torch.exp(scoring.sinks.to(dtype) - lse) * delta
+        sinks = -_weight(scoring.sinks.to(dtype) - lse) * delta
     if not len(keys.position):
         return RowGradients(torch.zeros_like(q, dtype=dtype), keys.k, keys.v, sinks)
     grouped = (num_kv_heads, num_heads // num_kv_heads)
-    weights = torch.exp(scores_of(q, keys, position, scoring) - lse.view(*grouped, 1))
+    weights = _weight(scores_of(q, keys, position, scoring) - lse.view(*grouped, 1))
     queries, douts = (t.to(dtype).reshape(*grouped, head_dim) for t in (q, dout))
     dscores = weights * (douts @ keys.v.permute(1, 2, 0) - delta.view(*grouped, 1)) * scoring.softmax_scale
     if scoring.modifiers.softcap:
@@ -123,6 +129,11 @@ def row_gradients(q: Tensor, dout: Tensor, out: Tensor, lse: Tensor, keys: Keys,
     dq = (dscores @ keys.k.transpose(0, 1)).reshape(num_heads, head_dim)
     dk, dv = ((part.mT @ rows).transpose(0, 1) for part, rows in ((dscores, queries), (weights, douts)))
     return RowGradients(dq, dk, dv, sinks)
+
+
+def _weight(exponent: Tensor) -> Tensor:
+    """Returns exp(exponent), but at most 2, as a GPU does, so that finite operands give finite sums."""
+    return torch.exp(exponent.clamp(max=MOST_EXPONENT / LOG2_E))
 
 
 def _store(operands: Operands, sums: Sums, keep_unread: bool) -> None:

@@ -24,21 +24,21 @@ def check_tensor(device: torch.device, name: str, tensor: Any, *dtypes: torch.dt
 
 
 def check_tensors(**tensors: object) -> None:
-    """Each is a tensor, real or fake. Raises InvalidArgument."""
+    """Raises InvalidArgument unless each is a tensor, real or fake."""
     for name, tensor in tensors.items():
         if not isinstance(tensor, Tensor):
             raise InvalidArgument(name, f"got {type(tensor).__name__}, must be a tensor")
 
 
 def check_tensors_or_none(**tensors: object) -> None:
-    """Each is a tensor, real or fake, or None. Raises InvalidArgument."""
+    """Raises InvalidArgument unless each is a tensor, real or fake, or None."""
     for name, tensor in tensors.items():
         if tensor is not None and not isinstance(tensor, Tensor):
             raise InvalidArgument(name, f"got {type(tensor).__name__}, must be a tensor or None")
 
 
 def check_beside(name: str, tensor: Any, x: Any, *dtypes: torch.dtype) -> None:
-    """`tensor` is one, of one of `dtypes` and on the device of `x`; it may be a fake one. Raises InvalidArgument."""
+    """Raises InvalidArgument unless `tensor` is a tensor, real or fake, of one of `dtypes` and on x's device."""
     if not isinstance(tensor, Tensor):
         raise InvalidArgument(name, f"got {type(tensor).__name__}, must be a tensor")
     if tensor.device != x.device:
@@ -55,12 +55,13 @@ def check_shape(name: str, tensor: Tensor, shape: tuple[int | None, ...], meanin
 
 
 def check_unit_last(name: str, tensor: Tensor) -> None:
-    if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+    """Checks for a last stride of 1. A tensor without elements may have any: no address follows from its strides."""
+    if tensor.numel() and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
         raise Unsupported([f"{name}.stride = {tensor.stride()}: the last must be 1"])
 
 
 def check_strides(name: str, tensor: Tensor, alignment: int) -> None:
-    """A unit last stride; the other strides and the pointer are multiples of `alignment` bytes."""
+    """Checks for a last stride of 1; the other strides and the pointer must be multiples of `alignment` bytes."""
     check_unit_last(name, tensor)
     if tensor.numel() == 0:
         return
@@ -73,7 +74,7 @@ def check_strides(name: str, tensor: Tensor, alignment: int) -> None:
 
 
 def refuse_overlap(operands: dict[str, Any], written: tuple[str, ...]) -> None:
-    """No written tensor shares bytes with another operand, or, but for the workspace, with itself; they may interleave."""
+    """No written tensor may share bytes with another operand or, except the workspace, with itself; tensors may interleave."""
     tensors = {name: t for name, t in operands.items() if isinstance(t, Tensor) and t.numel()}
     for name in (name for name in written if name in tensors):
         for other, tensor in tensors.items():
@@ -94,7 +95,7 @@ def span(tensor: Tensor) -> tuple[int, int]:
 
 def overlaps_itself(tensor: Tensor) -> bool:
     axes = sorted((stride, extent) for extent, stride in zip(tensor.shape, tensor.stride(), strict=True) if extent > 1)
-    reach = 0  # the largest offset that the axes so far can make
+    reach = 0  # the largest offset within the axes so far
     for stride, extent in axes:
         if stride <= reach:
             return True
@@ -103,14 +104,14 @@ def overlaps_itself(tensor: Tensor) -> bool:
 
 
 def has_odd_unit_strides(tensor: Tensor, alignment: int) -> bool:
-    """Whether an extent of one has a stride that a kernel's signature would refuse, though it is never used."""
+    """Whether an axis of extent one has a stride that a kernel's signature would refuse, though it is never used."""
     *outer, last = zip(tensor.shape, tensor.stride(), strict=True)
     odd = any(extent == 1 and (stride * tensor.element_size() % alignment or stride == 0) for extent, stride in outer)
     return odd or last[1] != 1
 
 
 def with_unit_strides(tensor: Tensor, head_dim: int) -> Tensor:
-    """The same elements; an extent of one gets a row's stride, or 1 when it is the last."""
+    """The same elements; an axis of extent one gets a row's stride, `head_dim`, or 1 if it is the last axis."""
     strides = [head_dim if extent == 1 else stride for extent, stride in zip(tensor.shape, tensor.stride(), strict=True)]
     return tensor.as_strided(tensor.shape, (*strides[:-1], 1))
 

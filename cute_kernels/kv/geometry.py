@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ..checks.fields import is_int
 from ..config.tiling import PRODUCER_WARPS, Arch
 from ..errors import InvalidProblem, MisalignedOperand
 
@@ -42,7 +43,7 @@ def tma_box(page_size: int, head_dim: int, element_bytes: int, stride_bytes: tup
     """The box of a page of one KV head: [page_size, head_dim] elements.
 
     stride_bytes: the cache's strides but the last, in bytes. Raises MisalignedOperand where a row or a stride is no
-    multiple of 16 bytes, InvalidProblem where an extent exceeds what a box may have (256).
+    multiple of 16 bytes, InvalidProblem where a stride is none above 0, or an extent exceeds what a box may have (256).
     """
     _check_positive(page_size=page_size, head_dim=head_dim, element_bytes=element_bytes)
     for name, extent in (("page_size", page_size), ("head_dim", head_dim)):
@@ -50,7 +51,10 @@ def tma_box(page_size: int, head_dim: int, element_bytes: int, stride_bytes: tup
             raise InvalidProblem(name, extent, f"a TMA box has at most {TMA_MAX_BOX} elements a dimension")
     if head_dim * element_bytes % TMA_BYTES:
         raise MisalignedOperand("head_dim * element_bytes", head_dim * element_bytes, TMA_BYTES)
+    if not isinstance(stride_bytes, tuple):
+        raise InvalidProblem("stride_bytes", stride_bytes, "must be a tuple of ints")
     for stride in stride_bytes:
+        _check_positive(stride_bytes=stride)
         if stride % TMA_BYTES:
             raise MisalignedOperand("stride_bytes", stride, TMA_BYTES)
     return TmaBox(num_dims=2, inner=head_dim, outer=page_size, element_bytes=element_bytes)
@@ -59,8 +63,7 @@ def tma_box(page_size: int, head_dim: int, element_bytes: int, stride_bytes: tup
 def pages_of_row(seq_len: int, page_size: int) -> int:
     """Pages that hold `seq_len` tokens: ceil(seq_len / page_size)."""
     _check_positive(page_size=page_size)
-    if seq_len < 0:
-        raise InvalidProblem("seq_len", seq_len, "must be at least 0")
+    _check_least(0, seq_len=seq_len)
     return -(-seq_len // page_size)
 
 
@@ -85,18 +88,24 @@ def split_workspace_bytes(batch_size: int, num_heads: int, num_splits: int, head
     of their CTAs end, and say what they need: `plan.workspace_size()`, which does not grow with the batch.
     """
     _check_positive(num_heads=num_heads, num_splits=num_splits, head_dim=head_dim)
-    if batch_size < 0:
-        raise InvalidProblem("batch_size", batch_size, "must be at least 0")
+    _check_least(0, batch_size=batch_size)
     return batch_size * num_heads * num_splits * (2 + head_dim) * F32_BYTES
 
 
 def threads(arch: Arch, num_warps: int) -> int:
     """Threads of one CTA: the consumer warps and, on sm90, the producer warps."""
     _check_positive(num_warps=num_warps)
+    if arch not in PRODUCER_WARPS:
+        raise InvalidProblem("arch", arch, f"must be {' or '.join(map(repr, PRODUCER_WARPS))}")
     return 32 * (num_warps + PRODUCER_WARPS[arch])
 
 
 def _check_positive(**extents: int) -> None:
+    _check_least(1, **extents)
+
+
+def _check_least(least: int, **extents: int) -> None:
+    """Checks that each extent is an int of at least `least`."""
     for name, extent in extents.items():
-        if extent < 1:
-            raise InvalidProblem(name, extent, "must be at least 1")
+        if not is_int(extent) or extent < least:
+            raise InvalidProblem(name, extent, f"must be an int of at least {least}")

@@ -17,23 +17,25 @@ def reference_merge(outs: Tensor, lses: Tensor, lse_base: LseBase = "e", sinks: 
     outs [num_states, ..., head_dim], lses [num_states, ...]. Returns out [..., head_dim] and lse [...], of the inputs' dtypes.
     An empty state (lse = -inf) weighs nothing, whatever its out holds; without others the result is (+0.0, -inf). One state that
     is not empty is returned bit for bit. Otherwise an lse of NaN or +inf makes the merge NaN. sinks: natural logits [num_heads]
-    that join the merged state.
+    that join the merged state, each as one more state whose out is 0.
     """
     dtype = torch.promote_types(outs.dtype, torch.float32)
-    power, log = (torch.exp2, torch.log2) if lse_base == "2" else (torch.exp, torch.log)
-    unit = math.log(2.0) if lse_base == "2" else 1.0
-    largest = lses.to(dtype).amax(0)
-    weights = power(lses.to(dtype) - largest.where(largest != -math.inf, 0.0))
-    merged, total = torch.zeros_like(outs[0], dtype=dtype), torch.zeros_like(largest)
+    power, log, unit = (torch.exp2, torch.log2, math.log(2.0)) if lse_base == "2" else (torch.exp, torch.log, 1.0)
+    largest, sink = lses.to(dtype).amax(0), None
+    if sinks is not None:
+        sink = sinks.to(dtype) / unit
+        largest = torch.maximum(largest, sink)
+    base = largest.where(largest != -math.inf, 0.0)
+    weights = power(lses.to(dtype) - base)
+    merged = torch.zeros_like(outs[0], dtype=dtype)
+    total = torch.zeros_like(largest) if sink is None else power(sink - base)
     for weight, state in zip(weights.unsqueeze(-1), outs, strict=True):
         merged += (weight * state).where(weight != 0.0, 0.0)
         total += weight[..., 0]
     merged, lse = merged / total.where(total != 0.0, 1.0)[..., None], largest + log(total)
-    if sinks is not None:
-        without, lse = lse, torch.logaddexp(lse * unit, sinks.to(dtype)) / unit
-        kept = ((without - lse) * unit).exp().where(without != -math.inf, 0.0)
-        return (merged * kept[..., None]).to(outs.dtype), lse.to(lses.dtype)
     out, lse = merged.to(outs.dtype), lse.to(lses.dtype)
+    if sinks is not None:
+        return out, lse
     live = lses != -math.inf
     for only, state, state_lse in zip(live & (live.sum(0) == 1), outs, lses, strict=True):
         out, lse = state.where(only[..., None], out), state_lse.where(only, lse)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..errors import InvalidArgument, LaunchFailed, Unsupported
 from ..kv.faults import Fault, new_status, read
-from .variants import Explanation, PlanPreference
+from .variants import Explanation, Launch, PlanPreference
 from .workspace import WorkspaceRegion, new_workspace
 
 MAX_PLANS = 256  # plans that `remembered` keeps
@@ -71,7 +71,12 @@ class Sku:
 
 
 class Plan:
-    """A chosen variant on one device. Its attributes are read-only facts: callers of one descriptor share the plan."""
+    """A chosen variant on one device. Its attributes are read-only facts: callers of one descriptor share the plan.
+
+    What a run writes is detached: autograd records nothing of it, whichever variant runs.
+    """
+
+    _launch: Launch  # a compiled kernel, or the CPU variant
 
     def __init__(
         self,
@@ -125,13 +130,14 @@ class Plan:
 
     @contextlib.contextmanager
     def _on(self, stream: torch.cuda.Stream | None) -> Iterator[None]:
-        """The plan's device and the given stream are current inside, the caller's again after."""
+        """The plan's device and the given stream are current inside, the caller's again after. Autograd records nothing there."""
         if stream is None and self.device.type != "cuda":
-            yield
+            with torch.inference_mode():
+                yield
             return
         if stream is not None and (not isinstance(stream, torch.cuda.Stream) or stream.device != self.device):
             raise InvalidArgument("stream", f"got {stream!r}, must be a torch.cuda.Stream of the plan's device, {self.device}")
-        with torch.cuda.device(self.device), torch.cuda.stream(stream):
+        with torch.cuda.device(self.device), torch.cuda.stream(stream), torch.inference_mode():
             yield
 
     def _launch_failed(self, error: Exception) -> LaunchFailed:
@@ -175,6 +181,16 @@ class FlaggingPlan(Plan):
             raise InvalidArgument(name, "reads from the device and waits for it, must not be used inside a graph capture")
 
 
+def _apart(launch: Launch) -> Launch:
+    """The CPU variant, apart from the modes of its caller as a kernel is: autograd records nothing, autocast rounds nothing."""
+
+    def run(*operands: Any) -> None:
+        with torch.inference_mode(), torch.autocast("cpu", enabled=False):
+            launch(*operands)
+
+    return run
+
+
 def remembered(
     kind: Callable[[_Descriptor, torch.device, PlanPreference], _Plan],
     descriptor: _Descriptor,
@@ -192,6 +208,8 @@ def remembered(
             _plans.move_to_end(key)
             return plan
     plan = kind(descriptor, device, preference)  # outside the lock: a compile takes seconds
+    if isinstance(plan, Plan) and plan.sku.arch == "cpu":
+        plan._launch = _apart(plan._launch)
     with _lock:
         plan = _plans.setdefault(key, plan)
         if len(_plans) > MAX_PLANS:

@@ -1,8 +1,8 @@
-"""Pieces of plans: checks that are remembered, no compile inside a graph capture."""
+"""Pieces of plans: checks that are remembered, names that are known, no compile inside a graph capture."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from typing import Generic, Protocol, TypeVar, cast
 
 import torch
@@ -45,6 +45,13 @@ class Checked(Generic[_Operands, _Verdict]):
             self._known.clear()
         self._known[key] = verdict
         return verdict
+
+
+def refuse_unknown(given: Mapping[str, object], known: Collection[str]) -> None:
+    """Raises TypeError for the first name that can_implement is given and `run` does not know."""
+    for name in given:
+        if name not in known:
+            raise TypeError(f"can_implement() got an unexpected keyword argument {name!r}")
 
 
 def refuse_compile_in_capture(spec: compiler.Spec) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from ..errors import InvalidArgument
 from ..memory import lasting_zeros
 
-REGION_ALIGNMENT = 128  # bytes: a region starts and ends on a cache line
+REGION_ALIGNMENT = 128  # bytes: the regions of a launch end on a cache line, so that those of the next phase begin on one
 WORKSPACE_ALIGNMENT = 16  # bytes: what the workspace's own pointer must keep
 
 
@@ -25,6 +25,16 @@ class WorkspaceRegion:
     name: str
     offset: int
     nbytes: int
+
+
+def rounded_up(nbytes: int) -> int:
+    """Bytes up to the end of their last cache line."""
+    return -(-nbytes // REGION_ALIGNMENT) * REGION_ALIGNMENT
+
+
+def end_of(regions: tuple[WorkspaceRegion, ...]) -> int:
+    """Bytes up to the end of the last region: their sum, since each begins where the one before it ends."""
+    return regions[-1].offset + regions[-1].nbytes if regions else 0
 
 
 def new_workspace(nbytes: int, device: torch.device) -> Tensor:

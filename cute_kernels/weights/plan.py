@@ -15,7 +15,7 @@ from ..kv.page_table import PageTable
 from ..kv.tensors import check_page_table
 from ..kv.types import QUERY_DTYPES
 from ..planning.base import LAUNCH_ERRORS, SKU_ARCH, FlaggingPlan, PrecisionGuarantee, Sku, selected
-from ..planning.checked import Checked, refuse_compile_in_capture
+from ..planning.checked import Checked, refuse_compile_in_capture, refuse_unknown
 from ..planning.variants import Candidate, DeviceFacts, Launch, PlanPreference
 from .checks import OUTPUTS, Given, Operands, WeightsRules, check, viewed
 from .descriptor import AttentionWeightsDescriptor
@@ -69,6 +69,7 @@ class AttentionWeightsPlan(FlaggingPlan):
         Outputs that are not given are taken to be new ones.
         """
         check_page_table(self.descriptor.table_format, page_table)
+        refuse_unknown(given, Given.__annotations__)
         known: dict[str, Any] = {**dict.fromkeys(Given.__annotations__), **given}
         outputs = self._outputs(*(known.pop(name) for name in OUTPUTS))
         slopes = known.pop("alibi_slopes")

@@ -11,6 +11,7 @@ import cute_kernels as ck
 from tests.support.append_cases import (
     Memory,
     append,
+    cos_sin_of,
     expected,
     filled,
     fresh,
@@ -21,7 +22,7 @@ from tests.support.append_cases import (
     random_slots,
     select,
 )
-from tests.support.harness import BACKENDS, device_of
+from tests.support.harness import BACKENDS, ONE_CALL, device_of
 
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
 K, S, HND, NHD = ck.KVDtype, ck.KVScale, ck.KVLayout.HND, ck.KVLayout.NHD
@@ -257,6 +258,30 @@ def test_odd_strides_of_extents_of_one(backend: str) -> None:
     caches = [t.as_strided(t.shape, (1, 5, 3, 1)) for t in (memory.k_cache, memory.v_cache)]
     select(d, backend).run(*odd, *caches, slots.to(device), k_scale=memory.k_scale, v_scale=memory.v_scale)
     memory.assert_equals(expected(d, k, v, slots, 1))
+
+
+@pytest.mark.parametrize("backend", ONE_CALL)
+@pytest.mark.parametrize("head_dim", [7, 16])
+@pytest.mark.parametrize("rotary_dim", [0, 6])
+@pytest.mark.parametrize(("k_stored", "v_stored"), [(K.E4M3, K.F16), (K.F16, K.E5M2), (K.E4M3, None)], ids=str)
+def test_an_8_bit_cache_aligned_to_single_bytes(
+    k_stored: ck.KVDtype, v_stored: ck.KVDtype | None, rotary_dim: int, head_dim: int, backend: str
+) -> None:
+    """One call serves an odd head_dim and an odd address, also beside a cache of 16 bits."""
+    d = ck.KVAppendDescriptor(24, 3, head_dim, 8, F16, k_stored, v_dtype=v_stored)
+    (k, v), slots, memory = random_kv(d, 24), random_slots(d, 24, PAGES), fresh(d, PAGES, device_of(backend))
+    for name in ("k_cache", "v_cache"):
+        cache = getattr(memory, name)
+        if cache.itemsize == 1:
+            odd = torch.zeros(cache.numel() + 1, dtype=torch.uint8, device=cache.device)[1:]
+            setattr(memory, name, odd.view(cache.dtype).view(cache.shape).copy_(cache))
+    rotated, given = k, {"k": k, "v": v, "slots": slots}
+    if rotary_dim:
+        angles = {"cos_sin_cache": cos_sin_of(50, rotary_dim), "positions": torch.arange(24)}
+        rotated, given = ck.apply_rotary(k, **angles, rotary=ck.Rotary("half", rotary_dim)), given | angles
+    given = {name: tensor.to(memory.k_cache.device) for name, tensor in given.items()}
+    ck.append_kv(**given, k_cache=memory.k_cache, v_cache=memory.v_cache)
+    memory.assert_equals(expected(d, rotated, v, slots, PAGES))
 
 
 @pytest.mark.gpu

@@ -91,6 +91,26 @@ def test_what_has_no_conversion_is_unsupported(changes: Args, match: str) -> Non
         replace(D, **changes)
 
 
+@pytest.mark.parametrize(
+    ("changes", "stored"),
+    [
+        ({"kv_dtype": None, **PLAIN}, "kv_dtype = bf16"),
+        ({"kv_dtype": K.BF16, "v_dtype": K.E4M3, **PLAIN}, "kv_dtype = bf16"),
+        ({"kv_dtype": K.E4M3, "v_dtype": K.BF16, **PLAIN}, "v_dtype = bf16"),
+    ],
+    ids=str,
+)
+def test_an_alignment_below_an_element_is_refused(changes: Args, stored: str) -> None:
+    """An 8-bit cache may be aligned to single bytes: kernels then move one column at a time."""
+    rule = f"layout.alignment_bytes = 1: must be at least 2, the bytes of an element, where {stored}"
+    with pytest.raises(InvalidProblem, match=rule):
+        replace(D, layout=ck.KVLayout.HND.with_alignment(1), **changes)
+    for kind in (K.E4M3, K.INT8):
+        d = replace(D, kv_dtype=kind, layout=ck.KVLayout.HND.with_alignment(1))
+        assert [explain(d, PRETEND[name]).chosen.spec.columns for name in ("h200", "a100")] == [1, 1]
+        assert explain(d, PRETEND["cpu"]).chosen.variant == "cpu_reference"
+
+
 def test_extents_come_before_dtypes() -> None:
     with pytest.raises(InvalidProblem, match="page_size"):
         replace(D, page_size=0, dtype=F32, head_dim=512)

@@ -194,3 +194,17 @@ def test_k_is_judged_as_it_is_rotated(backend: str) -> None:
     memory.assert_equals(expected(d, rotated, v, SLOTS, PAGES))
     assert plan.status() == ck.Fault(6, "scale", 1)
     plan.clear_status()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("magnitude", "least", "most"), [(1.0, 1, 1), (1e-2, 1, 1), (1e-4, 3, 7), (1e-5, 20, 42)])
+def test_codes_beside_those_of_the_f32_scale(magnitude: float, least: int, most: int, backend: str) -> None:
+    """They differ by at most one under normal f16 scales; under subnormal ones, which are rounded up, they are smaller."""
+    d = ck.KVAppendDescriptor(2000, 1, 64, 16, BF16, K.INT8, k_scale=S.TOKEN_F16, v_scale=S.TOKEN_F16)
+    x = (torch.randn(2000, 1, 64, generator=torch.Generator().manual_seed(0)) * magnitude).bfloat16()
+    memory = append(d, backend, x, x, torch.arange(2000), 125)
+    codes = memory.k_cache.cpu().transpose(1, 2).flatten(0, 1).double()
+    exact = x.double().abs().amax(-1, keepdim=True) / 127
+    theirs = (x.double() / exact).round()
+    off = codes.abs() - theirs.abs()
+    assert least <= off.abs().max() <= most and (magnitude > 1e-3 or off.max() <= 0)

@@ -13,7 +13,7 @@ import cute_kernels as ck
 from cute_kernels.attention.choice import heuristics
 from cute_kernels.attention.choice.cost_model import predict_us
 from cute_kernels.attention.kernel_spec import kernel_spec
-from cute_kernels.attention.variants import explain, misfits
+from cute_kernels.attention.variants import explain, grid_of, misfits, regions_of
 from cute_kernels.attention.workspace import workspace_bytes
 from cute_kernels.config.decode import DecodeConfig
 from cute_kernels.config.limits import supports
@@ -279,6 +279,27 @@ def test_a_grid_has_a_limit() -> None:
     explanation = explain(described, A100, ck.PlanPreference(batch_invariant=True))
     refused = [candidate for candidate in explanation.candidates if candidate.arch == "sm80"]
     assert all("CTAs exceed a grid's 2**31 - 1" in str(candidate.reasons) for candidate in refused), explanation
+
+
+@pytest.mark.parametrize("sm_count", [1, 7, 64, 131, 132])
+@pytest.mark.parametrize("storage", sorted(STORAGES))
+def test_regions_are_the_whole_workspace(storage: str, sm_count: int) -> None:
+    """Each begins where the one before it ends, and those of a phase end on a cache line: their sum is the size."""
+    facts = ck.PlanPreference(sm_count=sm_count).part_of(H200)
+    for max_q_len, head_dim, invariant in product((1, 4, 300), (40, 128), (False, True)):
+        described = ck.PagedAttentionDescriptor(
+            5, 12, 3, head_dim, 16, torch.bfloat16, max_q_len=max_q_len, max_seq_len=5000, **STORAGES[storage]
+        ).problem
+        candidate = explain(described, facts, ck.PlanPreference(batch_invariant=invariant)).chosen
+        end = 0
+        for phase in candidate.phases or (candidate,):
+            end += workspace_bytes(*grid_of(described, phase))
+            assert end % 128 == 0
+        regions, begin = regions_of(described, candidate), 0
+        for region in regions:
+            assert region.offset == begin, regions
+            begin += region.nbytes
+        assert begin == end
 
 
 def test_the_spec_is_what_changes_generated_code() -> None:

@@ -127,6 +127,11 @@ def test_a_bad_tensor_is_refused_before_anything_is_written(name: str, value: ob
         assert name == gradient or (given[gradient] == 7).all()
 
 
+def test_a_name_that_run_does_not_know_is_named() -> None:
+    with pytest.raises(TypeError, match=r"can_implement\(\) got an unexpected keyword argument 'dk'"):
+        ck.PagedAttentionBackwardPlan.select(D, "cpu").can_implement(**arguments(), dk=None)
+
+
 @pytest.mark.parametrize(("first", "second"), [("dq", "q"), ("dk_cache", "k_cache"), ("dk_cache", "dv_cache"), ("dq", "dout")])
 def test_gradients_have_memory_of_their_own(first: str, second: str) -> None:
     given = arguments()
@@ -150,13 +155,35 @@ def test_gradients_that_are_not_given_are_new() -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("lse", [-float("inf"), -300.0, 0.0, 300.0, float("inf")])
 def test_gradients_are_finite_with_the_lse_of_another_run(lse: float, backend: str) -> None:
-    """But on the CPU, whose weights are what the formula gives."""
+    """A weight is at most 2, and 0 with an lse of -inf, as of a row without keys."""
     inputs, plan = make_backward(NAMED["causal"], device_of(backend)), select(NAMED["causal"], backend)
     inputs.lse.fill_(lse)
     inputs.out[: sum(inputs.case.attention.q_lens)] *= 3
     result = run(plan, inputs, fill=0.0)
-    if backend != "cpu" or lse >= 0:
-        assert all(t.isfinite().all() for t in result if t is not None)
+    assert all(t.isfinite().all() for t in result if t is not None)
+    assert lse != -float("inf") or not any(t.any() for t in result if t is not None)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_weight_is_held_to_2(backend: str) -> None:
+    """The lse is far below the scores, so each key has twice the sum of dout as its dV."""
+    device, dtype = device_of(backend), F32 if backend == "cpu" else BF16
+    own = ck.PagedAttentionDescriptor(
+        2, 4, 2, 64, None, dtype, 5, query_format="uniform", table_format="none", causal=None, sinks=True
+    )
+    d = ck.PagedAttentionBackwardDescriptor(own)
+    plan = ck.PagedAttentionBackwardPlan.select(d, device, ck.PlanPreference(arch=backend))
+    generator = torch.Generator().manual_seed(0)
+    rows = [torch.randn(2, 5, 4, 64, generator=generator).to(device, dtype) for _ in range(3)]
+    caches = [torch.randn(2, 2, 7, 64, generator=generator).to(device, dtype) for _ in range(2)]
+    lse, whole, sinks = torch.full((10, 4), -300.0, device=device), ck.PageTable.whole(), torch.zeros(4, device=device)
+    result = plan.run(rows[0], rows[1], *caches, rows[2], lse, whole, sinks=sinks, workspace=plan.new_workspace())
+    want = 2 * rows[0].double().unflatten(2, (2, 2)).sum((1, 3))[:, :, None].expand(2, 2, 7, 64)
+    step = torch.finfo(dtype).eps * want.abs().amax(-1, keepdim=True)
+    assert ((result.dv_cache.double() - want).abs() <= 8 * step).all()
+    delta = (rows[0].double() * rows[2].double()).sum(-1)
+    want, terms = -2 * delta.sum((0, 1)), (rows[0].double() * rows[2].double()).abs().sum((0, 1, 3))
+    assert ((result.dsinks.double() - want).abs() <= 2**-20 * terms).all()
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -1,4 +1,4 @@
-"""paged_attention() under torch.autograd, and the reference's backward under gradcheck."""
+"""paged_attention() under torch.autograd, and the reference's backward under gradcheck. Its edges: test_functional_edges.py."""
 
 from __future__ import annotations
 

@@ -225,6 +225,25 @@ def test_sinks_join_the_merged_state_once(dtype: torch.dtype, states: int, lse_b
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("lse_base", ["e", "2"])
+@pytest.mark.parametrize("center", [-6e4, 20.0, 6e4, 2.2e8])
+def test_sinks_beside_lses_of_any_size(center: float, lse_base: str, backend: str) -> None:
+    """A sink far below the merged lse takes nothing, one far above takes all, and one near it takes its part.
+
+    A GPU rounds the merged lse before a sink joins it, so that a near sink's part is exact to that rounding alone.
+    """
+    d = replace(SMALL, batch_size=64, dtype=F32, lse_base=lse_base, sinks=True)
+    outs, lses = make_states(d, device_of(backend), center=center)
+    unit = math.log(2) if lse_base == "2" else 1.0
+    near = center * unit if backend == "cpu" else 0.0
+    sinks = torch.tensor([near, 0.0, -3.0, center * unit - 100, -math.inf], device=outs.device)
+    out, lse = select(d, backend).run(outs, lses, sinks=sinks)
+    logits = (sinks / unit).expand_as(lses[:1])  # in f32: a rounding of a sink is part of what is asked for
+    more = torch.cat([outs, torch.zeros_like(outs[:1])]), torch.cat([lses, logits])
+    check_states((out, lse), exact(*more, lse_base), same_dtype(*more, lse_base))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_parts_made_without_sinks_merge_to_attention_with_them(backend: str) -> None:
     """Each part with its sinks would count them twice."""
     generator = torch.Generator(device_of(backend)).manual_seed(0)

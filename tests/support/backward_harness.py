@@ -70,8 +70,8 @@ def expected(inputs: BackwardInputs) -> tuple[Expected, Expected, Expected]:
     group = one.cache.num_heads // one.cache.num_kv_heads
     rows, dtype = attention.rows, attention.q.dtype
     flat = {name: t.flatten(0, 1) if one.uniform else t for name, t in (("dout", inputs.dout), ("out", inputs.out))}
-    exact = [t.double().requires_grad_() for t in (rows, attention.k, attention.v)]
-    same = [t.float().requires_grad_() for t in (rows, attention.k, attention.v)]
+    exact = [t.detach().double().requires_grad_() for t in (rows, attention.k, attention.v)]
+    same = [t.detach().float().requires_grad_() for t in (rows, attention.k, attention.v)]  # no f32 operand is a leaf
     terms = [torch.zeros_like(t, dtype=torch.float64).requires_grad_() for t in (rows, attention.k, attention.v)]
     sinks = inputs.extras["sinks"].double() if one.sinks else torch.zeros(rows.shape[1], device=rows.device)
     sinks.requires_grad_()
