@@ -153,9 +153,9 @@ def paged_attention(
     contiguous cache have the cache's axes but head_dim. A torch op where tensors are traced, as decode_attention is.
 
     Where q, k_cache, v_cache or sinks require gradients, out has them (PagedAttentionBackwardPlan), lse has none; out and lse
-    must not be given. Caches of 8 bits or with scales, tree_mask and slopes have no backward, and on a GPU neither have f32, a
-    head_dim that is no multiple of 8, and caches that are aligned to less than 4 bytes: Unsupported, raised by this call, or by
-    the backward of a traced one.
+    must not be given. Caches of 8 bits or with scales, tree_mask and slopes have no backward. On a GPU, neither have a head_dim
+    that is no multiple of 8 (in f32 of 4) and caches that are aligned to less than 4 bytes. They raise Unsupported in this call,
+    or in the backward of a traced one.
     """
     if causal not in ("bottom_right", "top_left", None):
         raise InvalidProblem("causal", causal, 'must be "bottom_right", "top_left" or None')

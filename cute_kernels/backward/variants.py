@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import cast
 
-import torch
-
 from ..config.backward import NUM_STAGES, SHAPES, WIDE_COLUMNS, BackwardSpec, backward_supports, fitted
 from ..config.problem import ElementType, StoredType
 from ..config.tiling import Arch, Target
@@ -25,8 +23,6 @@ def explain(
 
 
 def _offer(descriptor: PagedAttentionBackwardDescriptor, arch: Arch, target: Target) -> Offer:
-    if descriptor.problem.q_dtype == torch.float32:
-        return Offer(["q_dtype = torch.float32: the tensor-core variants take torch.float16 and torch.bfloat16"])
     spec = kernel_spec(descriptor, arch, target)
     reasons = backward_supports(spec)
     for name in ("num_pages", "max_pages"):
@@ -63,6 +59,6 @@ def kernel_spec(descriptor: PagedAttentionBackwardDescriptor, arch: Arch, target
         tile_rows=tile_rows,
         num_stages=NUM_STAGES,
         shared_pages=bool(descriptor.shared_pages),
-        mma="warpgroup" if arch == "sm90" and problem.head_dim % WIDE_COLUMNS == 0 else "warp",
+        mma="warpgroup" if arch == "sm90" and problem.head_dim % WIDE_COLUMNS == 0 and not problem.splits else "warp",
     )
     return fitted(spec)

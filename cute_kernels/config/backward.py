@@ -13,6 +13,7 @@ NUM_STAGES = 2
 WHOLE_HEAD_DIM = 128  # above this, dK and dV of 16 keys take more registers than a thread has: each gets its own launch
 MOST_EXPONENT = 1.0  # of a softmax weight, to base 2: with the lse of the same run, only rounding can lift an exponent above 0
 SHAPES = ((8, 64), (8, 32), (4, 64), (4, 32), (4, 16))  # (warps, streamed rows) of a CTA; the first that fits is taken
+SHAPES_OF_F32 = ((8, 16), (4, 16), (2, 16), (1, 16))  # the same for f32, which takes twice the memory, and parts in registers
 CHAIN_THREADS = 1024  # of the CTA that chains the uses of shared pages
 CHAIN_WORDS = 3, 2  # int32 words per page, and per entry of the page table (device/kv/chains.py)
 SINK_WARPS = 8  # of a CTA that sums the gradient of one head's sink
@@ -55,12 +56,27 @@ class BackwardSpec(ProblemSpec):
     @property
     def resident(self) -> RingShape:
         """The shape of a resident tile."""
-        return RingShape(self.resident_rows, self.resident_rows, self.padded_head_dim, 1)
+        return RingShape(self.resident_rows, self.resident_rows, self.row_units, 1)
 
     @property
     def streamed(self) -> RingShape:
         """The ring of streamed tiles."""
-        return RingShape(self.tile_rows, self.tile_rows, self.padded_head_dim, self.num_stages)
+        return RingShape(self.tile_rows, self.tile_rows, self.row_units, self.num_stages)
+
+    @property
+    def row_units(self) -> int:
+        """16-bit units of a row of a tile."""
+        return self.padded_head_dim * self.q_bytes // UNIT_BYTES
+
+    @property
+    def vector(self) -> int:
+        """Elements of a query row that one copy brings."""
+        return ROW_BYTES // self.q_bytes
+
+    @property
+    def value_columns(self) -> int:
+        """Neighbouring columns of a row, each in an n8 step of its own, that a lane loads at once (epilogue.value_column)."""
+        return self.streamed.lane_columns if self.splits else 1
 
     @property
     def row_bytes(self) -> int:
@@ -85,8 +101,8 @@ class BackwardSpec(ProblemSpec):
 
 
 def fitted(spec: BackwardSpec) -> BackwardSpec:
-    """`spec` with the first of SHAPES that fits in shared memory, or with the last if none does."""
-    for num_warps, tile_rows in SHAPES:
+    """`spec` with the first of its type's shapes that fits in shared memory, or with the last if none does."""
+    for num_warps, tile_rows in SHAPES_OF_F32 if spec.splits else SHAPES:
         spec = replace(spec, num_warps=num_warps, tile_rows=tile_rows)
         if spec.smem_bytes <= SMEM_BYTES[spec.target if spec.arch == "sm90" else "sm_80"]:
             break
@@ -96,12 +112,14 @@ def fitted(spec: BackwardSpec) -> BackwardSpec:
 def backward_supports(spec: BackwardSpec) -> list[str]:
     """Every reason why `spec` cannot be built; an empty list means that it can."""
     reasons = []
-    if not 8 <= spec.head_dim <= 256 or spec.head_dim % (ROW_BYTES // UNIT_BYTES):
-        reasons.append(f"head_dim={spec.head_dim} is not a multiple of 8 in 8..256")
+    if not spec.vector <= spec.head_dim <= 256 or spec.head_dim % spec.vector:
+        reasons.append(f"head_dim={spec.head_dim} is not a multiple of {spec.vector} in {spec.vector}..256")
     if spec.vector_bytes not in (4, 8, 16):
         reasons.append(f"vector_bytes={spec.vector_bytes} is not 4, 8 or 16: what one copy of a cache moves")
     if spec.tile_rows % TILE_M or spec.num_warps < 1:
         reasons.append(f"tile_rows={spec.tile_rows} is not a multiple of {TILE_M}, or num_warps={spec.num_warps} below 1")
+    if spec.by_warpgroup and spec.splits:
+        reasons.append("mma=warpgroup: f32 is multiplied by warps, from parts in registers")
     if spec.by_warpgroup and (spec.target != "sm_90a" or spec.num_warps % WARPGROUP or spec.padded_head_dim % WIDE_COLUMNS):
         reasons.append(f"mma=warpgroup needs sm_90a, warpgroups, and columns in multiples of {WIDE_COLUMNS}")
     if spec.modifiers.tree_mask:

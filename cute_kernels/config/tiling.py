@@ -49,6 +49,11 @@ class RingShape:
         return math.gcd(self.units, 64)
 
     @property
+    def lane_columns(self) -> int:
+        """Neighbouring columns of f32, two to four, that a lane loads of a row at once (device/attend/split_mma.py)."""
+        return self.column_block // 16
+
+    @property
     def tile_bytes(self) -> int:
         """Bytes of one tile."""
         return self.tile_n * self.units * UNIT_BYTES
@@ -264,7 +269,7 @@ class TilingSpec(ProblemSpec):
         """Neighbouring columns of a token's V that a lane reads in one access, each for another n8 step (value_column)."""
         if self.by_warpgroup:
             return 1
-        return self.rings[1].column_block // 16 if self.splits else UNIT_BYTES // self.v_bytes
+        return self.rings[1].lane_columns if self.splits else UNIT_BYTES // self.v_bytes
 
 
 def most_warp_tiles(num_warps: int, padded_head_dim: int, splits: bool = False) -> int:

@@ -78,8 +78,9 @@ def test_descriptors_are_frozen_keys_of_one_plan() -> None:
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
 @pytest.mark.parametrize(("arch", "target"), [("sm90", "sm_90a"), ("sm80", "sm_80"), ("sm80", "sm_90a")])
 def test_every_head_dim_fits(head_dim: int, arch: Any, target: Any) -> None:
-    spec = kernel_spec(replace(D, attention=replace(A, head_dim=head_dim)), arch, target)
-    assert backward_supports(spec) == []
+    for dtype in (BF16, F32):
+        spec = kernel_spec(replace(D, attention=replace(A, head_dim=head_dim, q_dtype=dtype, kv_dtype=None)), arch, target)
+        assert backward_supports(spec) == []
 
 
 def test_the_choice_and_its_reasons() -> None:
@@ -90,9 +91,11 @@ def test_the_choice_and_its_reasons() -> None:
     with pytest.raises(Unsupported, match="num_pages = None: must be given beside shared_pages"):
         _ = explain(unsized, PRETEND["h200"]).chosen
     assert explain(replace(unsized, shared_pages=False), PRETEND["h200"]).chosen.variant == "sm90_backward"
-    for changes, match in (({"q_dtype": F32}, "torch.float32"), ({"head_dim": 60}, "head_dim=60 is not a multiple of 8")):
-        with pytest.raises(Unsupported, match=match):
-            _ = explain(replace(D, attention=replace(A, kv_dtype=None, **changes)), PRETEND["h200"]).chosen
+    in_f32 = replace(D, attention=replace(A, kv_dtype=None, q_dtype=F32, head_dim=60))
+    assert explain(in_f32, PRETEND["h200"]).chosen.spec.mma == "warp"
+    for dtype, head_dim, least in ((BF16, 60, 8), (F32, 58, 4)):
+        with pytest.raises(Unsupported, match=f"head_dim={head_dim} is not a multiple of {least}"):
+            _ = explain(replace(D, attention=replace(A, kv_dtype=None, q_dtype=dtype, head_dim=head_dim)), PRETEND["h200"]).chosen
     assert "backward of attention" in str(explain(D, PRETEND["h200"]))
 
 

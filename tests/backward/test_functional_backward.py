@@ -73,7 +73,11 @@ def dense(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
     return torch.einsum("hnt,htd->nhd", scores.softmax(-1)[..., : k.shape[1]], v)
 
 
-BACKENDS = [pytest.param("cpu", torch.float32, id="cpu"), pytest.param("cuda", torch.bfloat16, id="cuda", marks=pytest.mark.gpu)]
+BACKENDS = [
+    pytest.param("cpu", torch.float32, id="cpu"),
+    pytest.param("cuda", torch.bfloat16, id="cuda", marks=pytest.mark.gpu),
+    pytest.param("cuda", torch.float32, id="cuda-f32", marks=pytest.mark.gpu),
+]
 
 
 @pytest.mark.parametrize(("device", "dtype"), BACKENDS)

@@ -13,11 +13,12 @@ from cute_kernels.backward.checks import Operands
 from cute_kernels.backward.variants import kernel_spec
 from cute_kernels.compile import kernels as compiler
 from cute_kernels.config.backward import backward_supports
+from cute_kernels.device.attend.split_mma import TERMS
 from cute_kernels.device.kernels.backward import BackwardKernel
 from cute_kernels.device.tracing.backward import arguments, build_backward
 from tests.support import machine_code
 
-BF16, F16 = torch.bfloat16, torch.float16
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 A = ck.PagedAttentionDescriptor(4, 32, 8, 128, 64, BF16, 8192, num_pages=512, max_pages=128)
 CONTIGUOUS = {"page_size": None, "num_pages": None, "max_pages": None, "table_format": "none", "query_format": "uniform"}
 EVERYTHING = {"window_left": 40, "softcap": 3.0, "alibi": True, "sinks": True}
@@ -66,6 +67,25 @@ def test_no_atomic_and_no_spill(changes: dict, arch: str, target: str, tmp_path:
         assert not re.search(r"\b(LDL|STL)\b", code), f"{name}: registers spilled to local memory"
         assert not re.search(r"\b(RED|ATOMG?)\.\S*F(16|32)", code), f"{name}: a floating-point atomic"
         assert spec.lifts or name == "chain" or not re.search(r"\b(RED|ATOMG?)\b", code), f"{name}: an atomic"
+
+
+# instructions of a kernel that keep registers in local memory, at most: of 7,900 and of 11,700
+SPILLS_OF_F32 = {128: 32, 256: 38}
+
+
+@pytest.mark.parametrize("head_dim", SPILLS_OF_F32)
+@pytest.mark.parametrize(("arch", "target"), TARGETS)
+def test_f32_is_multiplied_in_parts(head_dim: int, arch: str, target: str, tmp_path: Path) -> None:
+    """Six products of bf16 parts for each one, of warps on every architecture."""
+    spec = kernel_spec(described({**CONTIGUOUS, "q_dtype": F32, "kv_dtype": None, "head_dim": head_dim}), arch, target)  # type: ignore[arg-type]
+    assert backward_supports(spec) == [] and not spec.by_warpgroup
+    _, sass = machine_code.dump(build_backward, spec, tmp_path)
+    step = len(TERMS) * spec.tile_rows // 8 * head_dim // 16  # of S, of dP, and of each gradient
+    found = functions(sass)
+    assert found["queries"].count("HMMA.16816.F32.BF16") == 3 * step
+    for code in found.values():
+        assert len(re.findall(r"\b(?:LDL|STL)\b", code)) <= 2 * SPILLS_OF_F32[head_dim]
+        assert not re.search(r"\b(RED|ATOMG?)\b", code), "an atomic"
 
 
 def test_everything_at_once_compiles(tmp_path: Path) -> None:

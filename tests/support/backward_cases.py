@@ -94,7 +94,7 @@ CASES = (
 
 
 def in_f32(one: Case) -> Case:
-    """The same on f32 operands, which the CPU variant takes."""
+    """The same on f32 operands."""
     return replace(one, attention=replace(one.attention, cache=replace(one.attention.cache, dtype=F32)))
 
 

@@ -2,7 +2,8 @@
 
 With resident q and dout and streamed K and V, these are S = Q K^T, dP = dO V^T and dQ += dS K. With resident K and V and streamed
 q and dout, they are the transposed S and dP, and dV += P^T dO, dK += dS^T Q. The accumulators of S and dP, reread as A fragments,
-are operands of the other products, so that P and dS never leave registers.
+are operands of the other products, so that P and dS never leave registers. Over f32 a warp multiplies three bf16 parts of each
+operand (split_mma.py).
 """
 
 import cutlass
@@ -15,10 +16,12 @@ from ...config.problem import MMA_K, UNIT_BYTES
 from ...config.tiling import TILE_M, WARPGROUP, WARPGROUP_M
 from ..elements import ELEMENT_TYPES
 from ..mainloop.tile import columns, swizzled, transposed
-from ..ptx.registers import LANES, quotient, remainder
+from ..ptx.registers import LANES, as_bits, quotient, remainder
+from .epilogue import value_column
 from .pack_gqa import fragments, load_fragment
 from .query_heads import HALF_BYTES
 from .query_range import pack
+from .split_mma import F32_BYTES, Parts, ValueReader, add_product, column_parts, row_parts, weight_parts
 from .warp_mma import TileReader, make_mma
 from .warpgroup_mma import accumulator, descriptors, in_one, make_mma_of, wait_for_products
 
@@ -28,14 +31,16 @@ class RowProducts:
 
     def __init__(self, spec: BackwardSpec, resident: tuple, streamed: tuple, warp: Int32):
         self.spec, lane = spec, cute.arch.lane_idx()
-        self.mma = make_mma(spec.element_type)
-        self.thr_mma = self.mma.get_slice(lane)
-        kind = spec.element_type
-        self.readers = [TileReader(spec, self.mma, lane, ring, kind, is_v=False) for ring in streamed]
-        self.turned = [TileReader(spec, self.mma, lane, ring, kind, is_v=True) for ring in streamed]
+        self.mma = make_mma(spec.k_math)
+        self.readers = [TileReader(spec, self.mma, lane, ring, spec.k_type, is_v=False) for ring in streamed]
+        self.turned = [self.turned_reader(ring, lane) for ring in streamed]
         row = warp * TILE_M + remainder(lane, TILE_M)
         place = swizzled(spec.resident, 0, row, quotient(lane, TILE_M) * HALF_BYTES)
         self.addresses = [Int32(tile.iterator.toint()) + place for tile in resident]
+
+    def turned_reader(self, ring: cute.Tensor, lane: Int32) -> TileReader:
+        """Reads a ring's tiles for products whose sum runs over the tiles' rows."""
+        return TileReader(self.spec, self.mma, lane, ring, self.spec.k_type, is_v=True)
 
     def make_sums(self) -> cute.Tensor:
         """Zeroed registers for 16 rows of a gradient."""
@@ -59,11 +64,39 @@ class RowProducts:
         """Waits for all started products but the last `pending`: nothing to do, as mma.sync leaves none under way."""
 
     def row_fragment(self, which: int, step: int) -> cute.Tensor:
-        """The A fragment of one k16 step."""
+        """The A fragment of one k16 step of units."""
         shape, row_bytes = self.spec.resident, self.spec.resident.column_block * UNIT_BYTES
         block, within = divmod(step * MMA_K * UNIT_BYTES, row_bytes)
         address = (self.addresses[which] ^ within) + block * shape.tile_n * row_bytes
-        return load_fragment(address, self.spec.element_type)
+        return load_fragment(address, self.spec.k_math)
+
+
+class SplitRowProducts(RowProducts):
+    """The same over f32. A k16 step of units is 8 columns: a lane's words are columns c and c + 4 of both its rows."""
+
+    def turned_reader(self, ring: cute.Tensor, lane: Int32) -> ValueReader:
+        """As RowProducts.turned_reader."""
+        return ValueReader(ring, self.spec.streamed, self.mma.get_slice(lane), lane)
+
+    def start_scores(self, which: int, stage: Int32) -> cute.Tensor:
+        """As RowProducts.start_scores."""
+        acc, reader = zeros(self.spec.tile_rows), self.readers[which]
+        for step in range(reader.steps // 2):
+            cute.arch.sync_warp()  # as in ValueReader.add
+            add_product(self.mma, acc, self.row_parts(which, step), column_parts(reader, step, stage), rows_in_use=2)
+        return acc
+
+    def start_add(self, sums: cute.Tensor, weights: list[Parts], which: int, stage: Int32):
+        """As RowProducts.start_add."""
+        self.turned[which].add(self.mma, [sums], [weights], stage, rows_in_use=2)
+
+    def row_parts(self, which: int, step: int) -> Parts:
+        """The A fragment of 16 columns, in the order in which column_parts has them."""
+        values = []
+        for half in range(2):
+            words = cute.recast_tensor(self.row_fragment(which, 2 * step + half), Int32)
+            values += [words[0], words[2], words[1], words[3]]  # of the first row, then of the second
+        return row_parts(values)
 
 
 class WarpgroupRowProducts:
@@ -115,7 +148,8 @@ Products = RowProducts | WarpgroupRowProducts
 
 def make_products(spec: BackwardSpec, resident: tuple, streamed: tuple, warp: Int32) -> Products:
     """The products of this warp."""
-    return (WarpgroupRowProducts if spec.by_warpgroup else RowProducts)(spec, resident, streamed, warp)
+    kind = WarpgroupRowProducts if spec.by_warpgroup else SplitRowProducts if spec.splits else RowProducts
+    return kind(spec, resident, streamed, warp)
 
 
 def accumulators(columns: int) -> cute.Tensor:
@@ -130,8 +164,10 @@ def zeros(columns: int) -> cute.Tensor:
     return acc
 
 
-def weights_of(spec: BackwardSpec, acc: cute.Tensor) -> cute.Tensor:
-    """Scores in 16 bits, reread as A fragments."""
+def weights_of(spec: BackwardSpec, acc: cute.Tensor) -> cute.Tensor | list[Parts]:
+    """Scores in 16 bits, reread as A fragments; of f32 their parts."""
+    if spec.splits:
+        return weight_parts(acc)
     rounded = cute.make_rmem_tensor(acc.shape, ELEMENT_TYPES[spec.element_type])
     rounded.store(acc.load().to(rounded.element_type))
     return fragments(rounded)
@@ -144,8 +180,13 @@ def stage_rows(spec: cutlass.Constexpr, sums: cute.Tensor, tile: cute.Tensor, wa
     for n in cutlass.range_constexpr(cute.size(sums) // 4):
         for r in cutlass.range_constexpr(2):
             row, column = warp * TILE_M + quotient(lane, 4) + 8 * r, 8 * n + 2 * remainder(lane, 4)
-            word = pack(spec.element_type, sums[4 * n + 2 * r] * factor, sums[4 * n + 2 * r + 1] * factor)
-            write_word(base + swizzled(spec.resident, 0, row, column * UNIT_BYTES), word)
+            pair = [sums[4 * n + 2 * r + c] * factor for c in range(2)]
+            if cutlass.const_expr(spec.splits):
+                for c in cutlass.range_constexpr(2):
+                    byte = value_column(spec, column + c) * F32_BYTES
+                    write_word(base + swizzled(spec.resident, 0, row, byte), as_bits(pair[c]))
+            else:
+                write_word(base + swizzled(spec.resident, 0, row, column * UNIT_BYTES), pack(spec.element_type, *pair))
     cute.arch.sync_warp()
 
 
@@ -164,13 +205,13 @@ def store_rows(
     spec: cutlass.Constexpr, vector_bytes: cutlass.Constexpr, tile: cute.Tensor, target: cute.Tensor, places, warp: Int32
 ):
     """A warp stores its 16 rows of a resident tile to their places in a tensor. places: mainloop/streamed.py."""
-    per_row = cutlass.const_expr(spec.head_dim * UNIT_BYTES // vector_bytes)
+    per_row = cutlass.const_expr(spec.head_dim * spec.q_bytes // vector_bytes)
     words = cutlass.const_expr(vector_bytes // 4)
     for i in cutlass.range(cute.arch.lane_idx(), TILE_M * per_row, LANES, unroll=1):
-        row, column = warp * TILE_M + quotient(i, per_row), remainder(i, per_row) * (vector_bytes // UNIT_BYTES)
+        row, column = warp * TILE_M + quotient(i, per_row), remainder(i, per_row) * (vector_bytes // spec.q_bytes)
         coord, inside = stored_at(places, row)
         if inside:
-            address = tile.iterator.toint() + swizzled(spec.resident, 0, row, column * UNIT_BYTES)
+            address = tile.iterator.toint() + swizzled(spec.resident, 0, row, column * spec.q_bytes)
             at = (target.iterator + cute.crd2idx((*coord, column), target.layout)).toint()
             source = cute.make_ptr(Int32, address, cute.AddressSpace.smem, assumed_align=vector_bytes)
             sink = cute.make_ptr(Int32, at, cute.AddressSpace.gmem, assumed_align=vector_bytes)

@@ -24,6 +24,8 @@ from .score import tanh_of_half
 from .seen import sees
 from .weights import base_2
 
+LOG2_E_HIGH, LOG2_E_LOW, LN_2 = "0f3FB8AA3B", "0f32A57060", "0f3F317218"  # f32 bits: log2(e) and what it rounds off, ln(2)
+
 
 @dataclass(frozen=True)
 class Asked:
@@ -46,8 +48,9 @@ def position_at(spec: BackwardSpec, asked: Asked, packed: Int32) -> Int32:
 
 
 def slope_of(spec: BackwardSpec, asked: Asked, packed: Int32) -> Float32:
-    """ALiBi's slope of the head of a packed row of a request, to base 2."""
-    return asked.scores.slopes[asked.head + remainder(packed, spec.group_size)] * LOG2_E
+    """ALiBi's slope of the head of a packed row of a request, to base 2; over f32 as it is given."""
+    slope = asked.scores.slopes[asked.head + remainder(packed, spec.group_size)]
+    return slope if spec.splits else slope * LOG2_E
 
 
 class QueryRows:
@@ -127,21 +130,46 @@ def weigh_tile(spec: BackwardSpec, acc_s: cute.Tensor, rows, columns, scale_log2
         if slopes is not None:
             tangent = tanh_of_half(logit * inverse)
             logit, slopes[i] = softcap * LOG2_E * tangent, 1.0 - tangent * tangent
-        if spec.modifiers.alibi:
-            logit = logit - bias_of(spec, rows, columns, n, r, c)
-        exponent = cute.arch.fmin(logit - (lses[c] if rows.by_key else rows.lses[r]), most, nan=True)
-        acc_s[i] = cute.math.exp2(exponent, fastmath=True)
+        lse = lses[c] if rows.by_key else rows.lses[r]
+        bias = bias_of(spec, rows, columns, n, r, c) if spec.modifiers.alibi else None
+        if spec.splits and bias is not None:
+            acc_s[i] = biased_weight(logit - lse, *bias, most)
+            continue
+        if bias is not None:
+            logit = logit - bias[0] * bias[1]
+        acc_s[i] = cute.math.exp2(cute.arch.fmin(logit - lse, most, nan=True), fastmath=True)
     return slopes
 
 
-def bias_of(spec: BackwardSpec, rows, columns, block: int, r: int, c: int) -> Float32:
-    """ALiBi's bias of an element, to base 2."""
+def biased_weight(exponent: Float32, slope: Float32, distance: Float32, most: Float32) -> Float32:
+    """exp2 of an exponent less ALiBi's bias, exact to f32 also where the bias takes nearly all of a weight.
+
+    An f32 near the bias has too few digits behind its point for that. So the bias, to base 2, and the difference have a low part
+    each, what was rounded off (Dekker 1971; Knuth's sum of two), by which the weight is corrected at the end.
+    """
+    lines = [
+        ".reg .f32 bias, low, high, sum, back, other, weight; .reg .pred none;",
+        "mul.rn.f32 bias, {$r1}, {$r2}; neg.f32 other, bias; fma.rn.f32 low, {$r1}, {$r2}, other;",
+        f"mul.rn.f32 high, bias, {LOG2_E_HIGH}; neg.f32 other, high; mul.rn.f32 low, low, {LOG2_E_HIGH};",
+        f"fma.rn.f32 low, bias, {LOG2_E_LOW}, low; fma.rn.f32 other, bias, {LOG2_E_HIGH}, other; add.rn.f32 low, low, other;",
+        "sub.rn.f32 sum, {$r0}, high; sub.rn.f32 back, sum, {$r0}; sub.rn.f32 other, sum, back; sub.rn.f32 other, {$r0}, other;",
+        "neg.f32 high, high; sub.rn.f32 high, high, back; add.rn.f32 other, other, high; sub.rn.f32 low, other, low;",
+        "setp.eq.f32 none, sum, 0fFF800000; selp.f32 low, 0f00000000, low, none;",  # a weight of 0, whose low part is no number
+        "min.NaN.f32 sum, sum, {$r3}; ex2.approx.ftz.f32 weight, sum;",
+        f"mul.rn.f32 low, low, {LN_2}; fma.rn.f32 {{$w0}}, weight, low, weight;",
+    ]
+    text = f"{{ {' '.join(lines)} }}"
+    return cute.arch.inline_ptx(text, write_only_types=[Float32], read_only_args=[exponent, slope, distance, most])
+
+
+def bias_of(spec: BackwardSpec, rows, columns, block: int, r: int, c: int) -> tuple[Float32, Float32]:
+    """(slope, distance) of an element, whose product is ALiBi's bias."""
     if rows.by_key:
         packed = columns.packed(block, c)
         slope, distance = slope_of(spec, columns.asked, packed), position_at(spec, columns.asked, packed) - rows.positions[r]
     else:
         slope, distance = rows.slopes[r], rows.positions[r] - columns.key(block, c)
-    return slope * cutlass.max(distance, -distance).to(Float32)
+    return slope, cutlass.max(distance, -distance).to(Float32)
 
 
 def grade_tile(acc_dp: cute.Tensor, weights: cute.Tensor, slopes: cute.Tensor | None, rows, columns, factor: Float32 | None):

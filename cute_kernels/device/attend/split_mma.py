@@ -85,14 +85,89 @@ def columns_of(acc: cute.Tensor, first: int, count: int) -> cute.Tensor:
     return cute.make_tensor(acc.iterator + 4 * first, cute.make_layout(((2, 2), 1, count), stride=((1, 2), 0, 4)))
 
 
+def row_parts(values: list, rows_in_use: int = 2) -> Parts:
+    """The A fragment of a lane's eight elements: (pair, row, half).
+
+    A second row that is not in use keeps what registers held: no row of a product depends on another, and zeros cost moves.
+    """
+    parts = Parts.empty(((2, 2, 2), 1, 1))
+    for index in range(4):
+        if index % 2 < rows_in_use:
+            parts.put(index, values[2 * index], values[2 * index + 1])
+    return parts
+
+
+def weight_parts(acc: cute.Tensor, rows_in_use: int = 2) -> list[Parts]:
+    """An accumulator ((2, 2), 1, n8), reread as the A fragments of k16 steps over its columns."""
+    flat = cute.make_tensor(acc.iterator, cute.make_layout(cute.size(acc)))
+    return [row_parts([flat[8 * step + i] for i in range(8)], rows_in_use) for step in range(cute.size(acc) // 8)]
+
+
+def column_parts(reader: TileReader, step: int, stage: Int32) -> Parts:
+    """The B fragment of 16 columns of a tile's rows: each k16 step of units is a half of it."""
+    parts = Parts.empty(reader.thr_mma.partition_shape_B((reader.rows, 16)))
+    for half in range(2):
+        words = registers(reader.load(2 * step + half, stage)[0])
+        for n in range(reader.rows // 8):
+            parts.put(2 * n + half, words[0, n], words[1, n])
+    return parts
+
+
+class ValueReader:
+    """Reads B fragments whose contraction runs over a tile's tokens, as of V in P V: no ldmatrix transposes 32 bits.
+
+    A lane loads `width` neighbouring columns of a token at once. Each is in an n8 step of its own: the product's columns have the
+    order of epilogue.value_column.
+    """
+
+    def __init__(self, ring: cute.Tensor, shape: RingShape, thr_mma: cute.ThrMma, lane: Int32):
+        self.ring, self.shape, self.thr_mma, self.lane = ring, shape, thr_mma, lane
+        self.width = shape.lane_columns
+
+    def add(self, mma: cute.TiledMma, outputs: list, weights: list, stage: Int32, rows_in_use: int):
+        """Adds the products of weights, each the Parts of every k16 step over the tokens, with the tile in a stage."""
+        for step in range(self.shape.tile_n // (2 * GROUP)):
+            for block in range(self.shape.units * UNIT_BYTES // (8 * F32_BYTES * self.width)):
+                cute.arch.sync_warp()  # no load moves above this: with more loads at once registers spill
+                loaded = self.rows(step, block, stage)
+                for first in range(0, self.width, TOGETHER):
+                    values = self.fragment(loaded, first)
+                    for p, acc_o in zip(weights, outputs, strict=True):
+                        some = columns_of(acc_o, block * self.width + first, TOGETHER)
+                        add_product(mma, some, p[step], values, rows_in_use)
+
+    def rows(self, step: int, block: int, stage: Int32) -> list[list[cute.Tensor]]:
+        """This lane's columns of a column block, for its four of 16 tokens: [half of the 16][which of two neighbours]."""
+        return [[self.row(2 * step + half, which, block, stage) for which in range(2)] for half in range(2)]
+
+    def fragment(self, loaded: list[list[cute.Tensor]], first: int) -> Parts:
+        """The B fragment of 16 tokens, for the TOGETHER n8 steps of this lane's columns from `first` on."""
+        parts = Parts.empty(self.thr_mma.partition_shape_B((8 * TOGETHER, 16)))
+        for half, pair in enumerate(loaded):
+            for i in range(TOGETHER):
+                parts.put(2 * i + half, pair[0][first + i], pair[1][first + i])
+        return parts
+
+    def row(self, group: int, which: int, block: int, stage: Int32) -> cute.Tensor:
+        """This lane's columns of token 2 (lane % 4) + which of a group of eight: no access of a warp meets a bank twice."""
+        shape, width = self.shape, self.width
+        mine = lane_offset(shape, width, self.lane, which) + group_offset(shape, group, block)
+        at = self.ring.iterator.toint() + (stage * shape.tile_bytes + mine)
+        source = cute.make_ptr(Float32, at, cute.AddressSpace.smem, assumed_align=width * F32_BYTES)
+        found = cute.make_rmem_tensor(width, Float32)
+        cute.autovec_copy(cute.make_tensor(source, width), found)
+        return found
+
+
 class SplitProducts:
     """The products of a warp with the m-tile that it attends to, over f32."""
 
     def __init__(self, spec: KernelSpec, shared: Shared, lane: Int32):
-        self.spec, self.lane, self.values = spec, lane, shared.rings[1]
+        self.spec, self.lane = spec, lane
         self.mma = make_mma(spec.k_math)
         self.thr_mma = self.mma.get_slice(lane)
         self.reader_k = TileReader(spec, self.mma, lane, shared.rings[0], spec.k_type, is_v=False)
+        self.reader_v = ValueReader(shared.rings[1], spec.rings[1], self.thr_mma, lane)
 
     def scores(self, queries: list, stage: Int32) -> list[cute.Tensor]:
         """Q K^T of each query with the tile in a stage, f32 ((2, 2), 1, n8)."""
@@ -101,29 +176,19 @@ class SplitProducts:
         for acc_s in scores:
             acc_s.fill(0.0)
         for step in range(self.reader_k.steps // 2):
-            cute.arch.sync_warp()  # as in add_values
-            keys = self.keys(step, stage)
+            cute.arch.sync_warp()  # as in ValueReader.add
+            keys = column_parts(self.reader_k, step, stage)
             for acc_s, query in zip(scores, queries, strict=True):
                 add_product(self.mma, acc_s, self.query(query, step), keys, spec.lane_rows)
         return scores
 
     def add_values(self, outputs: list, weights: list, stage: Int32):
         """Adds P V to each output. weights: P as `weights` returns it."""
-        spec, width = self.spec, self.spec.value_columns
-        for step in range(spec.tile_n // (2 * GROUP)):
-            for block in range(spec.padded_v_head_dim // (8 * width)):
-                cute.arch.sync_warp()  # no load moves above this: with more loads at once registers spill
-                loaded = self.value_rows(step, block, stage)
-                for first in range(0, width, TOGETHER):
-                    values = self.value_fragment(loaded, first)
-                    for p, acc_o in zip(weights, outputs, strict=True):
-                        some = columns_of(acc_o, block * width + first, TOGETHER)
-                        add_product(self.mma, some, p[step], values, spec.lane_rows)
+        self.reader_v.add(self.mma, outputs, weights, stage, self.spec.lane_rows)
 
     def weights(self, acc_s: cute.Tensor) -> list[Parts]:
         """P as A fragments of each k16 step, from its accumulator ((2, 2), 1, n8)."""
-        flat = cute.make_tensor(acc_s.iterator, cute.make_layout(cute.size(acc_s)))
-        return [self.row_fragment([flat[8 * step + i] for i in range(8)]) for step in range(self.spec.tile_n // 16)]
+        return weight_parts(acc_s, self.spec.lane_rows)
 
     def query(self, query: cute.Tensor, step: int) -> Parts:
         """The A fragment of a k16 step of the query, which is [element, lane, 8 columns] in shared memory."""
@@ -132,50 +197,7 @@ class SplitProducts:
             some = cute.make_rmem_tensor(4, Float32)
             cute.autovec_copy(query[None, self.lane, 2 * step + half], some)
             found += [some[i] for i in range(4)]
-        return self.row_fragment(found)
-
-    def row_fragment(self, values: list) -> Parts:
-        """The A fragment of a lane's eight elements: (pair, row, half).
-
-        A second row that is not in use keeps what registers held: no row of a product depends on another, and zeros cost moves.
-        """
-        parts = Parts.empty(((2, 2, 2), 1, 1))
-        for index in range(4):
-            if index % 2 < self.spec.lane_rows:
-                parts.put(index, values[2 * index], values[2 * index + 1])
-        return parts
-
-    def keys(self, step: int, stage: Int32) -> Parts:
-        """The B fragment of 16 columns of K: each k16 step of units is a half of it."""
-        rows = self.reader_k.rows
-        parts = Parts.empty(self.thr_mma.partition_shape_B((rows, 16)))
-        for half in range(2):
-            words = registers(self.reader_k.load(2 * step + half, stage)[0])
-            for n in range(rows // 8):
-                parts.put(2 * n + half, words[0, n], words[1, n])
-        return parts
-
-    def value_rows(self, step: int, block: int, stage: Int32) -> list[list[cute.Tensor]]:
-        """This lane's columns of a column block of V, for its four of 16 tokens: [half of the 16][which of two neighbours]."""
-        return [[self.value_row(2 * step + half, which, block, stage) for which in range(2)] for half in range(2)]
-
-    def value_fragment(self, loaded: list[list[cute.Tensor]], first: int) -> Parts:
-        """The B fragment of 16 tokens of V, for the TOGETHER n8 steps of this lane's columns from `first` on."""
-        parts = Parts.empty(self.thr_mma.partition_shape_B((8 * TOGETHER, 16)))
-        for half, pair in enumerate(loaded):
-            for i in range(TOGETHER):
-                parts.put(2 * i + half, pair[0][first + i], pair[1][first + i])
-        return parts
-
-    def value_row(self, group: int, which: int, block: int, stage: Int32) -> cute.Tensor:
-        """This lane's columns of token 2 (lane % 4) + which of a group of eight: no access of a warp meets a bank twice."""
-        shape, width = self.spec.rings[1], self.spec.value_columns
-        mine = lane_offset(shape, width, self.lane, which) + group_offset(shape, group, block)
-        at = self.values.iterator.toint() + (stage * shape.tile_bytes + mine)
-        source = cute.make_ptr(Float32, at, cute.AddressSpace.smem, assumed_align=width * F32_BYTES)
-        found = cute.make_rmem_tensor(width, Float32)
-        cute.autovec_copy(cute.make_tensor(source, width), found)
-        return found
+        return row_parts(found, self.spec.lane_rows)
 
 
 def lane_offset(shape: RingShape, width: int, lane: Int32, which: int) -> Int32:

@@ -21,8 +21,6 @@ from ..ptx.packed import widen
 from ..ptx.registers import quotient, remainder
 from .streamed import KeyPlaces, KeyTile, QueryPlaces, TwinTiles, fetch_twins, look_up, settle_copies, turns_of
 
-VECTOR = 8  # elements of 16 bytes
-
 
 class QueryGradients:
     """The work of the CTAs of a launch over query rows."""
@@ -124,13 +122,13 @@ class QueryGradients:
 @cute.jit
 def settle_delta(spec: cutlass.Constexpr, problem: Gradients, coord: tuple, inside: Boolean) -> Float32:
     """delta of a query row that four lanes share, returned to each of them and stored."""
-    total, vectors = Float32(0.0), cutlass.const_expr(spec.head_dim // VECTOR)
+    total, vectors = Float32(0.0), cutlass.const_expr(spec.head_dim // spec.vector)
     lane = remainder(cute.arch.lane_idx(), 4)
     for turn in cutlass.range_constexpr(-(-vectors // 4)):
         vector = 4 * turn + lane
         if inside & (vector < vectors):
-            first, second = (read_vector(tensor, (*coord, vector * VECTOR)) for tensor in (problem.dout, problem.out))
-            for i in cutlass.range_constexpr(VECTOR):
+            first, second = (read_vector(spec, tensor, (*coord, vector * spec.vector)) for tensor in (problem.dout, problem.out))
+            for i in cutlass.range_constexpr(spec.vector):
                 total = total + first[i] * second[i]
     total = quad_sum(total)
     if inside & (lane == 0):
@@ -138,13 +136,13 @@ def settle_delta(spec: cutlass.Constexpr, problem: Gradients, coord: tuple, insi
     return total
 
 
-def read_vector(tensor: cute.Tensor, coord: tuple) -> cute.Tensor:
+def read_vector(spec: BackwardSpec, tensor: cute.Tensor, coord: tuple) -> cute.Tensor:
     """16 bytes of a row, as f32."""
     at = (tensor.iterator + cute.crd2idx(coord, tensor.layout)).toint()
     source = cute.make_ptr(tensor.element_type, at, cute.AddressSpace.gmem, assumed_align=16)
-    found = cute.make_rmem_tensor(VECTOR, tensor.element_type)
-    cute.autovec_copy(cute.make_tensor(source, cute.make_layout(VECTOR)), found)
-    return widen(found)
+    found = cute.make_rmem_tensor(spec.vector, tensor.element_type)
+    cute.autovec_copy(cute.make_tensor(source, cute.make_layout(spec.vector)), found)
+    return found if spec.splits else widen(found)
 
 
 @cute.jit

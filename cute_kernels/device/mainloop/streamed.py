@@ -149,10 +149,10 @@ def fetch_twins(
             coord, inside = located(places, turn, row)
             offset = swizzled(shape, stage, row, byte)
             if cutlass.const_expr(spec.head_dim < spec.padded_head_dim):
-                inside = inside & (byte < spec.head_dim * UNIT_BYTES)
-                byte = cutlass.select_(byte < spec.head_dim * UNIT_BYTES, byte, 0)
+                inside = inside & (byte < spec.head_dim * spec.q_bytes)
+                byte = cutlass.select_(byte < spec.head_dim * spec.q_bytes, byte, 0)
             for tensor, tile in zip(tensors, tiles, strict=True):
-                source = (tensor.iterator + cute.crd2idx((*coord, byte // UNIT_BYTES), tensor.layout)).toint()
+                source = (tensor.iterator + cute.crd2idx((*coord, byte // spec.q_bytes), tensor.layout)).toint()
                 copy_async(source, tile.iterator.toint() + offset, vector_bytes, inside)
 
 
