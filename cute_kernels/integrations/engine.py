@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from importlib import import_module
+from importlib import import_module, metadata
 from typing import Any, NamedTuple
 
 from ..errors import MissingDependency, Unsupported
@@ -32,14 +32,18 @@ class Engine(NamedTuple):
         """A module of the engine. Raises MissingDependency without the engine, Unsupported where the module has moved."""
         try:
             return import_module(f"{self.package}.{module}")
-        except ModuleNotFoundError as error:
-            if error.name == self.package:
+        except ImportError as error:
+            if isinstance(error, ModuleNotFoundError) and error.name == self.package:
                 raise MissingDependency(self.package, f"pip install {self.package}; {self.tested} were tested") from error
             raise self.moved(f"{self.package}.{module}", f"cannot be imported: {error}") from error
 
     def version(self) -> str:
-        """The version that is installed."""
-        return str(import_module(self.package).__version__)
+        """The version that is installed, as the package says, or its distribution where the package cannot be imported."""
+        try:
+            return str(import_module(self.package).__version__)
+        except (ImportError, AttributeError):
+            found = (each.version for each in metadata.distributions(name=self.package))
+            return next(found, "of an unknown version")
 
     def moved(self, call: str, what: str) -> Unsupported:
         """What is raised where the engine is not what this was written for: it names the version and the call."""

@@ -9,23 +9,21 @@ import torch
 
 import cute_kernels as ck
 from cute_kernels.integrations.transformers import NAME, engine, forward, masks, register
-from tests.support.transformers import MODELS, WINDOW, counted, lines, prompts, tiny, transformers
+from tests.support.transformers import (
+    IDS,
+    MODELS,
+    NEW_TOKENS,
+    WINDOW,
+    counted,
+    generated,
+    lines,
+    prompts,
+    registered,
+    tiny,
+    transformers,
+)
 
-NEW_TOKENS = 12
-IDS = torch.tensor(prompts(13, 13, 13))
-
-
-@pytest.fixture(autouse=True)
-def registered(monkeypatch: pytest.MonkeyPatch) -> None:
-    register()
-    monkeypatch.setattr("cute_kernels.integrations.engine._told", set())
-
-
-def generated(model: Any, attention: str, **options: Any) -> torch.Tensor:
-    model.set_attn_implementation(attention)
-    assert model.config._attn_implementation == attention
-    with torch.no_grad():
-        return model.generate(IDS, max_new_tokens=NEW_TOKENS, do_sample=False, **options)
+__all__ = ["registered"]
 
 
 @pytest.mark.parametrize("cache", [None, "static"])
@@ -97,10 +95,10 @@ def test_lengths_say_what_sdpas_mask_says(
     given: dict[str, Any] = {"mask_function": pattern, "local_size": window, "use_vmap": False, "device": "cpu"}
     skip = q_length > 1
     sizes = (2, q_length, kv_length, torch.tensor(past) if on_device else past, kv_offset)
-    found = masks.lengths_of(masks.lengths_mask(*sizes, allow_is_causal_skip=skip, **given))
+    found = masks.lengths_of(masks.lengths_mask(*sizes, allow_is_causal_skip=skip, **given), 2)
     assert found is not None and found.sliding == (window is not None)
     wanted = masking.sdpa_mask(*sizes, allow_is_causal_skip=False, **given)
-    assert torch.equal(masks.dense_mask(found, q_length, kv_length, window), wanted.expand(2, -1, -1, -1))
+    assert torch.equal(masks.dense_mask(found, q_length, kv_length), wanted.expand(2, -1, -1, -1))
 
 
 @pytest.mark.parametrize(
@@ -122,7 +120,7 @@ def test_lengths_say_what_sdpas_mask_says(
 )
 def test_other_patterns_keep_sdpas_mask(pattern: dict[str, Any], caplog) -> None:
     mask = masks.lengths_mask(2, 5, 9, 4, 0, **pattern)
-    assert masks.lengths_of(mask) is None and len(lines(caplog)) == 1
+    assert masks.lengths_of(mask, 2) is None and len(lines(caplog)) == 1
 
 
 def test_a_layer_whose_window_is_not_its_masks_goes_to_transformers(caplog) -> None:

@@ -19,24 +19,17 @@ from tests.support.transformers import (
     excess,
     lines,
     prompts,
+    registered,
     tiny,
     transformers,
 )
 
-__all__ = ["block_tables"]
+__all__ = ["block_tables", "registered"]
 
 F16 = torch.float16
 NEW_TOKENS = 20
 REQUESTS = prompts(5, 60, 1, 13, 33)  # steps of 24 tokens: one prompt takes three, beside others' next tokens
 UNITS = 0.5  # 0.06 was seen
-
-
-@pytest.fixture(autouse=True)
-def registered(monkeypatch: pytest.MonkeyPatch) -> Any:
-    register()
-    monkeypatch.setattr("cute_kernels.integrations.engine._told", set())
-    yield
-    register()
 
 
 def ours(kind: str, **changed: Any) -> list[list[int]]:
@@ -143,3 +136,10 @@ def test_a_step_in_other_words_names_the_version(missing: str, monkeypatch) -> N
         ck.Unsupported, match=rf"transformers {transformers.__version__}: .*{'Cache' if missing == 'cache' else missing}"
     ):
         continuous_forward(module, q, k, k, None, **step)
+
+
+def test_a_step_without_a_cache_names_the_version_and_the_call() -> None:
+    q, step = torch.zeros(1, 4, 5, 16).half(), {"write_index": [torch.arange(5)], "read_index": [torch.arange(5)]}
+    said = rf"transformers {transformers.__version__}: .* has no cache, and PagedAttentionCache\.update was not called"
+    with pytest.raises(ck.Unsupported, match=said):
+        continuous_forward(torch.nn.Module(), q, q, q, None, **step)

@@ -10,7 +10,9 @@ import torch
 
 import cute_kernels as ck
 from cute_kernels.integrations.transformers import NAME, continuous, register
-from tests.support.transformers import MODELS, batched, counted, eager_of_8_bits, excess, prompts, tiny
+from tests.support.transformers import MODELS, batched, counted, eager_of_8_bits, excess, prompts, registered, tiny
+
+__all__ = ["registered"]
 
 pytestmark = pytest.mark.gpu
 
@@ -19,14 +21,6 @@ NEW_TOKENS = 24
 REQUESTS = prompts(5, 60, 1, 13, 33, 120)
 WIDE = {"head_dim": 64, "hidden_size": 256}
 NOT_FAR = 1  # units of `excess`: two logits may change places up to 2
-
-
-@pytest.fixture(autouse=True)
-def registered(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr("cute_kernels.integrations.engine._told", set())
-    register()
-    yield
-    register()
 
 
 def on_gpu(kind: str, dtype: torch.dtype = BF16) -> Any:

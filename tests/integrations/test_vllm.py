@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import pickle
+import re
 import runpy
 import sys
 from enum import Enum
+from importlib import import_module
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from types import SimpleNamespace
@@ -255,6 +257,23 @@ def test_a_version_that_has_moved_is_a_reason(backend: Any, owner: Any, name: st
     assert "vllm 0.0.stand-in" in backend.CuteKernelsBackend.validate_configuration()[0]
 
 
+@pytest.mark.parametrize("owner", [vllm.AttentionImpl, vllm.AttentionMetadataBuilder])
+def test_a_version_that_asks_for_more_is_a_reason(backend: Any, owner: Any, monkeypatch) -> None:
+    mine = next(each for each in vars(backend).values() if isinstance(each, type) and owner in each.__mro__[1:])
+    monkeypatch.setattr(mine, "__abstractmethods__", frozenset({"reshape_queries"}))
+    (reason,) = backend.CuteKernelsBackend.validate_configuration()
+    assert "vllm 0.0.stand-in" in reason and f"{owner.__name__} asks for reshape_queries" in reason
+
+
+@pytest.mark.parametrize("name", ["MultipleOf", "AttentionCGSupport", "AttentionImpl", "UNIFORM_BATCH"])
+def test_a_version_without_what_the_backend_takes_is_named(backend: Any, name: str, monkeypatch) -> None:
+    module = sys.modules["vllm.v1.attention.backend"]
+    monkeypatch.delattr(module if name != "UNIFORM_BATCH" else module.AttentionCGSupport, name)
+    monkeypatch.delitem(sys.modules, vllm.BACKEND)
+    with pytest.raises(ck.Unsupported, match=rf"vllm 0\.0\.stand-in: v1\.attention\.backend.*{name}"):
+        import_module(vllm.BACKEND)
+
+
 def test_the_cache_in_memory(backend: Any, monkeypatch) -> None:
     served = backend.CuteKernelsBackend
     assert served.get_kv_cache_shape(7, 16, 2, 64) == (7, 2, 16, 128)
@@ -296,6 +315,44 @@ def test_a_vllm_that_has_moved_gets_one_line(monkeypatch, caplog) -> None:
         integration.register()
     integration.plugin(), integration.plugin()
     assert len(caplog.records) == 1 and "there is no attention backend CUTE_KERNELS" in caplog.text
+
+
+def refusing(backend: Any, class_path: str | None = None) -> None:
+    raise ValueError("declare the backend elsewhere")
+
+
+class Broken:
+    """Imports that fail in vLLM's registry of backends."""
+
+    def find_spec(self, name: str, *others: Any) -> None:
+        if name == "vllm.v1.attention.backends.registry":
+            raise ImportError("cannot import name 'resolve'", name="vllm")
+
+
+@pytest.mark.parametrize(
+    ("broken", "said"),
+    [
+        ("raises", "register_backend raised ValueError: declare the backend elsewhere"),
+        ("no enumeration", "AttentionBackendEnum is not there"),
+        ("no import", "registry cannot be imported: cannot import name 'resolve'"),
+        ("no version", "vllm .*register_backend raised ValueError"),
+    ],
+)
+def test_the_plugin_ends_no_process(broken: str, said: str, monkeypatch, caplog) -> None:
+    monkeypatch.setattr("cute_kernels.integrations.engine._told", set())
+    vllm.put_in_place(monkeypatch, Enum("Backends", {"CUSTOM": None}), refusing)
+    registry = sys.modules["vllm.v1.attention.backends.registry"]
+    if broken == "no enumeration":
+        monkeypatch.delattr(registry, "AttentionBackendEnum")
+    if broken == "no import":
+        monkeypatch.delitem(sys.modules, registry.__name__)
+        monkeypatch.setattr(sys, "meta_path", [Broken(), *sys.meta_path])
+    if broken == "no version":
+        monkeypatch.delattr(sys.modules["vllm"], "__version__")
+    integration.plugin(), integration.plugin()
+    (line,) = caplog.messages
+    assert re.search(said, line) and "there is no attention backend CUTE_KERNELS" in line
+    assert broken == "no version" or "vllm 0.0.stand-in: " in line
 
 
 def test_the_entry_point() -> None:

@@ -12,6 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from cute_kernels.integrations.transformers import register
+
 transformers = pytest.importorskip("transformers", reason="transformers is not installed: pip install -e '.[transformers]'")
 
 WINDOW = 9
@@ -22,16 +24,44 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma2": ("Gemma2", {**SLIDING, "attn_logit_softcapping": 2.0, "query_pre_attn_scalar": 16}),
     "gpt_oss": ("GptOss", {**SLIDING, "num_local_experts": 4, "num_experts_per_tok": 2}),
 }
+LATENT = {"kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16}
+EXPERTS = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
+OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "mistral": ("Mistral", {"sliding_window": WINDOW}),
+    # layers that pass no window, under a mask that has one
+    "qwen2_moe": ("Qwen2Moe", {**SLIDING, "use_sliding_window": True, "num_experts": 4, "num_experts_per_tok": 2}),
+    # the last two layers take K and V of the two before
+    "gemma3n": (
+        "Gemma3n",
+        {
+            "sliding_window": WINDOW,
+            "layer_types": 2 * ["sliding_attention", "full_attention"],
+            "num_hidden_layers": 4,
+            "num_kv_shared_layers": 2,
+            "vocab_size_per_layer_input": 97,
+            "hidden_size_per_layer_input": 8,
+            "laurel_rank": 8,
+            "activation_sparsity_pattern": None,
+        },
+    ),
+    # layers that choose their keys, and a layer that does arithmetic on its mask
+    "deepseek_v32": (
+        "DeepseekV32",
+        {**LATENT, **EXPERTS, "num_key_value_heads": 4, "index_topk": 8, "index_n_heads": 2, "index_head_dim": 16},
+    ),
+    "doge": ("Doge", {"keep_window_size": 8}),
+}
 VOCABULARY = 97
 
 
 def tiny(kind: str, dtype: torch.dtype = torch.float32, **changed: Any) -> Any:
     """A model of two layers, 4 query heads over 2 KV heads; its weights are such that the best tokens are far apart."""
-    name, more = MODELS[kind]
+    name, more = (MODELS | OTHERS)[kind]
     sizes = {"vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "head_dim": 16}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512}
     ids = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
-    config = getattr(transformers, f"{name}Config")(**{**sizes, **heads, **ids, **more, **changed})
+    made = getattr(transformers, f"{name}TextConfig", None) or getattr(transformers, f"{name}Config")
+    config = made(**{**sizes, **heads, **ids, **more, **changed})
     torch.manual_seed(0)
     model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
     with torch.no_grad():
@@ -44,6 +74,25 @@ def tiny(kind: str, dtype: torch.dtype = torch.float32, **changed: Any) -> Any:
 def prompts(*lengths: int) -> list[list[int]]:
     generator = torch.Generator().manual_seed(1)
     return [torch.randint(1, VOCABULARY, (n,), generator=generator).tolist() for n in lengths]
+
+
+NEW_TOKENS = 12
+IDS = torch.tensor(prompts(13, 13, 13))
+
+
+def generated(model: Any, attention: str, taken: str | None = None, **options: Any) -> Tensor:
+    """IDS and what generate adds to them. taken: the implementation that the model takes, by default the one asked for."""
+    model.set_attn_implementation(attention)
+    assert model.config._attn_implementation == (taken or attention)
+    with torch.no_grad():
+        return model.generate(IDS, max_new_tokens=NEW_TOKENS, do_sample=False, **options)
+
+
+@pytest.fixture(autouse=True)
+def registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For each test of a file that imports this: the test before it may have registered otherwise, and the log is new."""
+    register()
+    monkeypatch.setattr("cute_kernels.integrations.engine._told", set())
 
 
 def teacher_forced(model: Any, prompt: list[int], tokens: list[int]) -> Tensor:

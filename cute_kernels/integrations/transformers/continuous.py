@@ -13,6 +13,9 @@ from ...api.plan_cache import LONG_CHUNK, length_hint, rounded_rows
 from ...errors import Unsupported
 from ...kv.page_table import PageTable
 from .engine import moved
+from .forward import CHOSEN, UNSERVED, refuse
+
+KEPT = "cache_of_cute_kernels"  # the attribute of a K: the cache whose `update` was called with this K
 
 
 class Pages(NamedTuple):
@@ -87,13 +90,14 @@ def continuous_forward(
     model's dtype by default. step: the tokens of all requests, one after another, as continuous batching describes them. Rows
     that pad a step are 0. Nothing synchronises; capturable in a graph after one call.
 
-    Raises Unsupported outside continuous batching, and where a step or a cache is described in words that are not known.
+    Raises Unsupported outside continuous batching, where a layer changes scores or names its keys, and where a step or a cache is
+    described in words that are not known.
     """
-    if step.get("cache") is None:
-        raise Unsupported(['attn_implementation = "cute_flash_3": is for continuous batching alone, "cute_kernels" is for both'])
+    refuse(module, CHOSEN + UNSERVED, step)
+    step["cache"] = _cache(key, step)
     layer = _layer(module, step, kv_dtype)
-    if layer.pages is None and sliding_window is None:
-        raise moved(type(module).__name__, "has no sliding_window beside a cache of one")
+    if layer.pages is None and sliding_window is None:  # a layer like Qwen2-MoE's leaves the window to its mask
+        sliding_window = _window_of(step["cache"])
     q = query[0].transpose(0, 1)
     scores: dict[str, Any] = {
         "window_left": None if sliding_window is None else sliding_window - 1,
@@ -112,6 +116,20 @@ def continuous_forward(
     qo_indptr = _named(step, "cu_seq_lens_q").int()
     paged_attention(q, k, v, page_table=keys, qo_indptr=qo_indptr, max_q_len=rows, max_seq_len=hint, **scores)
     return scores["out"][None], None
+
+
+def _cache(key: Tensor, step: dict[str, Any]) -> Any:
+    """Returns the cache that the step names, or else the one that K carries.
+
+    A layer that takes K and V from an earlier layer calls no `update`: its step names no cache, but its K carries one.
+    """
+    cache = step.get("cache")
+    cache = getattr(key, KEPT, None) if cache is None else cache
+    if cache is not None:
+        return cache
+    if "write_index" in step or "block_table" in step:
+        raise moved("a step of continuous batching", "has no cache, and PagedAttentionCache.update was not called with its K")
+    raise Unsupported(['attn_implementation = "cute_flash_3": is for continuous batching alone, "cute_kernels" is for both'])
 
 
 def _decode(q: Tensor, key: Tensor, value: Tensor, layer: Layer, scores: dict[str, Any]) -> Tensor:
@@ -160,6 +178,14 @@ def _layer(module: Any, step: dict[str, Any], kv_dtype: torch.dtype | None) -> L
     table = None if block_table is None or pages is None else block_table[group]
     pages = None if pages is None else pages.stored_as(kv_dtype)
     return Layer(pages, cu_seq_lens.int(), max_keys, table, read_index, write_index)
+
+
+def _window_of(cache: Any) -> int:
+    """Returns how many keys a row sees in a ring of transformers. The row's own key counts."""
+    window: int | None = getattr(getattr(cache, "config", None), "sliding_window", None)
+    if window is None:
+        raise moved(f"{type(cache).__name__}.config.sliding_window", "is not there, beside a cache of a sliding window")
+    return window
 
 
 def _grouped(cache: Any, layer_idx: int) -> tuple[int, str, Pages | None]:

@@ -17,5 +17,5 @@ CALLS = (
     Call("generation.continuous_batching.cache", "PagedAttentionCache.update", ("key_states", "value_states", "layer_idx")),
 )
 
-_engine = Engine("transformers", "5.17.0 and 5.23.0", CALLS)
+_engine = Engine("transformers", "5.17.0, 5.23.0 and 5.24.0", CALLS)
 part, moved, check_calls = _engine.part, _engine.moved, _engine.check_calls

@@ -3,12 +3,26 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from .engine import moved, part, tell_once
+
+
+class Own:
+    """transformers' own attention and mask for sdpa. `take_own` fills this class, since a compiler cannot trace an import."""
+
+    attention: ClassVar[Callable[..., Any]]
+    mask: ClassVar[Callable[..., Any]]
+
+
+def take_own() -> None:
+    """Finds what `Own` holds in the transformers that is installed."""
+    Own.attention = staticmethod(part("integrations.sdpa_attention").sdpa_attention_forward)
+    Own.mask = staticmethod(part("masking_utils").sdpa_mask)
 
 
 def tell_fallback(why: str) -> None:
@@ -25,14 +39,22 @@ def own_attention(
     mask: as transformers makes it for sdpa. scores: dropout, scaling, is_causal, sliding_window, softcap and s_aux.
     """
     if scores["softcap"] is None and scores["s_aux"] is None:
-        forward = part("integrations.sdpa_attention").sdpa_attention_forward
-        result: tuple[Tensor, Any] = forward(module, query, key, value, mask, **scores, **others)
+        result: tuple[Tensor, Any] = Own.attention(module, query, key, value, mask, **scores, **others)
         return result
-    eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
-    if eager is None:
-        raise moved(f"{type(module).__module__}.eager_attention_forward", "is not there, which soft caps and sinks need")
-    result = eager(module, query, key, value, _added(mask, query, key), **scores, **others)
+    result = _eager(module)(module, query, key, value, _added(mask, query, key), **scores, **others)
     return result[0], None
+
+
+def _eager(module: Any) -> Callable[..., Any]:
+    """Returns eager_attention_forward from the file of a layer's class, or from the file of a class that it is derived from.
+
+    Raises Unsupported where no such file has the function.
+    """
+    for each in type(module).__mro__:
+        eager: Callable[..., Any] | None = getattr(sys.modules.get(each.__module__), "eager_attention_forward", None)
+        if eager is not None:
+            return eager
+    raise moved(f"{type(module).__module__}.eager_attention_forward", "is not there, which soft caps and sinks need")
 
 
 def _added(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor:

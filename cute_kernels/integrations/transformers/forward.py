@@ -9,11 +9,13 @@ from torch import Tensor
 
 from ...api.attention import paged_attention
 from ...config.append import MAX_HEAD_DIM
+from ...errors import Unsupported
 from ...kv.page_table import PageTable
 from .fallback import own_attention, tell_fallback
 from .masks import dense_mask, lengths_of
 
-UNSERVED = ("position_bias", "indices", "block_indices", "sinks")  # they change scores, or which keys are seen
+CHOSEN = ("indices", "block_indices")  # the keys that a layer has chosen: transformers' sdpa ignores these names
+UNSERVED = ("position_bias", "sinks")  # they change scores
 
 
 def attention_forward(
@@ -35,8 +37,11 @@ def attention_forward(
     query: [batch, num_heads, q_len, head_dim]; key, value: [batch, num_kv_heads, kv_len, head_dim], any strides with a unit last
     one. attention_mask: of `lengths_mask`, or one for sdpa. sliding_window: keys that a row sees, its own included. s_aux:
     sinks [num_heads]. What no plan serves, transformers' own attention computes, with one line in the log for each reason.
+
+    Raises Unsupported for a layer that gives the keys it has chosen, and InvalidProblem for any other mask of integers.
     """
-    lengths = lengths_of(attention_mask)
+    refuse(module, CHOSEN, others)
+    lengths = lengths_of(attention_mask, query.shape[0])
     why = _refusal(query, key, value, dropout, others)
     if lengths is not None and lengths.sliding != (sliding_window is not None):
         window = "none" if sliding_window is None else f"sliding_window = {sliding_window}"
@@ -45,7 +50,7 @@ def attention_forward(
         if why:
             tell_fallback(why)
         if lengths is not None:
-            attention_mask = dense_mask(lengths, query.shape[2], key.shape[2], sliding_window)
+            attention_mask = dense_mask(lengths, query.shape[2], key.shape[2])
         names = ("dropout", "scaling", "is_causal", "sliding_window", "softcap", "s_aux")
         given = (dropout, scaling, is_causal, sliding_window, softcap, s_aux)
         return own_attention(module, query, key, value, attention_mask, dict(zip(names, given, strict=True)), **others)
@@ -60,6 +65,13 @@ def attention_forward(
     )
     # fmt: on
     return out, None
+
+
+def refuse(module: Any, names: tuple[str, ...], given: dict[str, Any]) -> None:
+    """Raises Unsupported where a layer gives an argument of one of these names."""
+    refused = [f"{type(module).__name__} gives {name}, which no plan takes" for name in names if given.get(name) is not None]
+    if refused:
+        raise Unsupported(refused)
 
 
 def _whole(module: Any, query: Tensor, key: Tensor, is_causal: bool | None) -> Any:

@@ -8,17 +8,25 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .engine import part
-from .fallback import tell_fallback
+from ...errors import InvalidProblem
+from .fallback import Own, tell_fallback
 
 FULL, SLIDING = 1, 2  # the first extent of a mask of lengths
 
 
 class Lengths(NamedTuple):
-    """seq_lens: int32 [batch], the keys of each row, its new tokens included. sliding: whether a window hides some of them."""
+    """seq_lens: int32 [batch], the keys of each request; its new tokens count.
+
+    window: int32 [1], how many keys a row sees, and its own key counts; None where a row sees all keys before it.
+    """
 
     seq_lens: Tensor
-    sliding: bool
+    window: Tensor | None
+
+    @property
+    def sliding(self) -> bool:
+        """Whether a window hides keys."""
+        return self.window is not None
 
 
 def lengths_mask(
@@ -33,10 +41,10 @@ def lengths_mask(
 ) -> Tensor | None:
     """What transformers asks of a mask interface: int32 lengths [1 or 2, 1, 1, batch], or its own mask for sdpa.
 
-    Query row i stands at q_offset + i, key j at kv_offset + j. Lengths say that a row sees all keys up to its own, in a mask
-    whose first extent is SLIDING as far as its layer's window goes. Four axes: transformers hands such a mask on as it is.
-    What transformers says of the `pattern`: allow_is_causal_skip is False for rows that see more or less, but also for one row
-    over a static cache; use_vmap for a function of the caller's; local_size for a window or a chunk.
+    Query row i stands at q_offset + i, key j at kv_offset + j. Lengths say that a row sees all keys up to its own. A mask whose
+    first extent is SLIDING has the window in its second row: a row sees so many keys. transformers passes a mask of four axes
+    on unchanged. What transformers says of the `pattern`: allow_is_causal_skip is False for rows that see more or less, but
+    also for one row over a static cache; use_vmap is True for a function of the caller's; local_size is a window or a chunk.
 
     Left padding, chunks, packed sequences and bidirectional rows get sdpa's mask. Reads the device where there is a padding
     mask and no compiler traces.
@@ -47,30 +55,38 @@ def lengths_mask(
         tell_fallback(why)
         operands = (batch_size, q_length, kv_length, q_offset, kv_offset)
         more = {} if mask_function is None else {"mask_function": mask_function}
-        mask: Tensor | None = part("masking_utils").sdpa_mask(*operands, attention_mask=attention_mask, **more, **pattern)
+        mask: Tensor | None = Own.mask(*operands, attention_mask=attention_mask, **more, **pattern)
         return mask
     keys = q_offset + q_length - kv_offset
-    kind = FULL if pattern.get("local_size") is None else SLIDING
     if isinstance(keys, Tensor):
         lengths = keys.to(device=device, dtype=torch.int32).clamp(max=kv_length)
-        return lengths.reshape(1, 1, 1, 1).expand(kind, 1, 1, batch_size).contiguous()
-    return torch.full((kind, 1, 1, batch_size), min(keys, kv_length), dtype=torch.int32, device=device)
+        lengths = lengths.reshape(1, 1, 1, 1).expand(1, 1, 1, batch_size).contiguous()
+    else:
+        lengths = torch.full((1, 1, 1, batch_size), min(keys, kv_length), dtype=torch.int32, device=device)
+    window = pattern.get("local_size")
+    return lengths if window is None else torch.cat([lengths, torch.full_like(lengths, window)])
 
 
-def lengths_of(mask: Tensor | None) -> Lengths | None:
-    """What `lengths_mask` has put into a mask; None for any other."""
-    if mask is None or mask.dtype is not torch.int32 or mask.dim() != 4:
+def lengths_of(mask: Tensor | None, batch: int) -> Lengths | None:
+    """Returns what `lengths_mask` has put into a mask for so many requests, or None for a mask that sdpa takes.
+
+    Raises InvalidProblem for any other mask of integers: a caller gave it, or a layer made it from lengths.
+    """
+    if mask is None or mask.dtype is torch.bool or mask.is_floating_point():
         return None
-    return Lengths(mask[0, 0, 0], mask.shape[0] == SLIDING)
+    if mask.dtype is not torch.int32 or tuple(mask.shape) not in ((FULL, 1, 1, batch), (SLIDING, 1, 1, batch)):
+        rule = "must be bool, or of a floating-point dtype that is added to the scores"
+        raise InvalidProblem("attention_mask", f"{mask.dtype} of shape {tuple(mask.shape)}", rule)
+    return Lengths(mask[0, 0, 0], mask[1, 0, 0, :1] if mask.shape[0] == SLIDING else None)
 
 
-def dense_mask(lengths: Lengths, q_length: int, kv_length: int, window: int | None) -> Tensor:
-    """bool [batch, 1, q_length, kv_length]: the same mask as sdpa takes it. window: keys that a row sees, its own included."""
+def dense_mask(lengths: Lengths, q_length: int, kv_length: int) -> Tensor:
+    """bool [batch, 1, q_length, kv_length]: the same mask as sdpa takes it."""
     keys = torch.arange(kv_length, device=lengths.seq_lens.device)
     rows = lengths.seq_lens[:, None] - q_length + torch.arange(q_length, device=keys.device)
     seen = keys <= rows[:, :, None]
-    if lengths.sliding and window is not None:
-        seen &= keys > rows[:, :, None] - window
+    if lengths.window is not None:
+        seen &= keys > rows[:, :, None] - lengths.window
     return seen[:, None]
 
 
@@ -84,5 +100,5 @@ def _not_lengths(q_length: int, attention_mask: Tensor | None, pattern: dict[str
     if attention_mask is None:
         return None
     if torch.compiler.is_compiling():
-        return "a padding mask in a compiled model"
-    return None if bool(attention_mask.all()) else "a batch with padding"
+        return "an attention_mask in a compiled model, which may hide tokens"
+    return None if bool(attention_mask.all()) else "a batch whose mask hides tokens (padding, or drafts that were rejected)"

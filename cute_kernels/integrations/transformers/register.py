@@ -9,14 +9,15 @@ from typing import Any
 import torch
 
 from ...append.descriptor import APPEND_DTYPES
-from ...config.append import MAX_HEAD_DIM
 from ...errors import InvalidProblem, Unsupported
 from ...kv.types import KVDtype
 from ..flash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
-from .continuous import continuous_forward
+from .continuous import KEPT, continuous_forward
 from .engine import check_calls, moved, part, tell_once
+from .fallback import take_own
 from .forward import attention_forward
 from .masks import lengths_mask
+from .models import unserved
 
 NAME = "cute_kernels"
 PAGED_NAME = "cute_flash_3"  # continuous batching asks a name for "flash", and for a version of it, before it uses block tables
@@ -36,12 +37,14 @@ def register(kv_dtype: KVDtype | None = None) -> str:
     Raises MissingDependency without transformers, Unsupported for a version of it that has moved, naming the call, and
     InvalidProblem for another kv_dtype.
 
-    Besides what transformers lets one register it wraps three of its functions: the one that checks names of implementations,
-    the one that finds a flash-attention by its name, and continuous batching's choice of an implementation.
+    Besides what transformers lets one register, this wraps four of its functions: the one that checks names of implementations,
+    the one that finds a flash-attention by its name, continuous batching's choice of an implementation, and the update of its
+    cache.
     """
     if kv_dtype not in (None, KVDtype.E4M3, KVDtype.E5M2):
         raise InvalidProblem("kv_dtype", kv_dtype, "must be None, KVDtype.E4M3 or KVDtype.E5M2")
     check_calls()
+    take_own()
     attention, masks = part("modeling_utils").AttentionInterface, part("masking_utils").AttentionMaskInterface
     attention.register(NAME, attention_forward)
     masks.register(NAME, lengths_mask)
@@ -52,6 +55,7 @@ def register(kv_dtype: KVDtype | None = None) -> str:
     _wrap(part("modeling_utils").PreTrainedModel, "_check_and_adjust_attn_implementation", _checking)
     manager = part("generation.continuous_batching.continuous_api").ContinuousBatchingManager
     _wrap(manager, "switch_to_cb_friendly_attn", _switching)
+    _wrap(part("generation.continuous_batching.cache").PagedAttentionCache, "update", _updating)
     return NAME
 
 
@@ -60,7 +64,7 @@ def _wrap(owner: Any, name: str, around: Callable[[Callable[..., Any]], Callable
     original = getattr(owner, name)
     if getattr(original, "by_cute_kernels", False):
         return
-    wrapped: Any = functools.wraps(original)(around(original))
+    wrapped: Any = functools.wraps(original, updated=())(around(original))
     wrapped.by_cute_kernels = True
     setattr(owner, name, wrapped)
 
@@ -69,7 +73,7 @@ def _finding(original: Callable[..., Any]) -> Callable[..., Any]:
     """_lazy_imports: the functions of a flash-attention, by name."""
 
     def lazy_imports(implementation: str | None, *args: Any, **kwargs: Any) -> Any:
-        if implementation is None or implementation.removeprefix(PREFIX) != PAGED_NAME:
+        if not _is_paged(implementation):
             return original(implementation, *args, **kwargs)
         utils = part("modeling_flash_attention_utils")
         padding = (getattr(utils, "_pad_input", None), getattr(utils, "_unpad_input", None))
@@ -85,7 +89,7 @@ def _checking(original: Callable[..., Any]) -> Callable[..., Any]:
         name = (attn_implementation or "").removeprefix(PREFIX)
         if name not in (NAME, PAGED_NAME):
             return original(model, attn_implementation, *args, **kwargs)
-        why = _unserved(model)
+        why = unserved(model)
         if why is None:
             return attn_implementation
         tell_once(f"cute_kernels: {type(model).__name__} has {why}: it keeps transformers' own attention")
@@ -105,7 +109,7 @@ def _switching(original: Callable[..., Any]) -> Callable[..., Any]:
             raise Unsupported([f"generate_batch of a model in {model.dtype}: must be in {' or '.join(map(str, APPEND_DTYPES))}"])
         model.set_attn_implementation(PAGED_NAME)
         original(manager, model, *args, **kwargs)
-        if model.config._attn_implementation.removeprefix(PREFIX) != PAGED_NAME:
+        if not _is_paged(model.config._attn_implementation):
             found = model.config._attn_implementation
             raise moved("ContinuousBatchingManager.switch_to_cb_friendly_attn", f"takes {found} in place of {PAGED_NAME}")
         manager._original_attn_impl = before  # what the model gets back when the manager stops
@@ -114,10 +118,24 @@ def _switching(original: Callable[..., Any]) -> Callable[..., Any]:
     return switch
 
 
-def _unserved(model: Any) -> str | None:
-    """What of a model no plan serves; None where its layers are asked one by one."""
-    config = model.config.get_text_config()
-    head_dim = getattr(config, "head_dim", None)
-    if head_dim is not None and head_dim > MAX_HEAD_DIM:
-        return f"head_dim = {head_dim}, above {MAX_HEAD_DIM}"
-    return None if getattr(model, "_supports_attention_backend", True) else "layers that take no attention implementation"
+def _updating(original: Callable[..., Any]) -> Callable[..., Any]:
+    """PagedAttentionCache.update: in 5.24 a layer calls it before attention, and the step that attention gets names no cache.
+
+    Our attention stores K and V itself, so the wrapped function only writes the cache into the step. It also attaches the cache
+    to K: a later layer may take K and V from this one, and then that layer calls no update.
+    """
+
+    def update(cache: Any, key_states: Any, value_states: Any, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+        step = kwargs.get("kwargs")
+        if step is None or "cache" in step or not _is_paged(cache.config._attn_implementation):
+            return original(cache, key_states, value_states, layer_idx, *args, **kwargs)
+        step["cache"] = cache
+        setattr(key_states, KEPT, cache)
+        return key_states, value_states
+
+    return torch.compiler.disable(update)
+
+
+def _is_paged(implementation: str | None) -> bool:
+    """Whether a name is that of our attention in continuous batching."""
+    return implementation is not None and implementation.removeprefix(PREFIX) == PAGED_NAME

@@ -8,13 +8,6 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from vllm.v1.attention.backend import (
-    AttentionBackend,
-    AttentionCGSupport,
-    AttentionImpl,
-    AttentionMetadataBuilder,
-    MultipleOf,
-)
 
 from ...append.descriptor import APPEND_DTYPES
 from ...config.append import MAX_HEAD_DIM
@@ -26,9 +19,20 @@ from .layer import LayerAttention
 from .register import ENGINE, NAME
 from .step import Step, step_of
 
+BACKEND = "v1.attention.backend"
+try:
+    from vllm.v1.attention.backend import (
+        AttentionBackend,
+        AttentionCGSupport,
+        AttentionImpl,
+        AttentionMetadataBuilder,
+        MultipleOf,
+    )
+except ImportError as error:
+    raise ENGINE.moved(BACKEND, f"has not all that is taken from it: {error}") from error
+
 STEP = ("query_start_loc", "seq_lens", "num_reqs", "num_actual_tokens", "max_query_len", "max_seq_len")
 LAYER = ("layer", "query", "key", "value", "kv_cache", "attn_metadata", "output", "output_scale", "output_block_scale")
-BACKEND = "v1.attention.backend"
 CALLS = (
     Call(BACKEND, "AttentionBackend.validate_configuration", ("head_size", "dtype", "kv_cache_dtype", "block_size")),
     Call(BACKEND, "AttentionMetadataBuilder.build", ("common_prefix_len", "common_attn_metadata", "fast_build")),
@@ -37,6 +41,7 @@ CALLS = (
 )
 AXES = {"NHD": (0, 2, 1, 3), "HND": (0, 1, 2, 3)}  # of [blocks, heads, tokens, content], in the order in which memory has them
 LAYERED_AXES = {"NHD": (1, 0, 3, 2, 4), "HND": (1, 2, 0, 3, 4)}  # of [layers, blocks, heads, tokens, content]
+ENGINE._replace(calls=(Call(BACKEND, "AttentionCGSupport.UNIFORM_BATCH", ()),)).check_calls()
 BLOCK_MULTIPLE = 16  # tokens
 HEAD_MULTIPLE = 8  # elements: the scale of a token is then aligned
 
@@ -126,7 +131,7 @@ class CuteKernelsBackend(AttentionBackend):
     def validate_configuration(cls, *given: Any, **named: Any) -> list[str]:
         """Every reason why a model's layers are not served. One is that vLLM has moved: it names the version and the call."""
         try:
-            ENGINE._replace(calls=CALLS).check_calls()
+            _check_vllm()
         except Unsupported as error:
             return list(error.reasons)
         reasons: list[str] = super().validate_configuration(*given, **named)
@@ -214,3 +219,12 @@ class CuteKernelsImpl(AttentionImpl[Step]):
             return output.zero_()
         self.attention.attend(layer, query, kv_cache, attn_metadata, output)
         return output
+
+
+def _check_vllm() -> None:
+    """Raises Unsupported for a vLLM whose calls have moved, or which asks a class for more than it has here."""
+    ENGINE._replace(calls=CALLS).check_calls()
+    for mine in (CuteKernelsBackend, CuteKernelsMetadataBuilder, CuteKernelsImpl):
+        missing = sorted(getattr(mine, "__abstractmethods__", ()))
+        if missing:
+            raise ENGINE.moved(f"{BACKEND}.{mine.__mro__[1].__name__}", f"asks for {', '.join(missing)}")

@@ -4,21 +4,27 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...errors import Unsupported
+from ...errors import CuteKernelsError
 from ..engine import Call, Engine, tell_once
 
 NAME = "CUTE_KERNELS"
 PATH = "cute_kernels.integrations.vllm.backend.CuteKernelsBackend"
 REGISTRY = "v1.attention.backends.registry"
-ENGINE = Engine("vllm", "0.26.0 and 0.33.0", (Call(REGISTRY, "register_backend", ("backend", "class_path")),))
+CALLS = (Call(REGISTRY, "AttentionBackendEnum", ()), Call(REGISTRY, "register_backend", ("backend", "class_path")))
+ENGINE = Engine("vllm", "0.26.0 and 0.33.0", CALLS)
 
 
 def plugin() -> None:
-    """The entry point of vLLM's general plugins. A vLLM that has moved gets one line in the log, and keeps its own backends."""
+    """The entry point of vLLM's general plugins. A vLLM that has moved gets one line in the log, and keeps its own backends.
+
+    Every process of vLLM runs this, also one that asks for another backend: it raises nothing.
+    """
     try:
         register()
-    except Unsupported as error:
-        tell_once(f"cute_kernels: {error}: there is no attention backend {NAME}")
+    except Exception as error:
+        raised = f"raised {type(error).__name__}: {error}"
+        why = error if isinstance(error, CuteKernelsError) else ENGINE.moved(f"{REGISTRY}.register_backend", raised)
+        tell_once(f"cute_kernels: {why}: there is no attention backend {NAME}")
 
 
 def register() -> Any:
