@@ -44,6 +44,7 @@ gpu-test: $(SETUP) ## the tests that need a GPU
 
 # API errors are left out: torch probes the driver for functions that it may lack
 sanitize: $(SETUP) ## every variant under each tool of compute-sanitizer
+	@command -v compute-sanitizer > /dev/null || { echo "make sanitize: compute-sanitizer of the CUDA toolkit is not on PATH" >&2; exit 1; }
 	@failed=; for tool in $(SANITIZERS); do \
 		echo "== $$tool"; \
 		PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool $$tool --report-api-errors no --error-exitcode 1 $(PYTHON) -m tests.sanitize \

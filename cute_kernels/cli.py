@@ -5,7 +5,9 @@ from __future__ import annotations
 import itertools
 import json
 import platform
+import re
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,16 +28,22 @@ from .attention.plan import sku_of
 from .attention.variants import explain as explain_problem
 from .attention.variants import grid_of
 from .attention.workspace import workspace_bytes, workspace_regions
-from .bench.models import MODELS, tokens_of
+from .bench.models import MODELS, Stored, tokens_of
 from .compile.cache import ENVIRONMENT, cache_folder
 from .compile.disk import Folder, Untrusted
-from .errors import CuteKernelsError, InvalidArgument, MissingDependency
+from .errors import CuteKernelsError, InvalidArgument, MissingDependency, Unsupported
 from .kv.rotary import Rotary
 from .kv.types import KVDtype
-from .options import Device, Dtype, Rows, Shape, spread
+from .options import Commands, Device, Dtype, Rows, Shape, check_writable, in_options, spread
 from .planning.variants import DeviceFacts, Explanation, PlanPreference
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help="Decode attention on Hopper.")
+app = typer.Typer(
+    cls=Commands,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Attention over KV caches for Hopper inference backends.",
+)
 console = Console(highlight=False, soft_wrap=True)
 
 
@@ -116,7 +124,8 @@ def explain(request: Request) -> None:
         console.print_json(json.dumps(explanation.to_dict()))
     else:
         console.print(str(explanation), markup=False)
-    _ = explanation.chosen  # raises Unsupported
+    if not any(candidate.verdict == "chosen" for candidate in explanation.candidates):
+        raise Unsupported(["no variant serves this: the reasons are above"])
 
 
 @app.command()
@@ -136,6 +145,7 @@ def compile(
     merge: Annotated[list[int] | None, typer.Option(help="Also merges of so many states; several times.")] = None,
     out: Annotated[Path | None, typer.Option(help="Folder that keeps the kernels; default: the user's cache.")] = None,
     processes: Annotated[int, typer.Option(min=0, help="Kernels compiled at once; 0: as many as there are CPUs.")] = 0,
+    verbose: Annotated[bool, typer.Option("--verbose", help="All that a kernel is specialised for, in its line.")] = False,
 ) -> None:
     """Compiles a model's kernels, for every batch size, length and type given; needs no GPU.
 
@@ -143,24 +153,30 @@ def compile(
     """
     from .compile.kernels import compile_here, compile_into
 
+    for name, given in (("append", append), ("rotary_dim", rotary_dim)):
+        if given and not shape.page_size:
+            raise InvalidArgument(
+                f"--{name.replace('_', '-')}", "appends are to paged caches: must be with a --page-size above 0"
+            )
     stores: list[KVDtype | None] = [*kv_dtype] if kv_dtype else [None]
     problems = [shape.problem(*each, rows) for each in itertools.product(batch, seq_len, dtype, stores)]
     rotary = Rotary(pairing.value, rotary_dim, shape.heads) if rotary_dim else None
     beside = Beside(append, rotary, tuple(merge or ()))
     wanted = specs_of(problems, device.facts, device.preference, beside)
-    folder = Folder(out.expanduser().absolute()) if out else cache_folder()
+    folder = _prepared(out) if out else cache_folder()
     done = compile_into(folder, wanted, processes or None) if folder else compile_here(wanted)
     failed = 0
     with Progress(*Progress.get_default_columns(), TimeElapsedColumn(), console=console) as bar:
-        task = bar.add_task(f"compiling {len(wanted)} kernels", total=len(wanted))
+        task = bar.add_task(f"compiling {_kernels(len(wanted))}", total=len(wanted))
         for spec, said in done:
             failed += said.startswith("failed")
-            console.print(f"{said}: {spec}", markup=False)
+            console.print(f"{said}: {spec if verbose else short_spec(str(spec))}", markup=False)
             bar.advance(task)
     if folder is None:
         console.print(f"nothing is kept: {ENVIRONMENT} switches the user's cache off, and --out names no folder")
     else:
-        console.print(f"{len(wanted) - failed} kernels are in {folder.path}", markup=False)
+        verb = "is" if len(wanted) - failed == 1 else "are"
+        console.print(f"{_kernels(len(wanted) - failed)} {verb} in {folder.path}", markup=False)
     raise typer.Exit(1 if failed else 0)
 
 
@@ -168,26 +184,32 @@ def compile(
 def cache(
     clear: Annotated[bool, typer.Option("--clear", help="Delete them all.")] = False,
     folder: Annotated[Path | None, typer.Option(help="Another folder of kernels than the user's cache.")] = None,
+    verbose: Annotated[bool, typer.Option("--verbose", help="All that a kernel is specialised for, in its line.")] = False,
 ) -> None:
     """The compiled kernels on disk, the most recently used first; exit code 1 where one is damaged."""
     named = Folder(folder.expanduser().absolute()) if folder else cache_folder()
     if named is None:
         console.print(f"there is no cache: {ENVIRONMENT} switches it off")
         return
+    made = named.path.exists()
+    if folder and not made:
+        raise InvalidArgument("folder", f"{named.path}: no such folder")
     try:
         if clear:
             count, nbytes = named.clear()
-            console.print(f"deleted {count} kernels, {nbytes / 2**20:.1f} MiB, from {named.path}", markup=False)
+            console.print(f"deleted {_kernels(count)}, {nbytes / 2**20:.1f} MiB, from {named.path}", markup=False)
             return
         entries = named.entries()
     except (Untrusted, OSError) as error:
         raise InvalidArgument("folder", f"{named.path}: {getattr(error, 'strerror', None) or error}") from error
     for entry in entries:
         spec = entry.header["spec"] if entry.header else "damaged: it is compiled again when it is needed"
+        spec = short_spec(spec) if entry.header and not verbose else spec
         size, age = f"{entry.nbytes / 1e3:.0f} KB", _age(time.time() - entry.used)
         console.print(f"{entry.key[:12]}  {size:>7}  {age:>14}  {spec}", markup=False)
     total = sum(entry.nbytes for entry in entries)
-    console.print(f"{len(entries)} kernels, {total / 2**20:.1f} of {named.max_bytes >> 20} MiB, in {named.path}", markup=False)
+    room = f"{total / 2**20:.1f} of {named.max_bytes >> 20} MiB"
+    console.print(f"{_kernels(len(entries))}, {room}, in {named.path}{'' if made else ' (not made yet)'}", markup=False)
     raise typer.Exit(0 if all(entry.header for entry in entries) else 1)
 
 
@@ -211,7 +233,9 @@ def doctor() -> None:
     if not setup.gpus:
         grid.add_row("GPU", "none: the CPU reference runs; `explain --gpu h200` shows what a GPU would run")
     for path in sorted(tuned.plans_folder().glob("*.json")):
-        grid.add_row(f"plans/{path.name}", f"{len(tuned.load(path))} entries")
+        count = len(tuned.load(path))
+        said = "1 entry" if count == 1 else f"{count} entries"
+        grid.add_row(f"plans/{path.name}", said if count else f"{said}: the cost model chooses every configuration")
     console.print(grid)
     missing = setup.missing()
     for item in missing:
@@ -250,13 +274,13 @@ def bench(
     batch: Annotated[int, typer.Option(min=1, help="Requests that are decoded together.")] = 64,
     context: Annotated[str, typer.Option(help="Tokens of each, such as 8k.")] = "8k",
     page_size: Annotated[int, typer.Option(min=1, help="Tokens of a page.")] = 16,
-    kv_dtype: Annotated[KVDtype | None, typer.Option(help="What the cache stores; bf16 by default.")] = None,
+    kv_dtype: Annotated[Stored, typer.Option(help="What the cache stores under a bf16 q.")] = Stored.bf16,
     as_json: Annotated[bool, typer.Option("--json", help="Print data.")] = False,
 ) -> None:
     """What this machine does a layer of a model: decode attention, the append of new tokens, a prompt. Some seconds."""
     from .bench.run import run_bench
 
-    run_bench(model, batch, tokens_of(context), page_size, kv_dtype, as_json, console)
+    run_bench(model, batch, tokens_of(context), page_size, kv_dtype.eight_bit, as_json, console)
 
 
 @app.command()
@@ -281,14 +305,10 @@ def dashboard(
     except ModuleNotFoundError as error:
         need = "the dashboard is part of the checkout: run it there, in an environment with its dev extra (make setup)"
         raise MissingDependency(str(error.name), need) from error
-    if not out.parent.is_dir():
-        raise InvalidArgument("out", f"{out}: the folder {out.parent} does not exist")
+    check_writable(out)
     with console.status("building the page"):
         html, page = build(RESULTS if results is None else results)
-    try:
-        out.write_text(html, encoding="utf-8")
-    except OSError as error:
-        raise InvalidArgument("out", f"{out}: {error.strerror}") from error
+    out.write_text(html, encoding="utf-8")
     for problem in page.problems:
         print(problem, file=sys.stderr)
     console.print(f"{out}: {sum(len(gpu.cases) for gpu in page.gpus)} cases, {len(html) / 1e6:.1f} MB", markup=False)
@@ -299,8 +319,50 @@ def main() -> None:
     try:
         app()
     except CuteKernelsError as error:
-        print(f"error: {type(error).__name__}: {error}", file=sys.stderr)
+        print(f"error: {type(error).__name__}: {in_options(error)}", file=sys.stderr)
         raise SystemExit(2) from None
+
+
+def short_spec(spec: str) -> str:
+    """What a kernel is, in one short line, from the text of its spec: what sets it apart from most others."""
+    found = {name: value.strip("'") for name, value in re.findall(r"(\w+)=('[^']*'|[^',()]+)", spec)}
+    of = found.get
+    stored, scales = (sorted({found[n] for n in names if n in found}) for names in (("k_type", "v_type"), ("k_scale", "v_scale")))
+    kind = spec.split("(")[0].removesuffix("Spec").lower().replace("kernel", "attention")
+    words = {
+        f"{kind} {of('arch') or of('target')}": True,
+        str(of("element_type")): True,
+        f"over {' and '.join(stored)}": stored not in ([], [of("element_type")]),
+        f"scales {' and '.join(scales)}": scales not in ([], ["none"]),
+        f"head_dim {of('head_dim')}": True,
+        f"group {of('group_size')}": "group_size" in found,
+        f"pages of {of('page_size')}": of("page_size") not in (None, "None", "0"),
+        "contiguous": of("page_size") in ("None", "0"),
+        f"{of('table_format')} table": of("table_format", "none") != "none",
+        f"{of('query')} queries": of("query", "one") != "one",
+        "window": "True" in (of("window_left"), of("window_right")),
+        **{name: of(name) == "True" for name in ("tree_mask", "softcap", "alibi", "sinks")},
+        "rotary": "rotary_dim" in found,
+        f"tiles of {of('tile_n')} x {of('num_stages')}, {of('partition')}": "tile_n" in found,
+    }
+    return ", ".join(word for word, holds in words.items() if holds)
+
+
+def _prepared(out: Path) -> Folder:
+    """The folder of --out, made and found writable before anything is compiled."""
+    folder = Folder(out.expanduser().absolute())
+    try:
+        folder.path.parent.mkdir(parents=True, exist_ok=True)
+        folder.path.mkdir(mode=0o700, exist_ok=True)
+        folder.entries()  # raises Untrusted
+        with tempfile.TemporaryFile(dir=folder.path):
+            return folder
+    except (Untrusted, OSError) as error:
+        raise InvalidArgument("out", f"{folder.path}: {getattr(error, 'strerror', None) or error}") from error
+
+
+def _kernels(count: int) -> str:
+    return "1 kernel" if count == 1 else f"{count} kernels"
 
 
 def _age(seconds: float) -> str:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum
+from pathlib import Path
 from typing import Annotated, Any, cast, get_type_hints
 
 import torch
 import typer
+from typer.core import TyperGroup
 
 from .attention.attention_descriptor import PagedAttentionDescriptor
 from .attention.descriptors import DecodeProblem, FlashDecodingDescriptor, PagedDecodeDescriptor
-from .errors import InvalidArgument, InvalidProblem
+from .errors import CuteKernelsError, InvalidArgument, InvalidProblem, Unsupported
 from .kv.scale import NAMED_SCALES
 from .kv.types import KVDtype, KVLayout
 from .planning.variants import PRETEND, DeviceFacts, PlanPreference, VariantArch
@@ -80,7 +83,7 @@ class Rows:
             value = getattr(self, name)
             if value is not None and value is not False:
                 said = value.value if isinstance(value, Enum) else value
-                raise InvalidArgument(name, f"got {said}, must be beside max_q_len: one query row stands at its last key")
+                raise InvalidArgument(name, f"got {said}, needs max_q_len too: one query row stands at its last key")
         return self._of_scores()
 
     def fields_of_several(self) -> dict[str, Any]:
@@ -124,7 +127,7 @@ class Shape:
         table = self.table or ("dense" if self.page_size else "none")
         if rows.max_q_len is None and not self.page_size:
             if table != "none":
-                raise InvalidProblem("table_format", table, 'must be "none" of a contiguous cache without max_q_len')
+                raise InvalidProblem("table_format", table, 'must be "none" with page_size = 0, unless max_q_len is given')
             common |= {"dtype": kind, "seq_len": seq_len, "alignment_bytes": self.alignment}
             return FlashDecodingDescriptor(**common, **rows.fields_of_one()).problem
         common |= {"q_dtype": kind, "page_size": self.page_size or None, "max_seq_len": seq_len, "table_format": table}
@@ -155,6 +158,71 @@ class Device:
     def preference(self) -> PlanPreference:
         """What a plan would be selected with."""
         return PlanPreference(arch=cast("VariantArch | None", self.arch or None), sm_count=self.sm_count)
+
+
+# parameters of the package that options set by another name; the others have their own, with dashes
+RENAMED = {
+    "batch_size": "--batch",
+    "num_heads": "--heads",
+    "num_kv_heads": "--kv-heads",
+    "q_dtype": "--dtype",
+    "k_scale": "--scales",
+    "v_scale": "--scales",
+    "table_format": "--table",
+    "max_seq_len": "--seq-len",
+    "query_format": "--queries",
+    "layout.alignment_bytes": "--alignment",
+    "alignment_bytes": "--alignment",
+}
+SAME = (
+    *("model", "batch", "context", "out", "folder", "results", "device", "arch", "dtype", "seq_len", "head_dim", "page_size"),
+    *("kv_dtype", "max_q_len", "queries", "causal", "window_left", "window_right", "softcap", "alibi", "sinks", "tree_mask"),
+    *("sm_count", "max_new_tokens"),
+)
+OPTIONS = RENAMED | {name: f"--{name.replace('_', '-')}" for name in SAME}
+_NAMES = "|".join(re.escape(name) for name in sorted(OPTIONS, key=len, reverse=True))
+FIRST = re.compile(rf"({_NAMES})(?=:| =)")  # the parameter that an error is about
+LATER = re.compile(rf"(?<![\w.-])(?:({_NAMES})(?= ?=)|([a-z]+(?:_[a-z]+)+)(?![\w(]))")
+
+
+def in_options(error: CuteKernelsError) -> str:
+    """An error's text, in which parameters of the package are the options that set them, and None is an option left out."""
+    text = str(error)
+    if not isinstance(error, InvalidProblem | InvalidArgument | Unsupported):
+        return text
+    text = FIRST.sub(lambda found: OPTIONS[found[1]], text, count=1) if FIRST.match(text) else text
+    text = LATER.sub(lambda found: OPTIONS.get(found[1] or found[2], found[0]), text)
+    text = text.replace("bottom_right", "bottom-right").replace("top_left", "top-left").replace("got None", "got none")
+    return re.sub(r"\bNone\b", "0" if text.startswith("--page-size") else "left out", text)
+
+
+class Commands(TyperGroup):
+    """The commands, whose usage errors name the value that was given and not the parser's own terms."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except typer.BadParameter as error:
+            errors = getattr(error.__cause__, "errors", None)
+            if errors is not None:
+                said = error.message.removeprefix("Value error, ")
+                rest = said.removeprefix("Input ")
+                error.message = f"got {errors()[0]['input']!r}, {rest}" if rest != said else said
+            raise
+
+
+def check_writable(out: Path, name: str = "--out") -> None:
+    """Opens the file that a command will write, before its work. Raises InvalidArgument, which names the option, if it cannot."""
+    if not out.parent.is_dir():
+        raise InvalidArgument(name, f"{out}: the folder {out.parent} does not exist")
+    try:
+        there = out.exists()
+        with out.open("a"):
+            pass
+    except OSError as error:
+        raise InvalidArgument(name, f"{out}: {error.strerror}") from error
+    if not there:
+        out.unlink()
 
 
 def spread(command: Callable[..., None]) -> Callable[..., None]:

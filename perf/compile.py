@@ -21,6 +21,7 @@ from perf.case_sets import select_cases
 from perf.cases import Case
 from perf.providers import providers_of
 from perf.providers.ours import Ours
+from perf.run import required
 
 console = Console(width=200, highlight=False)
 
@@ -41,9 +42,11 @@ def main(
     gpu: Annotated[str, typer.Option(help=f"Any of {', '.join(PRETEND)}.")] = "h200",
     processes: Annotated[int, typer.Option(min=0, help="Kernels compiled at once; 0: as many as there are CPUs.")] = 0,
 ) -> None:
-    """Compiles what is missing. Exit code 1 where a kernel fails, 2 for an unknown case, provider or GPU."""
+    """Compiles what is missing. Exit code 1 where a kernel fails; 2 for an unknown case, provider or GPU, or without any."""
     try:
-        specs = specs_for(select_cases(cases.split(",")), providers.split(","), gpu)
+        specs = specs_for(select_cases(required("cases", cases)), required("providers", providers), gpu)
+        if not specs:
+            raise ValueError(f"nothing to compile: {providers!r} runs no kernel of this package for {cases!r}")
     except ValueError as error:
         console.print(f"[red]{error}")
         raise typer.Exit(2) from error
@@ -52,9 +55,9 @@ def main(
     failed = [said for said in outcomes if said.startswith("failed")]
     for said in dict.fromkeys(failed):
         console.print(said, markup=False)
-    console.print(
-        f"{len(specs) - len(failed)} of {len(specs)} kernels are in {folder}, {outcomes.count('was there')} since before"
-    )
+    there = outcomes.count("was there")
+    before = "all from before: nothing was compiled" if there == len(specs) else f"{there} from before"
+    console.print(f"{len(specs) - len(failed)} of {len(specs)} kernels are in {folder}, {before}")
     raise typer.Exit(1 if failed else 0)
 
 

@@ -110,16 +110,14 @@ def judge(reference: Reference, out: torch.Tensor, lse: torch.Tensor | None, tol
         ("error in 2-norm", used_norm, norm, allowed_norm, reference.torch_norm),
     ):
         if not bool(part[at] <= 1):
-            reasons.append(
-                f"{name} {error[at]:.3g} exceeds {limit[at]:.3g} (same-dtype PyTorch: {theirs[at]:.3g}) in {place} {where}"
-            )
+            reasons.append(f"{name} {over(error[at], limit[at])} (same-dtype PyTorch: {theirs[at]:.3g}) in {place} {where}")
     worst_lse = None
     if lse is not None:
         lse_errors = (lse.double() - reference.lse).abs() / reference.lse.abs().clamp_min(1)
         lse_at, place = worst(lse_errors)
         worst_lse = float(lse_errors[lse_at])
         if not worst_lse <= LSE_TOLERANCE:
-            reasons.append(f"lse error {worst_lse:.3g} exceeds {LSE_TOLERANCE:g} in {place} {where}")
+            reasons.append(f"lse error {over(worst_lse, LSE_TOLERANCE)} in {place} {where}")
     return GateResult(
         error=float(largest[at]),
         torch_error=float(reference.torch_largest[at]),
@@ -130,6 +128,13 @@ def judge(reference: Reference, out: torch.Tensor, lse: torch.Tensor | None, tol
         tolerance=tolerance,
         used=float(used[at]),
     )
+
+
+def over(error: float | torch.Tensor, limit: float | torch.Tensor) -> str:
+    """That an error exceeds a limit, with three digits of both, or as many as tell them apart."""
+    error, limit = float(error), float(limit)
+    digits = next((n for n in range(3, 17) if f"{error:.{n}g}" != f"{limit:.{n}g}"), 17)
+    return f"{error:.{digits}g} exceeds {limit:.{digits}g}"
 
 
 def worst(values: torch.Tensor) -> tuple[tuple[int, int], str]:

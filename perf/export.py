@@ -12,6 +12,7 @@ from typing import Annotated
 import typer
 
 from perf.picture import newest_of, share
+from perf.record import H200
 from perf.records import Record, read_records
 from perf.run import split
 
@@ -74,9 +75,9 @@ def export(records: Iterable[Record], providers: Sequence[str], kind: Format) ->
 
 
 def main(
-    results: Annotated[Path, typer.Argument(help="Records of perf.run.", exists=True, dir_okay=False)] = Path(
-        "perf/results/h200.jsonl"
-    ),
+    results: Annotated[
+        Path, typer.Argument(help="Records of perf.run.", exists=True, dir_okay=False, show_default="the checkout's, of the H200")
+    ] = H200,
     kind: Annotated[Format, typer.Option("--format", help="What to write.")] = Format.github,
     providers: Annotated[str, typer.Option(help="Whose times, separated by commas.")] = "ours",
     out: Annotated[Path | None, typer.Option(help="The file to write; default: standard output.", dir_okay=False)] = None,

@@ -15,6 +15,7 @@ from rich.text import Text
 from perf.compare import Comparison, Control, Controls, compare_revisions
 from perf.history import Key, Revision, by_gpu, revision, revisions
 from perf.measure import DEVICE
+from perf.record import H200
 from perf.records import Record, read_records
 from perf.run import split
 
@@ -24,9 +25,9 @@ console = Console(width=None if sys.stdout.isatty() else 200)
 
 
 def main(
-    results: Annotated[Path, typer.Argument(help="Records of one GPU.", exists=True, dir_okay=False)] = Path(
-        "perf/results/h200.jsonl"
-    ),
+    results: Annotated[
+        Path, typer.Argument(help="Records of one GPU.", exists=True, dir_okay=False, show_default="the checkout's, of the H200")
+    ] = H200,
     base: Annotated[str, typer.Option(help=f"A commit, or {BEST}: for each case the fastest one known.")] = BEST,
     new: Annotated[str, typer.Option(help=f"A commit, or {LATEST}.")] = LATEST,
     run: Annotated[

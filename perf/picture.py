@@ -5,6 +5,7 @@ With --kv-dtype e4m3: those of a bf16 q over an e4m3 cache without scales. With 
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,11 +13,15 @@ from fnmatch import fnmatchcase
 from operator import attrgetter
 from pathlib import Path
 from textwrap import shorten, wrap
-from typing import Annotated
+from typing import Annotated, get_args
 from xml.etree import ElementTree
 
 import typer
 
+from cute_kernels.errors import InvalidArgument
+from cute_kernels.options import check_writable
+from perf.cases import EightBit
+from perf.ordering import reading_order
 from perf.records import DEVICE, Record, read_records
 
 Newest = Mapping[str, Mapping[str, Record]]  # by case name, then by provider
@@ -31,6 +36,9 @@ PROVIDERS = {
     "vllm-triton": ("vLLM Triton", "#a9bfb1", "#4f6b5a"),
     "sdpa": ("PyTorch SDPA, K and V gathered beforehand", "#c9c2b6", "#6f6a61"),
 }
+VLLM_LIBRARY = "_vllm_fa3_C.abi3.so"  # older records name the file alone
+LIBRARY = re.compile(r"(?:(?P<owner>.+)'s )?FA3, sha256 of the \.so (?P<digest>\w+)")
+KV_DTYPES = ("bf16", *get_args(EightBit))
 MAX_CASES = 13
 PAGES = (16, 64)  # page sizes to choose cases from: the first that has any
 LONG_PAGES = (0, 64)  # those of long queries, 0 contiguous: on others they are within some percent of these
@@ -39,7 +47,7 @@ WIDTH, MARGIN = 900, 32
 BARS_LEFT, BARS_RIGHT = 172, 716
 VALUE_RIGHT, US_RIGHT = 800, WIDTH - MARGIN
 STEP, BAR, GROUP_GAP = 14, 10, 16
-TOP, FOOTER, LABEL_STEP, NOTE_STEP = 146, 56, 15, 17
+TOP, FOOTER, LABEL_STEP, NOTE_STEP = 146, 76, 15, 17
 LABEL_CHARACTERS = 21  # of a line that stays left of the bars
 STYLE = """
 text { font: 12px system-ui, -apple-system, "Segoe UI", "Helvetica Neue", Arial, sans-serif; fill: #1f2328 }
@@ -75,8 +83,9 @@ class Bar:
 class Measure:
     """What bars show. of: their lengths, None where a record has none; written, with `unit` and so many decimals, below `head`.
 
-    words: what a length is, behind it. ticks: of the axis, the last of which all bars have room for. limit: a tick and what is
-    written at it, or None. lacking: why a record without a reason of its own has no length.
+    words: what a length is, written after it. axis: the title of the axis. ticks: of the axis, the last of which all bars have
+    room for. limit: a tick and what is written at it, or None. lacking: why a record without a reason of its own has no length.
+    compare: what to compare where the bars of a case are of several runs.
     """
 
     title: str
@@ -85,9 +94,11 @@ class Measure:
     unit: str
     words: str
     decimals: int
+    axis: str
     ticks: tuple[int, ...]
     limit: tuple[int, str] | None
     lacking: str
+    compare: str
 
     def text(self, length: float) -> str:
         """A length in words."""
@@ -118,9 +129,11 @@ READ = Measure(
     unit="%",
     words="of the plain read",
     decimals=1,
+    axis="read bandwidth, % of that of a plain read of the same bytes in the same run",
     ticks=(0, 25, 50, 75, 100),
     limit=(100, "plain read of the same bytes"),
     lacking="no plain read in its run",
+    compare="compare percentages (of the read in the same run), not microseconds",
 )
 RATE = Measure(
     title="Prompts and chunks: tensor-core rate reached",
@@ -129,9 +142,11 @@ RATE = Measure(
     unit="",
     words="TFLOPS",
     decimals=0,
+    axis="TFLOPS, over the pairs of a query row and a key that it sees",
     ticks=(0, 200, 400, 600),
     limit=None,
     lacking="no time",
+    compare="clocks differ from run to run by some percent",
 )
 
 
@@ -155,7 +170,7 @@ def default_cases(newest: Newest, kv_dtype: str = "bf16") -> list[str]:
                 timed[name] = records
         best = sorted(timed, key=lambda name: (-len(timed[name]), timed[name][0].bar is None))[:MAX_CASES]
         if best:
-            return [name for name in timed if name in best]
+            return in_order(newest, best)
     return []
 
 
@@ -169,7 +184,12 @@ def long_cases(newest: Newest) -> list[str]:
         case = timed[0].case
         if case.operation == "attention" and not case.mixed and timed[0].dtypes == "bf16" and case.page_size in LONG_PAGES:
             found.append(name)
-    return found[:MAX_CASES]
+    return in_order(newest, found[:MAX_CASES])
+
+
+def in_order(newest: Newest, names: Iterable[str]) -> list[str]:
+    """The cases in the order in which people read them."""
+    return sorted(names, key=lambda name: reading_order(next(iter(newest[name].values())).case))
 
 
 def matching_cases(newest: Newest, patterns: Iterable[str]) -> list[str]:
@@ -194,7 +214,7 @@ def draw(cases: Sequence[Sequence[Bar]], measure: Measure = READ) -> str:
         raise ValueError(f"no case has a {measure.head}: {measure.lacking}")
     records = [bar.record for group in groups for bar in group]
     common = [trait for trait in records[0].traits if all(trait in record.traits for record in records)]
-    notes = footer([bar for case in cases for bar in case], timed)
+    notes = footer(cases, timed, measure)
     labels = [label(group[0].record, common) for group in groups]
     heights = [max(STEP * len(group), LABEL_STEP * len(lines)) for group, lines in zip(groups, labels, strict=True)]
     bottom = TOP + sum(heights) + GROUP_GAP * (len(groups) - 1)
@@ -246,6 +266,7 @@ def axis(svg: ElementTree.Element, measure: Measure, scale: float, top: float, b
         x = BARS_LEFT + scale * tick
         add(svg, "line", css="limit" if tick == limit else "grid", x1=x, x2=x, y1=top, y2=bottom)
         add(svg, "text", f"{tick}{measure.unit}", css="muted small", x=x, y=bottom + 16, anchor="middle")
+    add(svg, "text", measure.axis, css="muted small", x=(BARS_LEFT + BARS_RIGHT) / 2, y=bottom + 33, anchor="middle")
     if limit is not None:
         add(svg, "text", said, css="small", x=BARS_LEFT + scale * limit, y=top - 8, anchor="end")
     add(svg, "text", measure.head, css="muted small", x=VALUE_RIGHT, y=top - 8, anchor="end")
@@ -276,8 +297,9 @@ def draw_group(
         y += STEP
 
 
-def footer(every: Sequence[Bar], timed: set[str]) -> list[str]:
+def footer(cases: Sequence[Sequence[Bar]], timed: set[str], measure: Measure) -> list[str]:
     """The lines below the picture: who has no time at all, who rounds q, versions, and where the numbers come from."""
+    every = [bar for case in cases for bar in case]
     absent = {bar.record.provider: bar.reason for bar in reversed(every) if bar.record.provider not in timed}
     shown = [bar.record for bar in every if bar.record.provider in timed]
     rounded = {record.provider: record.fields["q_dtype"] for record in shown if "q_dtype" in record.fields}
@@ -285,18 +307,31 @@ def footer(every: Sequence[Bar], timed: set[str]) -> list[str]:
     newest = max(shown, key=lambda record: record.time)
     others = len({record.revision for record in shown}) - 1
     commits = f"commit {newest.revision}" + (f" and {others} earlier" if others else "")
+    runs = [{bar.record.run for bar in case if bar.record.provider in timed} for case in cases]
+    several = [f"Peers may be of earlier commits and runs than ours: {measure.compare}."]
     return [
         *(f"{PROVIDERS[provider][0]}: {absent[provider]}" for provider in PROVIDERS if provider in absent),
         *(f"{PROVIDERS[provider][0]} rounds q to {rounded[provider]}." for provider in PROVIDERS if provider in rounded),
         ", ".join(named(PROVIDERS[p][0].split(",")[0], versions[p]) for p in PROVIDERS if p in versions),
         f"{', '.join(gpus(shown))}, {commits}, {newest.time:%Y-%m-%d}. "
         "Median device time of a whole step, measured as docs/perf.md says.",
+        *(several if any(len(found) > 1 for found in runs) else []),
     ]
 
 
 def named(name: str, version: str) -> str:
     """A provider with its version, which may begin with its name."""
-    return f"{name} {version.removeprefix(name).strip()}"
+    return f"{name} {readable(version).removeprefix(name).strip()}"
+
+
+def readable(version: str) -> str:
+    """A version without file names and digests: a library of FlashAttention-3 is named by whose build it is."""
+    if version == VLLM_LIBRARY:
+        return "as vLLM builds it"
+    found = LIBRARY.fullmatch(version)
+    if found is None:
+        return version
+    return f"as built for {found['owner'].replace('vllm', 'vLLM')}" if found["owner"] else f"build {found['digest']}"
 
 
 def gpus(records: Sequence[Record]) -> list[str]:
@@ -331,14 +366,19 @@ def main(
     for problem in problems:
         print(problem, file=sys.stderr)
     try:
+        check_writable(out, "OUT")
+        if kv_dtype not in KV_DTYPES:
+            raise ValueError(f"kv_dtype: {kv_dtype!r} is none of {', '.join(KV_DTYPES)}")
         patterns = [pattern.strip() for pattern in cases.split(",") if pattern.strip()]
         usual, measure = (long_cases(newest), RATE) if long else (default_cases(newest, kv_dtype), READ)
         chosen = matching_cases(newest, patterns) if patterns else usual
         picture = draw([bars(newest[name], measure) for name in chosen], measure)
+    except InvalidArgument as error:
+        print(error, file=sys.stderr)
+        raise typer.Exit(2) from error
     except ValueError as error:
         print(f"{results}: {error}", file=sys.stderr)
         raise typer.Exit(2) from error
-    out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(picture, encoding="utf-8")
     print(f"{out}: {len(chosen)} cases")
 

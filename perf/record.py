@@ -21,6 +21,8 @@ from perf.cases import WGMMA, Case
 
 SCHEMA = 1
 ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "perf" / "results"  # the committed records
+H200 = RESULTS / "h200.jsonl"
 PACKAGES = ("torch", "nvidia-cutlass-dsl", "apache-tvm-ffi", "cuda-python", "triton", "numpy")
 SMI_FIELDS = {
     "driver_version": "driver",

@@ -19,6 +19,7 @@ from perf.record import SCHEMA, ratio_field
 from perf.timing import Timing
 
 T = TypeVar("T")
+PAGED_ONLY = "its cache is paged"  # how a provider refuses a contiguous case, which its library may well serve
 RESULTS = (DEVICE, IN_STREAM)  # the metrics that time the call whose result is gated
 
 ProblemKind = Literal["truncated", "foreign", "malformed", "no gate", "unknown GPU", "duplicate"]
@@ -286,6 +287,8 @@ def positive(name: str, value: float) -> float:
 
 def reason(entry: Mapping[str, Any]) -> str:
     """Why a record has no time, in words; empty where it does not say."""
+    if entry.get("not_supported") == PAGED_ONLY:
+        return "not measured here: this provider runs it over pages only"
     texts = {"not supported": entry.get("not_supported"), "failed": entry.get("error")}
     texts["wrong result"] = (entry.get("gate") or {}).get("reason")
     return next((f"{what}: {text}" for what, text in texts.items() if text), "")

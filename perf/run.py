@@ -17,7 +17,7 @@ from perf.case_sets import select_cases
 from perf.cases import OPERATIONS, Case
 from perf.measure import DeviceFailed, Limits, Outcome, measure
 from perf.providers import PROVIDER_NAMES, CompilesAhead, Provider, providers_of
-from perf.record import ROOT, append, case_fields, environment, machine, timestamp
+from perf.record import RESULTS, append, case_fields, environment, machine, timestamp
 from perf.records import read_records
 from perf.report import problems, progress, summary
 from perf.resume import Deadline, unfinished
@@ -34,7 +34,9 @@ def main(
     providers: Annotated[str, typer.Option(help=f"Any of {', '.join(PROVIDER_NAMES)}, separated by commas.")] = ",".join(
         PROVIDER_NAMES
     ),
-    out: Annotated[Path, typer.Option(help="Folder of the records, one file a GPU.")] = Path("perf/results"),
+    out: Annotated[
+        Path, typer.Option(help="Folder of the records, one file for each GPU.", show_default="the checkout's perf/results")
+    ] = RESULTS,
     replays: Annotated[int, typer.Option(min=15, help="Replays of each provider's graph.")] = 21,
     trials: Annotated[int, typer.Option(min=1, help="Replays that choose among a provider's candidates.")] = 5,
     memory: Annotated[float, typer.Option(help="Share of the free device memory that the caches may take.")] = 0.4,
@@ -52,8 +54,8 @@ def main(
     """
     deadline = Deadline(60 * minutes if minutes else None)
     try:
-        chosen = select_cases(split(cases))
-        competitors = providers_of(split(providers))
+        chosen = select_cases(required("cases", cases))
+        competitors = providers_of(required("providers", providers))
     except ValueError as error:
         console.print(f"[red]{error}")
         raise typer.Exit(2) from error
@@ -68,7 +70,7 @@ def main(
     free, _ = torch.cuda.mem_get_info(device)
     path = out / f"{DeviceFacts.of(device).slug}.jsonl"
     if resume:
-        chosen = still_to_run(chosen, competitors, [path, ROOT / "perf" / "results" / path.name])
+        chosen = still_to_run(chosen, competitors, [path, RESULTS / path.name])
     compile_ahead(competitors, chosen)
     limits = Limits(replays, trials, int(memory * free), host_calls=host_calls, in_stream=in_stream)
     outcomes, left = run_cases(chosen, competitors, limits, device, path, deadline)
@@ -140,6 +142,14 @@ def run_cases(
             bar.advance(task)
             bar.console.print(f"{case.name}  {time.perf_counter() - start:.1f} s", highlight=False)
     return outcomes, len(cases) - begun
+
+
+def required(name: str, text: str) -> list[str]:
+    """The words of an option. Raises ValueError where it has none."""
+    words = split(text)
+    if not words:
+        raise ValueError(f"{name}: {text!r} names nothing")
+    return words
 
 
 def split(text: str) -> list[str]:

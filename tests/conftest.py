@@ -5,12 +5,14 @@ GPU tests take kernels from the user's cache, so that a second run compiles only
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 import tvm_ffi
+from _pytest.mark.expression import Expression
 
 from cute_kernels.api import plan_cache
 from cute_kernels.attention import plan
@@ -22,6 +24,24 @@ from cute_kernels.planning import variants as dispatch
 from tests.support.launches import refuse
 
 torch.set_num_threads(1)
+
+MARKS = ("gpu", "browser", "exclusive")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """One line where -m selects GPU tests alone and there is no GPU: each of them would fail by itself."""
+    if asks_for_gpu_tests(config.option.markexpr) and not config.option.collectonly and not torch.cuda.is_available():
+        raise pytest.UsageError("the GPU tests need a CUDA device; none is here")
+
+
+def asks_for_gpu_tests(expression: str) -> bool:
+    """Whether a -m expression selects tests that are marked gpu, and no others."""
+    if not expression:
+        return False
+    compiled = Expression.compile(expression)
+    subsets = itertools.chain.from_iterable(itertools.combinations(MARKS, count) for count in range(len(MARKS) + 1))
+    selected = ["gpu" in marks for marks in subsets if compiled.evaluate(lambda name, marks=marks, **_: name in marks)]
+    return bool(selected) and all(selected)
 
 
 @pytest.fixture(autouse=True)

@@ -382,6 +382,9 @@ def main() -> int:
     if arguments.list:
         print("\n".join(runs))
         return 0
+    if not torch.cuda.is_available():
+        print("tests.sanitize runs kernels on a CUDA device; none is here. --list names the cases", file=sys.stderr)
+        return 2
     wrong = 0
     for name in arguments.names or runs:
         found = verdict(runs[name])

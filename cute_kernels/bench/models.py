@@ -4,8 +4,24 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from enum import Enum
 
 from ..errors import InvalidArgument
+from ..kv.types import KVDtype
+
+
+class Stored(str, Enum):
+    """What a cache under a bf16 q may store."""
+
+    bf16 = "bf16"
+    e4m3 = "e4m3"
+    e5m2 = "e5m2"
+    int8 = "int8"
+
+    @property
+    def eight_bit(self) -> KVDtype | None:
+        """None: q's own dtype."""
+        return None if self is Stored.bf16 else KVDtype(self.value)
 
 
 @dataclass(frozen=True)

@@ -51,16 +51,25 @@ def run_bench(
     if as_json:
         console.print_json(json.dumps(_as_data(name, facts, size, found)))
         return
-    if size != asked:
-        console.print(
-            f"No GPU is here: these are {size.batch} requests of {size.context:,} tokens in place of {asked.batch} of "
-            f"{asked.context:,}, by the PyTorch reference on the CPU. They show that it runs, not how fast a GPU is."
-        )
+    if device.type != "cuda":
+        console.print(_on_cpu(size, asked))
     stored = "bf16" if kv_dtype is None else kv_dtype.value
     title = f"a layer of {name.lower()} on {facts}: {size.batch} x {size.context:,} tokens, pages of {page_size}, {stored}"
     console.print(_table(title, found))
     if device.type == "cuda":
         console.print(_summary(model, size, found))
+
+
+def _on_cpu(size: Size, asked: Size) -> str:
+    """What was timed without a GPU, and in place of what."""
+    less = []
+    if (size.batch, size.context) != (asked.batch, asked.context):
+        requests = "1 request" if size.batch == 1 else f"{size.batch} requests"
+        less.append(f"{requests} of {size.context:,} tokens in place of {asked.batch} of {asked.context:,}")
+    if size.prompt != asked.prompt:
+        less.append(f"a prompt of {size.prompt:,} in place of {asked.prompt:,}")
+    reduced = f" with {' and '.join(less)}" if less else ""
+    return f"No GPU is here: the PyTorch reference runs on the CPU{reduced}. The times show that it runs, not how fast a GPU is."
 
 
 def _table(title: str, found: list[Measured]) -> Table:

@@ -16,6 +16,7 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor
 
+from ..errors import MissingDependency
 from .model import WEIGHTS, ByteLM, Facts, ModelConfig, attend_fused, save_model, whole_prefix_logits
 
 CORPUS = Path(__file__).parent / "corpus" / "pride_and_prejudice.txt"
@@ -43,7 +44,12 @@ class TrainConfig:
 
 
 def load_corpus() -> bytes:
-    """The text, one paragraph a line: wrapped lines joined, emphasis marks, titles and chapter headings left out."""
+    """The text, one paragraph a line: wrapped lines joined, emphasis marks, titles and chapter headings left out.
+
+    Raises MissingDependency where the package is installed without it.
+    """
+    if not CORPUS.is_file():
+        raise MissingDependency(CORPUS.name, "the text is part of the checkout and not installed: train there")
     paragraphs = (" ".join(p.split()) for p in CORPUS.read_text("ascii").replace("_", "").split("\n\n"))
     kept = (p for p in paragraphs if any(c.islower() for c in p) and not p.startswith(("Chapter ", "By Jane")))
     return "".join(p + "\n" for p in kept).encode()

@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import argparse
 
-from vllm import LLM, SamplingParams
+try:
+    from vllm import LLM, SamplingParams
+except ModuleNotFoundError as error:
+    raise SystemExit(f"{error}: this example needs vLLM with its kernels (pip install vllm)") from None
 
 PROMPTS = ["The capital of France is", "A short poem about the sea:", "def fibonacci(n):"]
 

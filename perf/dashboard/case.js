@@ -12,7 +12,7 @@ function resultRow(gpuName, item, provider, result, slowest) {
   }
   const none = '<span class="none">not measured</span>';
   const bar = `<span class="bar" aria-hidden="true"><i style="width:${(100 * result.us) / slowest}%;--fill:${colourOf(gpuName, provider)}"></i></span>`;
-  const error = result.error === null ? '<span class="none">no result</span>' : `${result.error.toExponential(1)}<small>${result.error_ratio === null ? "" : result.error_ratio.toFixed(2) + " of PyTorch's"}${result.relative_error === null ? "" : "<br>relative " + result.relative_error.toExponential(1)}</small>`;
+  const error = result.error === null ? '<span class="none">no result</span>' : `${result.error.toExponential(1)}<small>${result.error_ratio === null ? "" : result.error_ratio.toFixed(2) + " of PyTorch's"}${result.relative_error === null ? "" : "<br>relative " + result.relative_error.toExponential(1) + (result.sampled ? ", of an older gate's sampled rows" : "")}</small>`;
   return `<tr><th scope="row">${name}${version}</th>
     <td data-label="us"><span>${microseconds(result.us)}<small>${microseconds(result.p20)} to ${microseconds(result.p80)}</small></span>${bar}</td>
     <td class="num" data-label="ratio to ${item.floor}"><span>${result.tflops === null ? "" : result.tflops.toFixed(0) + " TFLOPS "}${result.ratio === null || (item.long && result.tflops === null) ? none : result.ratio.toFixed(3)}</span></td>

@@ -14,11 +14,10 @@ from markupsafe import Markup
 from cute_kernels.errors import InvalidArgument, MissingDependency
 from perf.cases import FLOORS
 from perf.dashboard.view import FLOOR_LABELS, NOT_MEASURED, PROVIDERS, Page, page_of
-from perf.record import ROOT
+from perf.record import RESULTS
 from perf.records import read_records
 
 FOLDER = Path(__file__).parent
-RESULTS = ROOT / "perf" / "results"
 ECHARTS = Path("node_modules", "echarts", "dist", "echarts.common.min.js")
 SCRIPTS = ("state.js", "tables.js", "charts.js", "case.js", "main.js")
 COLOURS = {provider: (light, dark) for provider, (_, light, dark) in PROVIDERS.items()} | dict.fromkeys(

@@ -11,6 +11,7 @@ from perf.cases import COPY, FLOORS, PARTS, PLAIN, READ, WGMMA
 from perf.compare import Comparison, changes, compare_revisions
 from perf.history import Key, Revision, by_gpu, revisions
 from perf.measure import DEVICE, IN_STREAM
+from perf.ordering import reading_order
 from perf.picture import PROVIDERS as PICTURED
 from perf.picture import newest_of
 from perf.records import Problem, Record
@@ -24,16 +25,17 @@ PROVIDERS = PICTURED | {
     "fa2": ("FlashAttention-2", "#6b7a99", "#9fb0d0"),
 }
 FLOOR_LABELS = {READ: "plain read", COPY: "plain copy", WGMMA: "WGMMA loop"}
-OWN = {PLAIN: "our plain decode", PARTS: "our plans in turn"}  # beside ours: what it is held against
+OWN = {"ours-sm80": "our SM80 variant", PLAIN: "our plain decode", PARTS: "our plans in turn"}  # ours too, and no peers
 DETAILS = ("sku", "q_dtype", "shape", "num_ctas", "turns", "num_splits", "workspace_bytes", "prepare_s")
 
 
 @dataclass(frozen=True)
 class Result:
     """One record. Times in microseconds; `reason` where there is none. ratio: to the case's floor, in its run. error: max abs
-    against f64; error_ratio: over that of same-dtype PyTorch; relative_error: 2-norms, absent in older records. faster: its time
-    over ours in the same run, None where that run has none of ours. tflops: the rate of a long query, which the tensor core
-    limits, else None. in_stream, in_stream_faster: the same of the time behind another kernel. source: file and line."""
+    against f64; error_ratio: over that of same-dtype PyTorch; relative_error: 2-norms, absent in older records. sampled: whether
+    an older gate found that, on some rows, each over all its heads. faster: its time over ours in the same run, None where that
+    run has none of ours. tflops: the rate of a long query, which the tensor core limits, else None. in_stream, in_stream_faster:
+    the same of the time behind another kernel. source: file and line."""
 
     provider: str
     version: str
@@ -47,6 +49,7 @@ class Result:
     error: float | None
     error_ratio: float | None
     relative_error: float | None
+    sampled: bool
     faster: float | None
     tflops: float | None
     in_stream: float | None
@@ -63,6 +66,7 @@ class CaseView:
     limit; long: whether that is the tensor core's, so that rates are shown."""
 
     name: str
+    operation: str
     heads: str
     rows: str
     options: str
@@ -120,14 +124,20 @@ class GpuView:
         return [case for case in self.cases.values() if case.bar]
 
     @property
+    def missed(self) -> list[CaseView]:
+        """The cases whose bar is missed."""
+        return [case for case in self.barred if case.bar_met is False]
+
+    @property
     def measured(self) -> list[CaseView]:
         """The cases that we have a time of."""
         return [case for case in self.cases.values() if case.ours and case.ours.us]
 
     @property
     def best(self) -> CaseView | None:
-        """The case in which we are nearest to the plain read."""
-        return min((case for case in self.measured if ratio_of(case)), key=ratio_of, default=None)
+        """The case of decode in which we are nearest to the plain read; what an append writes may stay in L2."""
+        decode = (case for case in self.measured if case.operation == "decode" and ratio_of(case))
+        return min(decode, key=ratio_of, default=None)
 
     @property
     def missing(self) -> list[str]:
@@ -164,13 +174,10 @@ def gpu_view(name: str, records: Sequence[Record]) -> GpuView:
     called = [comparison for comparison in changes(history) if comparison.verdict != "same"]
     newest = newest_of(records)
     hosts, runs = step_times(records), Runs(records)
-    views = [
-        case_view(of_case, history, runs, hosts.get(case, {}), [change for change in called if change.name == case])
-        for case, of_case in newest.items()
-    ]
+    ordered = sorted(newest.items(), key=lambda item: reading_order(next(iter(item[1].values())).case))
     cases = {
-        view.name: view
-        for view in sorted(views, key=lambda view: (view.heads != "32/8/128", view.heads, view.ragged, view.megabytes))
+        case: case_view(of_case, history, runs, hosts.get(case, {}), [change for change in called if change.name == case])
+        for case, of_case in ordered
     }
     versions = {record.provider: record.version for record in sorted(records, key=lambda record: record.time)}
     order = [*PROVIDERS, *(provider for provider in versions if provider not in PROVIDERS and provider not in FLOORS)]
@@ -212,6 +219,7 @@ def case_view(
     }
     return CaseView(
         name=any_record.name,
+        operation=any_record.case.operation,
         heads=any_record.heads,
         rows=any_record.rows,
         options=", ".join(any_record.options),
@@ -267,6 +275,7 @@ def result(record: Record, runs: Runs) -> Result:
         error=gate.error if gate else None,
         error_ratio=gate.error / gate.torch_error if gate and gate.error is not None and gate.torch_error else None,
         relative_error=gate.relative_error if gate else None,
+        sampled=gate is not None and gate.used is None,
         faster=runs.over_ours(record, DEVICE),
         tflops=record.tflops,
         in_stream=runs.us_of(record, IN_STREAM),

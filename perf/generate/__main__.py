@@ -106,13 +106,23 @@ def told(measure: Callable[..., Timed], model: Any, name: str, prompts: list[lis
         use(name, model)
         found = measure(model, name, prompts, work)
     except RuntimeError as error:
-        console.print(f"{name}, {measure.__name__}, {work}: {str(error)[:500]}", markup=False)
+        console.print(f"{name_of(name)}, {measure.__name__}, {work}: {str(error)[:500]}", markup=False)
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
         return None
-    line = f"{name}, {found.api}, {work}: {found.tokens_per_second:,.0f} tokens/s"
+    line = f"{name_of(name)}, {found.api}, {work}: {found.tokens_per_second:,.0f} tokens/s"
     console.print(f"{line}, measured in {time.perf_counter() - started:.1f} s", style="dim")
     return found
+
+
+def name_of(provider: str) -> str:
+    """A provider as tables name it: whose attention really ran."""
+    return f"{provider} (ours stands in)" if provider == "fa3" and not torch.cuda.is_available() else provider
+
+
+def milliseconds(ms: float | None) -> str:
+    """A time of the table. The time of a step is a difference of two runs: where it is not positive, it is noise."""
+    return "" if ms is None else f"{ms:.2f}" if ms > 0 else "-"
 
 
 def table_of(timed: list[Timed]) -> Table:
@@ -123,7 +133,7 @@ def table_of(timed: list[Timed]) -> Table:
         "prompts x tokens + new",
         "attention",
         "tokens/s",
-        "of fa3",
+        f"of {name_of('fa3')}",
         "of sdpa",
         "ms a step",
         "ms on the device",
@@ -132,8 +142,9 @@ def table_of(timed: list[Timed]) -> Table:
     for each in timed:
         beside = {other.provider: other for other in timed if (other.api, other.work) == (each.api, each.work)}
         ratios = [f"{each.tokens_per_second / beside[p].tokens_per_second:.2f}" if p in beside else "" for p in ("fa3", "sdpa")]
-        step, device = (f"{ms:.2f}" if ms is not None else "" for ms in (each.step_ms, each.device_ms))
-        table.add_row(each.api, str(each.work), each.provider, f"{each.tokens_per_second:,.0f}", *ratios, step, device)
+        step, device = map(milliseconds, (each.step_ms, each.device_ms))
+        who = name_of(each.provider)
+        table.add_row(each.api, str(each.work), who, f"{each.tokens_per_second:,.0f}", *ratios, step, device)
     return table
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -160,11 +161,60 @@ def test_what_a_peer_cannot_do_is_said(visit: Open) -> None:
     rows = page.locator(".gpu:not([hidden]) .peers tbody tr:visible")
     row = rows.filter(has_text="bf16, pages of 16")
     expect(row).to_contain_text(f"not supported: {SCRIPT}")  # as text: nothing of a record runs
-    expect(row).to_contain_text("err 3.00")
+    expect(row).to_contain_text("3.00 of PyTorch's error‡")
     expect(row).to_contain_text("1.40\N{MULTIPLICATION SIGN} at first")
     expect(row).to_contain_text("ours not measured in this run")
     expect(row).to_contain_text("in stream 138.0 (1.20\N{MULTIPLICATION SIGN})")
-    expect(rows.filter(has_text="e4m3")).to_contain_text("err 2.3e-02")
+    eight_bit = rows.filter(has_text="e4m3")
+    expect(eight_bit.locator('[data-label="FlashAttention-3"]')).to_contain_text(
+        "rel. error 2.3e-02†"
+    )  # by a gate of sampled rows
+    expect(eight_bit.locator(".ours")).to_contain_text(re.compile(r"rel\. error 1\.7e-03$|rel\. error 1\.7e-03\s"))
+
+
+def test_a_cell_without_a_ratio_is_no_best_one(visit: Open) -> None:
+    """Its colour is a pattern, which the legend names; the best ratio is nearly white."""
+    page = visit()
+    background = "element => getComputedStyle(element).backgroundImage"
+    unrated = cells(page).and_(page.locator(".unrated"))
+    expect(unrated).to_have_count(1)
+    expect(unrated).to_have_attribute("data-open", SPREAD.name)
+    assert (
+        "gradient" in unrated.evaluate(background) and cells(page).filter(has_text="1.050").first.evaluate(background) == "none"
+    )
+    legend = page.locator(".gpu:not([hidden]) .legend")
+    expect(legend).to_contain_text("limit not timed")
+    assert "gradient" in legend.locator(".unrated").evaluate(background)
+
+
+def test_missed_bars_are_a_link_away(visit: Open) -> None:
+    page = visit()
+    page.get_by_role("link", name="1 missed").click()
+    expect(cells(page)).to_have_count(1)
+    expect(control(page, "bar")).to_have_value("missed")
+    assert "bar=missed" in page.url
+
+
+def test_no_text_is_cut(visit: Open) -> None:
+    """Words of the table stay whole in a narrow window, and cells of the heat map are as high as what they say."""
+    page = visit("gpu=nvidia-h200&unpeered=1", size=(700, 900))
+    cell = cells(page).first
+    cell.evaluate("cell => cell.innerHTML += '<br>a second line<br>a third one'")
+    assert cell.evaluate(
+        """cell => {
+            const text = document.createRange();
+            text.selectNodeContents(cell);
+            const [inner, outer] = [text.getBoundingClientRect(), cell.getBoundingClientRect()];
+            return inner.top >= outer.top && inner.bottom <= outer.bottom;
+        }"""
+    )
+    broken = """heads => heads.filter(head => {
+        const style = getComputedStyle(head), pen = document.createElement("canvas").getContext("2d");
+        pen.font = style.font;
+        const room = head.clientWidth - parseFloat(style.paddingLeft) - parseFloat(style.paddingRight);
+        return head.firstChild.textContent.trim().split(/\\s+|(?<=-)/).some(word => pen.measureText(word).width > room + 1);
+    }).length"""
+    assert page.locator(".gpu:not([hidden]) .peers thead th").evaluate_all(broken) == 0
 
 
 def test_a_case_opens_with_results_history_and_samples(visit: Open) -> None:

@@ -13,7 +13,7 @@ from rich.console import Console
 import cute_kernels as ck
 from cute_kernels.bench import run as bench_run
 from cute_kernels.bench.jobs import Bench, Size
-from cute_kernels.bench.models import MODELS, Layers, Model, model_named, tokens_of
+from cute_kernels.bench.models import MODELS, Layers, Model, Stored, model_named, tokens_of
 from cute_kernels.kv.types import KVDtype
 
 CPU = torch.device("cpu")
@@ -92,10 +92,30 @@ def test_the_command_as_data() -> None:
     assert [job["layers"] for job in data["jobs"]] == [24, 12, 12, 12, 12] and all(job["us"] > 0 for job in data["jobs"])
 
 
+@pytest.mark.parametrize(
+    ("size", "said"),
+    [
+        (Size(2, 256, 64), "runs on the CPU. The times"),
+        (Size(1, 256, 64), "runs on the CPU. The times"),
+        (Size(1, 256, 256), "runs on the CPU with a prompt of 64 in place of 256. The times"),
+        (Size(1, 8192, 64), "with 1 request of 256 tokens in place of 1 of 8,192. The times"),
+    ],
+)
+def test_only_what_was_reduced_is_said(size: Size, said: str) -> None:
+    less = Size(*map(min, vars(size).values(), vars(bench_run.ON_CPU).values()))
+    assert said in bench_run._on_cpu(less, size)
+
+
+def test_what_is_offered_is_served(capsys) -> None:
+    for stored in Stored:
+        Bench(Model(4, 2, 16, (Layers(1),)), Size(2, 40, 10), 16, stored.eight_bit, CPU).jobs().__next__().calls[0]()
+
+
 def test_a_cpu_says_what_it_did(monkeypatch, capsys) -> None:
     monkeypatch.setattr(bench_run, "ON_CPU", Size(2, 16, 16))
     monkeypatch.setattr(bench_run, "seconds_of", lambda calls, device, advance: 1e-3)
     bench_run.run_bench("llama-3-8b", 64, 8192, 16, None, False, Console(width=200))
     said = capsys.readouterr().out
-    assert "2 requests of 16 tokens in place of 64 of 8,192" in said and "not how fast a GPU is" in said
+    assert "2 requests of 16 tokens in place of 64 of 8,192 and a prompt of 16 in place of 8,192" in said
+    assert "not how fast a GPU is" in said
     assert "decode" in said and "1,000.0" in said and "tokens/s" not in said

@@ -151,23 +151,23 @@ NO_HEAD_DIM = [
 
 
 OF_SEVERAL_ROWS = [
-    ["queries", "--queries", "ragged"],
-    ["causal", "--causal", "none"],
-    ["window_right", "--window-right", "0"],
-    ["tree_mask", "--tree-mask", "--page-size", "0"],
+    ["ragged", "--queries", "ragged"],
+    ["none", "--causal", "none"],
+    ["0", "--window-right", "0"],
+    ["True", "--tree-mask", "--page-size", "0"],
 ]
 
 
 @pytest.mark.parametrize("as_json", [False, True])
 def test_explain_of_what_nothing_serves(capfd, monkeypatch, as_json: bool) -> None:
-    """The table, or the data, then one line of error and its exit code."""
+    """The table, or the data, then one line of error and its exit code. Each reason is said once."""
     code, out, err = run(capfd, monkeypatch, "explain", "--gpu", "h200", "--head-dim", "300", *["--json"][:as_json])
     assert code == 2
-    assert err.count("\n") == 1 and err.startswith("error: Unsupported: sm90_tma: head_dim=300 is outside 1..256")
+    assert err == "error: Unsupported: no variant serves this: the reasons are above\n"
     if as_json:
         assert [candidate["verdict"] for candidate in json.loads(out)["candidates"]] == ["rejected"] * 3
     else:
-        assert out.count("rejected") == 3
+        assert out.count("rejected") == 3 and out.count("head_dim=300 is outside 1..256") == 2  # of two variants
 
 
 def test_no_folder_is_made_for_the_dashboard(capfd, monkeypatch, tmp_path) -> None:
@@ -178,29 +178,62 @@ def test_no_folder_is_made_for_the_dashboard(capfd, monkeypatch, tmp_path) -> No
 @pytest.mark.parametrize(
     ("arguments", "fragments"),
     [
-        (["explain", "--heads", "31"], ["InvalidProblem", "num_heads = 31", "multiple of num_kv_heads = 8"]),
-        (["plan", "--gpu", "a100", "--arch", "sm90"], ["Unsupported", "capability 9.0"]),
-        (["plan", "--gpu", "h200", "--head-dim", "300"], ["Unsupported", "head_dim=300"]),
-        (["plan", "--gpu", "h200", "--kv-dtype", "f16"], ["Unsupported", "kv_dtype = f16: must be q's, bf16"]),
-        (["plan", "--arch", "sm7"], ["InvalidArgument", "arch", "'sm7'"]),
-        (["plan", "--table", "coo"], ["InvalidProblem", "table_format = 'coo'"]),
-        (["plan", "--page-size", "0", "--table", "csr"], ["InvalidProblem", "table_format = 'csr'", "contiguous"]),
-        *((["explain", *options], ["InvalidArgument", name, "beside max_q_len"]) for name, *options in OF_SEVERAL_ROWS),
-        (["explain", "--max-q-len", "0"], ["InvalidProblem", "max_q_len = 0"]),
-        (["explain", "--max-q-len", "4", "--window-right", "1"], ["InvalidProblem", "window_right = 1", "bottom_right"]),
-        (["plan", "--max-q-len", "4", "--tree-mask", "--causal", "none"], ["InvalidProblem", "tree_mask", "got None"]),
-        (["compile", "--max-q-len", "4", "--softcap", "0"], ["InvalidProblem", "softcap = 0.0"]),
-        (["compile", "--window-left", "-1"], ["InvalidProblem", "window_left = -1"]),
-        (["plan", "--max-q-len", "4", "--table", "packed"], ["InvalidProblem", "page_size = 16", "packed"]),
+        (["explain", "--heads", "31"], ["InvalidProblem: --heads = 31: must be a multiple of --kv-heads = 8"]),
+        (["explain", "--seq-len", "0"], ["InvalidProblem: --seq-len = 0: must be an int from 1"]),
+        (["explain", "--page-size", "0", "--seq-len", "-1"], ["InvalidProblem: --seq-len = -1"]),
+        (["explain", "--alignment", "3"], ["InvalidProblem: --alignment = 3: must be 1, 2, 4, 8, 16 or left out"]),
+        (["bench", "--context", "8kb"], ["InvalidArgument: --context: '8kb' is no number of tokens"]),
+        (["bench", "--model", "llama"], ["InvalidArgument: --model: 'llama' is not one of"]),
         *(
-            ([command, "--gpu", "h200", "--sm-count", "133"], ["InvalidArgument: sm_count: got 133", "at most 132"])
+            (
+                ["compile", "--gpu", "h200", "--page-size", "0", *options],
+                [f"InvalidArgument: {options[0]}", "--page-size above 0"],
+            )
+            for options in (["--append"], ["--rotary-dim", "64"])
+        ),
+        (["compile", "--gpu", "h200", "--out", "/proc/version"], ["InvalidArgument: --out: /proc/version: "]),
+        (["dashboard", "--out", "/proc/version"], ["InvalidArgument: --out: /proc/version: "]),
+        (["cache", "--folder", "/no/such/folder"], ["InvalidArgument: --folder: /no/such/folder: no such folder"]),
+        (["plan", "--gpu", "a100", "--arch", "sm90"], ["Unsupported", "capability 9.0"]),
+        (["plan", "--gpu", "h200", "--head-dim", "300"], ["Unsupported", "--head-dim=300"]),
+        (["plan", "--gpu", "h200", "--kv-dtype", "f16"], ["Unsupported", "--kv-dtype = f16: must be q's, bf16"]),
+        (["plan", "--arch", "sm7"], ["InvalidArgument: --arch: got 'sm7'"]),
+        (["plan", "--table", "coo"], ["InvalidProblem: --table = 'coo'"]),
+        (
+            ["plan", "--page-size", "0", "--table", "csr"],
+            ["InvalidProblem: --table = 'csr'", "with --page-size = 0, unless --max-q-len is given"],
+        ),
+        *(
+            (["explain", *options], [f"InvalidArgument: {options[0]}: got {name}", "needs --max-q-len too"])
+            for name, *options in OF_SEVERAL_ROWS
+        ),
+        (["explain", "--max-q-len", "0"], ["InvalidProblem: --max-q-len = 0"]),
+        (
+            ["explain", "--max-q-len", "4", "--window-right", "1"],
+            ['InvalidProblem: --window-right = 1: must be left out beside --causal = "bottom-right"'],
+        ),
+        (
+            ["plan", "--max-q-len", "4", "--tree-mask", "--causal", "none"],
+            ["InvalidProblem: --tree-mask = True", '--causal = "bottom-right", got none'],
+        ),
+        (
+            ["compile", "--max-q-len", "4", "--softcap", "0"],
+            ["InvalidProblem: --softcap = 0.0: must be a finite number above 0, or left out for no cap"],
+        ),
+        (["compile", "--window-left", "-1"], ["InvalidProblem: --window-left = -1"]),
+        (
+            ["plan", "--max-q-len", "4", "--table", "packed"],
+            ["InvalidProblem: --page-size = 16: must be 0 beside --table", "packed"],
+        ),
+        *(
+            ([command, "--gpu", "h200", "--sm-count", "133"], ["InvalidArgument: --sm-count: got 133", "at most 132"])
             for command in ("plan", "explain", "compile")
         ),
         (["compile", "--gpu", "cpu"], ["Unsupported", "nothing to compile"]),
-        *((command, ["Unsupported", "head_dim=300 is outside 1..256"]) for command in NO_HEAD_DIM),
-        (["demo", "--device", "bogus"], ["InvalidArgument", "device", "'bogus'"]),
-        (["demo", "--device", "cuda:77"], ["Unsupported", "device = cuda:77", "CUDA devices"]),
-        (["dashboard", "--out", "/no/such/x.html"], ["InvalidArgument", "out", "/no/such/x.html", "does not exist"]),
+        *((command, ["Unsupported", "--head-dim=300 is outside 1..256"]) for command in NO_HEAD_DIM),
+        (["demo", "--device", "bogus"], ["InvalidArgument: --device", "'bogus'"]),
+        (["demo", "--device", "cuda:77"], ["Unsupported: --device = cuda:77", "CUDA devices"]),
+        (["dashboard", "--out", "/no/such/x.html"], ["InvalidArgument: --out: /no/such/x.html", "does not exist"]),
     ],
 )
 def test_errors_are_one_line(capfd, monkeypatch, arguments: list[str], fragments: list[str]) -> None:
@@ -209,6 +242,52 @@ def test_errors_are_one_line(capfd, monkeypatch, arguments: list[str], fragments
     assert err.count("\n") == 1
     assert err.startswith("error: ")
     assert all(fragment in err for fragment in fragments), err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["explain", "--batch", "1.5"], "Invalid value for '--batch': got '1.5', should be a valid integer"),
+        (["bench", "--batch", "0"], "Invalid value for '--batch': got '0', should be greater than or equal to 1"),
+        (["explain", "--dtype", "f8"], "Invalid value for '--dtype': 'f8' is not one of 'f16', 'bf16', 'f32'"),
+        (["bench", "--kv-dtype", "f32"], "Invalid value for '--kv-dtype': 'f32' is not one of 'bf16', 'e4m3', 'e5m2', 'int8'"),
+    ],
+)
+def test_a_usage_error_names_the_value(capfd, monkeypatch, arguments: list[str], said: str) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    code, _, err = run(capfd, monkeypatch, *arguments)
+    assert code == 2 and said in " ".join(err.split())
+
+
+def test_a_kernel_is_one_short_line(capfd, monkeypatch, tmp_path) -> None:
+    """Or all of its spec, in what compile and cache say."""
+    folder = str(tmp_path / "kernels")
+    wanted = "attention sm90, bf16, head_dim 128, group 4, pages of 16, dense table, tiles of "
+    code, out, _ = run(capfd, monkeypatch, "compile", "--gpu", "h200", "--out", folder)
+    assert code == 0 and f"compiled: {wanted}" in out and f"1 kernel is in {folder}" in out and "KernelSpec" not in out
+    for options, said in (([], wanted), (["--verbose"], "KernelSpec(source='paged'")):
+        code, out, _ = run(capfd, monkeypatch, "cache", "--folder", folder, *options)
+        assert code == 0 and said in out and "1 kernel, 0.1 of 512 MiB" in out
+    code, out, _ = run(capfd, monkeypatch, "cache", "--folder", folder, "--clear")
+    assert code == 0 and out.startswith("deleted 1 kernel, ")
+    monkeypatch.setenv("CUTE_KERNELS_CACHE", str(tmp_path / "new"))
+    code, out, _ = run(capfd, monkeypatch, "cache")
+    assert code == 0 and out == f"0 kernels, 0.0 of 512 MiB, in {tmp_path / 'new'} (not made yet)\n"
+
+
+SPECS = {
+    "AppendSpec(arch='sm90', target='sm_90a', element_type='bf16', k_type='e4m3', v_type='e4m3', k_scale='token f16', "
+    "v_scale='token f16', head_dim=128, page_size=16, table_format='dense', slot_type='i32', columns=8, nhd=False, "
+    "rotary=RotarySpec(half=True, rotary_dim=128, queries=True, position_type='i64'))": "append sm90, bf16, over e4m3, "
+    "scales token f16, head_dim 128, pages of 16, dense table, rotary",
+    "MergeSpec(target='sm_90a', element_type='bf16', head_dim=128, columns=2, sinks=True)": "merge sm_90a, bf16, "
+    "head_dim 128, sinks",
+}
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_short_specs(spec: str) -> None:
+    assert cli.short_spec(spec) == SPECS[spec]
 
 
 def test_an_unknown_gpu_is_a_usage_error(capfd, monkeypatch) -> None:

@@ -118,6 +118,16 @@ def test_requirements_are_those_of_a_plain_install() -> None:
     assert any(requirement.startswith("nvidia-cutlass-dsl[cu13]") for requirement in doctor.REQUIREMENTS)
 
 
+def test_a_table_without_entries_says_who_chooses(monkeypatch: pytest.MonkeyPatch, capfd) -> None:
+    monkeypatch.setattr(cli, "console", cli.Console(highlight=False, width=200))
+    monkeypatch.setattr("sys.argv", ["cute_kernels", "doctor"])
+    for entries, said in ([], "0 entries: the cost model chooses"), ([1], "1 entry\n"), ([1, 2], "2 entries\n"):
+        monkeypatch.setattr(cli.tuned, "load", lambda path, entries=entries: entries)
+        with pytest.raises(SystemExit):
+            cli.main()
+        assert said in re.sub(" +\n", "\n", capfd.readouterr().out)
+
+
 @pytest.mark.parametrize("driver", [None, Driver((13, 1), NO_DEVICE, "590.1")])
 def test_the_command_exits_with_the_verdict(driver: Driver | None, monkeypatch: pytest.MonkeyPatch, capfd) -> None:
     monkeypatch.setattr(cli, "console", cli.Console(highlight=False, width=200))

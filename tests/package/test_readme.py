@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import subprocess
+import sys
 from itertools import pairwise
 from pathlib import Path
 
@@ -18,6 +20,7 @@ from cute_kernels.attention.checks import MAX_TOKENS
 from cute_kernels.attention.reference import decode_paged
 from cute_kernels.compile import kernels as compiler
 from cute_kernels.planning.variants import VARIANTS
+from tests.conftest import asks_for_gpu_tests
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -127,6 +130,45 @@ def test_what_it_says_is_unsupported_is() -> None:
     assert MAX_TOKENS == 2**33 and "2^33 tokens" in section
     with pytest.raises(ck.Unsupported, match="float64"):
         ck.decode_attention(q.double(), cache, cache)
+
+
+@pytest.mark.parametrize(
+    ("expression", "alone"),
+    [
+        ("gpu and not exclusive", True),
+        ("gpu and exclusive", True),
+        ("gpu", True),
+        ("not gpu", False),
+        ("not gpu and not browser", False),
+        ("gpu or browser", False),
+        ("browser", False),
+        ("", False),
+    ],
+)
+def test_which_selections_need_a_gpu(expression: str, alone: bool) -> None:
+    assert asks_for_gpu_tests(expression) is alone
+
+
+def test_gpu_tests_without_a_gpu_are_one_line() -> None:
+    """As `make gpu-test` runs them, at once and not test by test."""
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-m", "gpu and not exclusive", "-q", "-p", "no:cacheprovider", "tests/package"],
+        cwd=ROOT,
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode and done.stdout.strip() == ""
+    assert done.stderr.strip() == "ERROR: the GPU tests need a CUDA device; none is here"
+
+
+def test_the_first_sentence_names_the_package_everywhere() -> None:
+    """pyproject, the command line and the dashboard say what README's first sentence says."""
+    subject = "Attention over KV caches"
+    assert README.split("\n\n")[1].startswith(f"{subject} for Hopper inference backends")
+    assert f'description = "{subject} for Hopper inference backends' in (ROOT / "pyproject.toml").read_text()
+    assert str(cli.app.info.help).startswith(f"{subject} for Hopper inference backends")
+    assert f"<h1>{subject}</h1>" in (ROOT / "perf" / "dashboard" / "page.html.j2").read_text()
 
 
 def test_setup_shows_its_progress_and_ends_clearly(tmp_path: Path) -> None:

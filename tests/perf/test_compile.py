@@ -26,13 +26,21 @@ def test_specs_are_those_of_plans() -> None:
 
 def test_kernels_lie_under_their_keys(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "kernels"
-    for said in ("0 since before", "1 since before"):
+    for said in ("0 from before", "all from before: nothing was compiled"):
         with pytest.raises(typer.Exit) as ended:
             main(folder, DECODE, "ours", "h200", 1)
         assert ended.value.exit_code == 0
         assert f"1 of 1 kernels are in {folder}, {said}" in capsys.readouterr().out.replace("\n", "")
     (spec,) = specs_for(select_cases([DECODE]), ["ours"], "h200")
     assert [path.stem for path in folder.glob("*.kernel")] == [key_of(spec)]
+
+
+@pytest.mark.parametrize("given", [("", "ours"), (DECODE, "fa3"), (DECODE, " ,")])
+def test_nothing_to_compile(given: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(typer.Exit) as ended:
+        main(tmp_path / "kernels", *given, "h200", 1)
+    assert ended.value.exit_code == 2 and "nothing" in capsys.readouterr().out
+    assert not (tmp_path / "kernels").exists()
 
 
 @pytest.mark.parametrize("given", [("nothing-like-it", "ours", "h200"), (DECODE, "nobody", "h200"), (DECODE, "ours", "abacus")])

@@ -20,6 +20,7 @@ from perf.correctness import (
     check,
     chunks,
     judge,
+    over,
     reference_of,
     same_dtype,
     ulp,
@@ -121,6 +122,13 @@ def test_one_wrong_element_fails_by_itself() -> None:
     out[0, 0, 7] += 0.03
     result = judge(reference, out, None, OURS, "of set 0")
     assert result.reason == "error 0.0303 exceeds 0.022 (same-dtype PyTorch: 0.01) in row 0, head 0 of set 0"
+
+
+def test_an_error_and_its_limit_never_look_alike() -> None:
+    assert over(0.0303, 0.022) == "0.0303 exceeds 0.022"
+    assert over(1.4004e-6, torch.tensor(1.4e-6, dtype=torch.float64)) == "1.4004e-06 exceeds 1.4e-06"
+    assert over(math.nextafter(1e-5, 1), 1e-5) == "1.0000000000000003e-05 exceeds 1.0000000000000001e-05"
+    assert over(math.nan, 1e-5) == "nan exceeds 1e-05"
 
 
 def test_the_rule_in_numbers() -> None:

@@ -104,7 +104,7 @@ def test_the_time_in_a_stream_stands_beside_the_device_time(page: Page, text: st
     assert (found["ours"].in_stream, found["fa3"].in_stream) == (115.0, 138.0)
     assert found["fa3"].in_stream_faster == pytest.approx(1.2)
     assert found["flashinfer-fa2"].in_stream is None
-    assert "in stream 138.0 (1.20\N{MULTIPLICATION SIGN})" in text and "in stream 115.0 ·" in text
+    assert "in stream 138.0 (1.20\N{MULTIPLICATION SIGN})" in text and "in stream 115.0</span>" in text
 
 
 def test_an_eight_bit_cache_is_a_column_of_its_own(page: Page) -> None:
@@ -202,7 +202,7 @@ def test_a_page_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(page_module, "echarts", lambda: "/* charts */")
     out = tmp_path / ("x" * 300 + ".html")
     assert run_cli(monkeypatch, "--out", str(out), "--results", str(make_results(tmp_path / "results"))) == 2
-    assert capfd.readouterr().err == f"error: InvalidArgument: out: {out}: File name too long\n"
+    assert capfd.readouterr().err == f"error: InvalidArgument: --out: {out}: File name too long\n"
 
 
 def test_the_command_without_a_checkout(monkeypatch: pytest.MonkeyPatch, capfd) -> None:

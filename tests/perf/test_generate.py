@@ -112,3 +112,13 @@ def test_ratios_are_of_the_same_work() -> None:
     rows = list(zip(*(list(column.cells) for column in program.table_of(timed).columns), strict=True))
     assert rows[0] == ("generate_batch", "2 x 20 + 6", "ours", "12", "2.00", "", "2.00", "0.50")
     assert rows[2][4:6] == ("", "1.00")
+
+
+@pytest.mark.parametrize(("gpu", "name"), [(True, "fa3"), (False, "fa3 (ours stands in)")])
+def test_a_stand_in_is_named_and_noise_is_no_time(gpu: bool, name: str, monkeypatch) -> None:
+    """On a CPU our own kernel runs under fa3's name; the time of a step is a difference, which noise may turn around."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    table = program.table_of([Timed("fa3", "generate_batch", WORK, 1.0, -0.25, None, [])])
+    assert [str(column.header) for column in table.columns][4] == f"of {name}"
+    row = [next(iter(column.cells)) for column in table.columns]
+    assert row[2] == name and row[6:] == ["-", ""]

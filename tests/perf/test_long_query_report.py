@@ -80,7 +80,7 @@ def test_the_page_has_the_loops_rate_as_the_limit(gpu_and_text: tuple[GpuView, s
     assert row is not None
     cells = {label: re.sub(r"<[^>]*>", " ", cell) for label, cell in re.findall(r'data-label="(.*?)">(.*?)</td>', row[0], re.S)}
     assert f"{TFLOP / 8e-4:.0f} TFLOPS" in cells["limit"] and "800.0" in cells["limit"]
-    assert f"{TFLOP / 1e-3:.0f} TFLOPS, 1.250 of wgmma" in cells["cute_kernels"]
+    assert all(part in cells["cute_kernels"] for part in (f"{TFLOP / 1e-3:.0f} TFLOPS", "1.250 of wgmma"))
     assert gpu.best is None, "no case has a ratio to read"
     assert "--heat: 0.5" in text
 

@@ -192,3 +192,65 @@ def test_nothing_to_draw(tmp_path: Path, capsys, records: list[dict[str, object]
         draw(write(path, *records))
     assert caught.value.exit_code == 2 and "no case" in capsys.readouterr().err
     assert not path.with_suffix(".svg").exists()
+
+
+def test_cases_are_in_reading_order(tmp_path: Path) -> None:
+    """By batch, then length, whatever the order of the records; the usual heads first."""
+    shapes = [(64, 8192, 32), (1, 8192, 32), (64, 1024, 32), (1, 1024, 16), (1, 1024, 32)]
+    cases = [Case(heads, 8, 128, 16, fixed(batch, tokens)) for batch, tokens, heads in shapes]
+    path = write(tmp_path / "r.jsonl", *(record(case, "ours", 500.0, 400.0) for case in cases))
+    found = re.findall(r"(\d+ x \dk) (\d+)/8/128", " ".join(texts(draw(path))))
+    assert found == [("1 x 1k", "32"), ("1 x 1k", "16"), ("1 x 8k", "32"), ("64 x 1k", "32"), ("64 x 8k", "32")]
+
+
+@pytest.mark.parametrize(
+    ("version", "shown"),
+    [
+        ("_vllm_fa3_C.abi3.so", "FlashAttention-3 as vLLM builds it"),
+        ("FA3, sha256 of the .so ef90b693", "FlashAttention-3 build ef90b693"),
+        ("vllm 0.26.0's FA3, sha256 of the .so ef90b693", "FlashAttention-3 as built for vLLM 0.26.0"),
+        ("flash_attn_3 3.0.0", "FlashAttention-3 flash_attn_3 3.0.0"),
+    ],
+)
+def test_versions_are_names(tmp_path: Path, version: str, shown: str) -> None:
+    lines = [record(CASE, "ours", 500.0, 400.0), record(CASE, "fa3", 500.0, 400.0, version=version)]
+    said = texts(draw(write(tmp_path / "r.jsonl", *lines)))
+    assert any(shown in text for text in said) and not any(".so" in text for text in said)
+
+
+def test_times_of_several_runs_are_said_to_be(tmp_path: Path) -> None:
+    """A peer of an earlier commit: percentages compare, each of its own run's read, and microseconds do not."""
+    ours = record(CASE, "ours", 500.0, 400.0)
+    for earlier, said in (({}, False), ({"commit": "earlier", "timestamp": "2026-01-01T00:00:00+00:00"}, True)):
+        path = write(tmp_path / f"{said}.jsonl", ours, record(CASE, "fa3", 600.0, 400.0, **earlier))
+        notes = [text for text in texts(draw(path)) if "compare percentages" in text]
+        assert bool(notes) is said and not any(text.endswith("...") for text in notes)
+
+
+def test_the_axis_has_a_title(tmp_path: Path) -> None:
+    prompt = attention_case(fixed(1, 8192), q_len=8192, page_size=64)
+    decode = write(tmp_path / "r.jsonl", record(CASE, "ours", 500.0, 400.0))
+    assert any("% of that of a plain read" in text for text in texts(draw(decode)))
+    long = write(tmp_path / "l.jsonl", record(prompt, "ours", 1000.0), record(prompt, "fa4", 1000.0))
+    assert any(text.startswith("TFLOPS, over") for text in texts(draw(long, long=True)))
+
+
+def test_what_a_provider_runs_over_pages_only_is_not_called_unsupported(tmp_path: Path) -> None:
+    case = Case(32, 8, 128, 0, fixed(64, 8192), table_format="none")
+    lines = [record(case, "ours", 500.0, 400.0), record(case, "fa3", not_supported="its cache is paged")]
+    lines += [record(CASE, who, 500.0, 400.0) for who in ("ours", "fa3")]
+    said = texts(draw(write(tmp_path / "r.jsonl", *lines), "*"))
+    assert "FlashAttention-3: not measured here: this provider runs it over pages only" in said
+
+
+def test_bad_requests_are_named_before_anything_is_drawn(tmp_path: Path, capsys) -> None:
+    path = write(tmp_path / "r.jsonl", record(CASE, "ours", 500.0, 400.0))
+    for options, said in (
+        ({"kv_dtype": "foo"}, "kv_dtype: 'foo' is none of bf16, e4m3, e5m2, int8"),
+        ({"out": tmp_path / "missing" / "x.svg"}, f"the folder {tmp_path / 'missing'} does not exist"),
+        ({"out": Path("/proc/version")}, "OUT: /proc/version: "),
+    ):
+        with pytest.raises(typer.Exit) as caught:
+            main(path, **{"out": tmp_path / "x.svg", "cases": "", **options})
+        assert caught.value.exit_code == 2 and said in capsys.readouterr().err
+    assert [each.name for each in tmp_path.iterdir()] == ["r.jsonl"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import sys
 from dataclasses import replace
@@ -12,7 +13,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from perf import run
+from perf import export, gate, run
 from perf.cases import Case, fixed
 from perf.measure import Limits
 from perf.providers.flashinfer import FlashInferFa2, FlashInferXqa
@@ -140,3 +141,17 @@ def test_flashinfer_compiles_each_module_once_and_leaves_failures_to_prepare(mon
     asked.clear()
     FlashInferXqa().compile_ahead([one, *others, contiguous, replace(one, kv_dtype="e5m2"), replace(one, page_size=8)])
     assert asked == [(bf16, bf16, 16, 64, 4, False, bf16, 1, False)]
+
+
+@pytest.mark.parametrize("option", ["--cases", "--providers"])
+@pytest.mark.parametrize("text", ["", " , "])
+def test_an_option_without_a_name_in_it_is_no_request(option: str, text: str) -> None:
+    result = CliRunner().invoke(run.app, [option, text, "--list"])
+    assert result.exit_code == 2 and f"{option[2:]}: {text!r} names nothing" in result.output
+
+
+def test_committed_records_are_the_default_in_every_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for command, name in ((gate.main, "results"), (export.main, "results"), (run.main, "out")):
+        default = inspect.signature(command).parameters[name].default
+        assert default.is_absolute() and default.exists()

@@ -57,7 +57,7 @@ def make_results(folder: Path) -> Path:
         record(LARGE, "flashinfer-xqa", commit="third", timestamp=TIMES["third"], not_supported=SCRIPT),
         line(LARGE, "ours", 2.5, 0.0 + 1, "third", metric="host.run", gate=None),
         record(SPREAD, "ours", 50.0, commit="third", timestamp=TIMES["third"]),
-        line(QUANTISED, "ours", 62.0, 50.0, "third", gate=GATE | {"relative_error": 1.7e-3}),
+        line(QUANTISED, "ours", 62.0, 50.0, "third", gate=GATE | {"relative_error": 1.7e-3, "used": 0.6}),
         line(QUANTISED, "fa3", 80.0, 50.0, "third", gate=GATE | {"relative_error": 2.3e-2}),
         line(QUANTISED, READ, 50.0, 50.0, "third"),
         line(LARGE, "flashinfer-fa2", 147.0, 100.0, "first"),
