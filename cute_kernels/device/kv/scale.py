@@ -6,7 +6,7 @@ travels with its tile: the producer copies the 32-bit word that holds the scale 
 converts the scale to f32. If other warps widen the tile, those warps convert the scale for all readers.
 
 P is f16, but V's scales have any size. So softmax weights, their sums and O are multiples of a unit, the power of two below the
-largest scale that the warp has met. A token whose scale is below 2**-28 of the largest in its tile therefore loses bits.
+largest scale that the warp has met, at least 2**-26. A token whose scale is below 2**-28 of that unit therefore loses bits.
 """
 
 import math
@@ -22,7 +22,7 @@ from ..ptx.cp_async import copy_async
 from ..ptx.registers import LANES, MAGNITUDE, as_bits, as_float, remainder, warp_max
 
 EXPONENT = 0x7F800000  # the exponent bits of an f32
-SMALLEST_UNIT, LARGEST_UNIT = (127 - 60) << 23, (127 + 100) << 23  # weights, and their sums, stay normal f32
+SMALLEST_UNIT, LARGEST_UNIT = (127 - 26) << 23, (127 + 100) << 23  # any step between units is a normal f32
 
 
 @dataclass(frozen=True)
@@ -248,8 +248,7 @@ def widen_unit(unit: cute.Tensor, peak: Int32) -> tuple[Float32, Float32]:
     """
     before = unit[0]
     unit[0] = cutlass.max(before, cutlass.min(warp_max(peak) & EXPONENT, LARGEST_UNIT))
-    step = cutlass.max(0, (127 << 23) + before - unit[0])  # 0 if the units differ by more binades than f32 has
-    return as_float(step), (127 - (unit[0] >> 23)).to(Float32)
+    return as_float((127 << 23) + before - unit[0]), (127 - (unit[0] >> 23)).to(Float32)
 
 
 def unit_of(unit: cute.Tensor) -> Float32:
