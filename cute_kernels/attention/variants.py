@@ -1,4 +1,4 @@
-"""What each variant of decode serves on which device, with which configuration, and every reason why not."""
+"""Which attention problems each variant can serve on which device, its configuration, and every reason why it cannot."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def explain(problem: DecodeProblem, facts: DeviceFacts, preference: PlanPreferen
 
 
 def _serve(variant: Variant, problem: DecodeProblem, facts: DeviceFacts, preference: PlanPreference) -> Candidate:
-    """A variant's answer: one kernel, of phases where requests of few query rows have one of their own."""
+    """A variant's answer: one kernel; it has phases if requests of few query rows get a phase of their own."""
     alone = _evaluate(variant, problem, facts, preference)
     if alone.spec is None or preference.max_workspace_bytes is not None:
         return alone
@@ -56,17 +56,17 @@ def _serve(variant: Variant, problem: DecodeProblem, facts: DeviceFacts, prefere
 def _evaluate(
     variant: Variant, problem: DecodeProblem, facts: DeviceFacts, preference: PlanPreference, given: DecodeConfig | None = None
 ) -> Candidate:
-    """What one kernel would do. given: its configuration, where that is not to be chosen."""
+    """A variant's answer with a kernel of one phase. given: its configuration; None if it is chosen here."""
     unread = _dtype_reasons(variant, problem)
     reasons = [*device_reasons(variant, facts), *unread]
     if variant.arch == "cpu" or unread:
         return Candidate(variant.name, variant.arch, "rejected" if reasons else "fits", tuple(reasons))
-    target = variant.target(facts) or variant.targets[-1][1]  # elsewhere: what it would lack besides the device
+    target = variant.target(facts) or variant.targets[-1][1]  # on another device: finds the reasons in addition to the device
     config, source = (given, "heuristics") if given else _config(variant.arch, target, problem, facts, preference)
     spec = kernel_spec(problem, variant.arch, target, config, partition="invariant" if preference.batch_invariant else "balanced")
     num_ctas = grid_ctas_of(problem, spec, facts.sm_count, config.ctas_per_sm)
     partition, why = _whole_because(problem, spec, num_ctas, preference)
-    if given is not None and partition == "dealt":  # what is given cuts rows
+    if given is not None and partition == "dealt":  # a given configuration cuts rows
         partition, why = "balanced", ""
     if why:
         if given is None:
@@ -85,7 +85,7 @@ def _evaluate(
 
 
 def _whole_because(problem: DecodeProblem, spec: KernelSpec, num_ctas: int, preference: PlanPreference) -> tuple[Partition, str]:
-    """(how, why) rows stay whole; no reason where they are divided between CTAs."""
+    """(partition, why rows stay whole); no reason if rows are divided between CTAs."""
     limit, needed = preference.max_workspace_bytes, workspace_bytes(problem, num_ctas, spec.partition, spec.state_words)
     if limit is not None and needed > limit:
         return "whole", f", whole rows: cutting them needs {needed:,} workspace bytes"
@@ -95,7 +95,7 @@ def _whole_because(problem: DecodeProblem, spec: KernelSpec, num_ctas: int, pref
 
 
 def _passes(problem: DecodeProblem, spec: KernelSpec) -> str:
-    """What there is to say where a request has more packed rows than a unit holds."""
+    """The note for a plan whose requests have more packed rows than a unit (head block) holds; otherwise empty."""
     if not spec.many_blocks:
         return ""
     passes = -(-problem.packed_rows // spec.block_rows)
@@ -124,11 +124,11 @@ def _config(
     preference: PlanPreference,
     partition: Partition = "balanced",
 ) -> tuple[DecodeConfig, str]:
-    # of a grid of two CTAs an SM on a part of the device each may get an SM of its own
+    # on a part of the device, a grid of two CTAs per SM may get one SM for each CTA
     most = heuristics.MOST_CTAS_PER_SM if preference.sm_count is None else 1
     if preference.batch_invariant:
-        seen = any_batch(problem)
-        return heuristics.choose(seen, arch, target, facts.sm_count, most_ctas_per_sm=most), "heuristics for any batch"
+        dealt: Partition = "dealt" if partition == "dealt" else "balanced"  # rows that a workspace keeps whole have one choice
+        return heuristics.choose(any_batch(problem), arch, target, facts.sm_count, dealt, most), "heuristics for any batch"
     whole = preference.sm_count is None  # entries are measured on all of a device
     config, source = tuned.lookup(problem, arch, facts.slug) if whole else None, f"plans/{facts.slug}.json"
     if config is None or misfits(problem, kernel_spec(problem, arch, target, config, partition=partition)):
@@ -137,24 +137,24 @@ def _config(
 
 
 def any_batch(problem: DecodeProblem) -> DecodeProblem:
-    """The problem as the choice of an invariant plan sees it: a row's bits may depend neither on the batch nor on its lengths."""
+    """The problem as an invariant plan's choice sees it: a row's bits may depend neither on the batch nor on its lengths."""
     return replace(problem, batch_size=INVARIANT_BATCH, max_seq_len=None)
 
 
 def grid_of(problem: DecodeProblem, kernel: Candidate) -> tuple[DecodeProblem, int, Partition, int]:
-    """What a launch's workspace depends on: (problem, CTAs, partition, words of a state). The CPU variant cuts no row."""
+    """The arguments of a launch's workspace: (problem, CTAs, partition, words of a state). The CPU variant cuts no row."""
     if kernel.spec is None:
         return problem, kernel.num_ctas, "whole", 0
     return problem, kernel.num_ctas, kernel.spec.partition, kernel.spec.state_words
 
 
 def regions_of(problem: DecodeProblem, chosen: Candidate) -> tuple[WorkspaceRegion, ...]:
-    """The regions of a plan's workspace: those of each phase of a mixed kernel, one behind the other."""
+    """The regions of a plan's workspace; for a mixed kernel, the regions of each phase, one after the other."""
     return joined(workspace_regions(*grid_of(problem, phase)) for phase in chosen.phases or (chosen,))
 
 
 def misfits(problem: DecodeProblem, spec: KernelSpec) -> list[str]:
-    """Every reason why the kernel of `spec` cannot serve `problem`: `supports`, and heads that its units do not divide."""
+    """Every reason why the kernel of `spec` cannot serve `problem`: those of `supports`, and KV heads that units do not fit."""
     reasons = supports(spec)
     if problem.num_kv_heads % spec.unit_heads:
         reasons.append(f"unit_heads={spec.unit_heads} does not divide num_kv_heads={problem.num_kv_heads}")

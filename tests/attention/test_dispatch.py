@@ -18,6 +18,7 @@ from cute_kernels.attention.workspace import workspace_bytes
 from cute_kernels.config.decode import DecodeConfig
 from cute_kernels.config.limits import supports
 from cute_kernels.planning.variants import PRETEND, VARIANTS, DeviceFacts
+from tests.support.attention_cases import CASES, F32_CASES
 
 H200, A100, CPU = PRETEND["h200"], PRETEND["a100"], PRETEND["cpu"]
 E4M3, E5M2, INT8 = ck.KVDtype.E4M3, ck.KVDtype.E5M2, ck.KVDtype.INT8
@@ -271,6 +272,15 @@ def test_no_phase_of_an_invariant_plan_sees_the_batch_or_its_lengths(heads: tupl
         candidate = explain(described, H200, ck.PlanPreference(batch_invariant=True)).chosen
         specs.add(tuple(phase.spec for phase in candidate.phases or (candidate,)))
     assert len(specs) == 1
+
+
+@pytest.mark.parametrize("invariant", [False, True], ids=["default", "invariant"])
+@pytest.mark.parametrize("sm_count", [1, 3, 8, 131, 132])
+def test_a_part_of_a_device_has_the_variant_of_the_whole(sm_count: int, invariant: bool) -> None:
+    """Also where units fill the SMs and whole rows are dealt: no problem falls to another variant for want of a configuration."""
+    facts, preference = ck.PlanPreference(sm_count=sm_count).part_of(H200), ck.PlanPreference(batch_invariant=invariant)
+    for described in (case for case in (*CASES, *F32_CASES) if case.tma):
+        assert explain(described.descriptor().problem, facts, preference).chosen.variant == "sm90_tma", described.name
 
 
 def test_a_grid_has_a_limit() -> None:
