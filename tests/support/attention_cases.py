@@ -1,4 +1,4 @@
-"""Problems of attention with several query rows a request: one table for every backend, and their tensors in hostile memory."""
+"""Attention problems with several query rows per request: one table for every backend, and their tensors in hostile memory."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from tests.support.inputs import NAN, Inputs, Shape, make_inputs
 from tests.support.storage import fill
 
 LENGTHS = (0, 1, 5, 16, 33, 100, 257)
-Q_LENS = (2, 3, 0, 1, 8, 5, 7)  # some longer than their row, one of none
-PADDING = 3  # rows of q that are no request's
+Q_LENS = (2, 3, 0, 1, 8, 5, 7)  # some are longer than their row of keys, one request has none
+PADDING = 3  # rows of q that belong to no request
 CONTIGUOUS = ("lengths", "packed", "none")
 CACHE = Shape(lengths=LENGTHS, head_dim=64)
 
 
 @dataclass(frozen=True)
 class Case:
-    """cache: heads, what is stored, and the lengths of the rows. q_lens: query rows of each. table: a PageTable's format.
+    """cache: heads, stored types and the rows' lengths. q_lens: query rows of each request. table: a PageTable's format.
 
-    tma: whether the sm90 variant may serve it. strided: uniform rows lie as [batch, num_heads, q_len, head_dim]. starts: the
-    first query row of each request, where they do not follow each other.
+    tma: whether the sm90 variant may serve the case. strided: uniform rows lie as [batch, num_heads, q_len, head_dim]. starts:
+    the first query row of each request, if requests do not follow each other.
     """
 
     name: str
@@ -83,7 +83,7 @@ class Case:
 
 
 def case(name: str, cache: dict[str, Any] | None = None, **fields: Any) -> Case:
-    """A case whose cache differs from the usual one by `cache`; its table's format goes into the cache, which makes tables."""
+    """A case whose cache differs from the usual one by `cache`. The table's format goes into the cache, which makes tables."""
     made = Case(name, **fields)
     paged = made.table if made.table not in CONTIGUOUS else "dense"
     return replace(made, cache=replace(made.cache, table_format=paged, **(cache or {})))
@@ -94,7 +94,7 @@ TOKEN_SCALES = {"kv_dtype": INT8, "k_scale": ck.KVScale.TOKEN_F16, "v_scale": ck
 EVERYTHING = {"window_left": 40, "softcap": 3.0, "alibi": True, "sinks": True}
 LONG = {"lengths": (3000, 64, 31, 700)}
 UNIFORM = {"uniform": True, "q_lens": (4,) * len(LENGTHS), "max_q_len": 4}
-VERIFY = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128, **LONG}  # packed rows are a warpgroup's, or two warpgroups'
+VERIFY = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128, **LONG}  # packed rows for one warpgroup, or for two
 VERIFY_64, VERIFY_128 = ({"uniform": True, "q_lens": (rows // 4,) * 4, "max_q_len": rows // 4} for rows in (64, 128))
 BORDERS = [case(f"window_{w}", window_left=w) for w in (0, 1, 15, 16, 17, 31, 32, 100, 2**31 - 1)]
 CASES = (
@@ -165,6 +165,7 @@ CASES = (
     case("verify_128_e4m3", {**VERIFY, "kv_dtype": E4M3}, **VERIFY_128, window_left=1023),
     case("verify_128_int8", {**VERIFY, **TOKEN_SCALES}, **VERIFY_128, sinks=True),
     case("verify_128_k_bf16_v_e4m3", {**VERIFY, "v_dtype": E4M3, "v_scale": ck.KVScale.TOKEN}, **VERIFY_128),
+    case("verify_128_token_scales", {**VERIFY, "k_scale": ck.KVScale.TOKEN, "v_scale": ck.KVScale.TOKEN_F16}, **VERIFY_128),
     case("no_rows", q_lens=(0,) * len(LENGTHS)),
     case("no_keys", {"lengths": (0, 0)}, q_lens=(2, 3), sinks=True),
     case("no_keys_no_sinks", {"lengths": (0, 0)}, q_lens=(2, 3), softcap=1.0),
@@ -185,7 +186,7 @@ F32_CASES = (
 
 @dataclass
 class AttentionInputs:
-    """Tensors of a case. kv: what its rows hold, in pages; k, v, table and scales: the same as a run is given them."""
+    """Tensors of a case. kv: the rows' keys and values in pages; k, v, table and scales: the same as a run is given them."""
 
     case: Case
     kv: Inputs
@@ -232,7 +233,7 @@ def make_attention(case: Case, device: str = "cpu", seed: int = 0, dead: float =
 
 
 def stored(case: Case, kv: Inputs, dead: float) -> tuple[Tensor, Tensor, ck.PageTable, dict[str, Tensor | None]]:
-    """(K, V, page table, scales) as a run of the case is given them: the pages, or the same tokens side by side."""
+    """(K, V, page table, scales) as a run of the case is given them: the pages, or the same tokens in a contiguous cache."""
     lengths = torch.tensor(case.cache.lengths, dtype=torch.int32, device=kv.q.device)
     if case.table not in CONTIGUOUS:
         return *kv.caches(), kv.table(), kv.scales
@@ -250,7 +251,7 @@ def stored(case: Case, kv: Inputs, dead: float) -> tuple[Tensor, Tensor, ck.Page
 
 
 def _token_scale(kv: Inputs, scale: Tensor, row: int) -> Tensor:
-    """[length, num_kv_heads] of a row's tokens."""
+    """The scales of a row's tokens, [length, num_kv_heads]."""
     return scale[kv.rows[row].long()].flatten(0, 1)[: kv.shape.lengths[row]]
 
 

@@ -171,7 +171,7 @@ class DecodeKernel:
                 self.mainloop.widen(problem, shared, role - WARPGROUP)
             elif role == 1 and cutlass.const_expr(spec.token_scales > 0):
                 self.mainloop.produce(problem, shared, scales=True)
-        elif cutlass.const_expr(spec.token_scales > 0):
+        elif role == 1 and cutlass.const_expr(spec.token_scales > 0):  # other warps may only have registers to hand over
             self.mainloop.produce(problem, shared, scales=True)
 
     @cute.jit

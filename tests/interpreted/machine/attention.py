@@ -1,0 +1,114 @@
+"""Kernels of attention with one or several query rows, run on CPU tensors as their plans launch them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cute_kernels.attention.descriptors import DecodeProblem
+from cute_kernels.attention.kernel_spec import kernel_spec, units_of
+from cute_kernels.attention.operands import NO_EXTRAS, Extras, Operands
+from cute_kernels.attention.workspace import workspace_bytes
+from cute_kernels.config.decode import LOG2_E, DecodeConfig, KernelSpec, Partition
+from cute_kernels.config.limits import supports
+from cute_kernels.config.mixed import MixedSpec, mixed_supports
+from cute_kernels.device.tracing.decode import arguments, build
+from cute_kernels.device.tracing.mixed import build_mixed
+
+from .launch import Launch, compiled
+from .memory import READ, WRITE
+from .program import Program
+
+BOTH = READ | WRITE
+Q, K, V, TABLES, SCALES, OUT, LSE, WORKSPACE = 0, 1, 2, (3, 4, 5), (6, 7), 8, 9, 10
+FURTHER = slice(11, 15)  # qo_indptr, tree_mask, alibi_slopes, sinks
+Get = Callable[[Any, Any], list[Program]]
+
+
+@dataclass
+class Kernel:
+    """What runs: a spec and its program, CTAs, and the workspace that every run finds as the last one left it.
+
+    values: max_q_len, window_left, window_right and softcap of an extended kernel.
+    """
+
+    spec: Any
+    program: Program
+    num_ctas: int
+    workspace: Tensor | None
+    scale: float
+    values: tuple[int, int, int, float] = (1, 0, 0, 0.0)
+    status: Tensor = field(default_factory=lambda: torch.zeros(4, dtype=torch.int32))
+
+    @property
+    def phases(self) -> tuple[KernelSpec, ...]:
+        """Those of a mixed kernel, or the spec alone."""
+        return self.spec.phases if isinstance(self.spec, MixedSpec) else (self.spec,)
+
+    def run(self, operands: Operands, extras: Extras = NO_EXTRAS, *, seed: int = 0, resident: int | None = None) -> int:
+        """How many words were stored in the workspace. operands: as a kernel takes them, but the workspace."""
+        given = (*operands[:WORKSPACE], self.workspace)
+        traced = max(self.phases, key=lambda phase: phase.split)
+        launch, fakes = Launch(), arguments(traced)
+        launch.tensor(given[Q], fakes[Q])
+        launch.tensor(given[K], fakes[K])
+        for phase in self.phases:
+            for place, ring in zip((K, V), phase.rings, strict=True):
+                if phase.arch == "sm90" and not phase.gathers:
+                    launch.tensor_map(given[place], ring, slots_are_open=not phase.page_size)
+                else:
+                    launch.tensor(given[place], fakes[place])
+        for i in SCALES:  # of an f16 scale a kernel copies the whole word that holds it
+            launch.tensor(given[i], fakes[i], whole_words="token_f16" in (traced.k_scale, traced.v_scale))
+        for i in TABLES:
+            launch.tensor(given[i], fakes[i])
+        launch.tensor(given[OUT], fakes[OUT], WRITE)
+        launch.tensor(given[LSE], fakes[LSE], WRITE)
+        launch.tensor(given[WORKSPACE], fakes[WORKSPACE], BOTH)
+        launch.numbers("f", self.scale * LOG2_E)
+        launch.numbers("q", launch.memory.add(self.status, BOTH))
+        if not traced.plain:
+            for tensor, fake in zip(extras, fakes[FURTHER], strict=True):
+                launch.tensor(tensor, fake)
+            for form, value in zip("iiif", self.values, strict=True):
+                launch.numbers(form, value)
+        launch.run(self.program, (self.num_ctas, 1, 1), self.spec.smem_bytes, seed=seed, resident=resident)
+        return 0 if self.workspace is None else launch.memory.stores_to(self.workspace)
+
+
+def kernel_of(
+    problem: DecodeProblem,
+    config: DecodeConfig,
+    partition: Partition,
+    slices: int,
+    *,
+    arch: Any = "sm90",
+    descriptor: Any = None,
+    get: Get = compiled,
+) -> Kernel:
+    """The kernel of a problem on a grid of `slices` CTAs a unit. descriptor: of several query rows, for what it says of masks."""
+    target = "sm_90a" if arch == "sm90" else "sm_80"
+    spec = kernel_spec(problem, arch, target, config, partition=partition)
+    assert supports(spec) == []
+    (program,) = get(build, spec)
+    return _kernel(problem, spec, program, slices * units_of(problem, spec), descriptor)
+
+
+def mixed_kernel(problem: DecodeProblem, spec: MixedSpec, num_ctas: int, descriptor: Any, get: Get = compiled) -> Kernel:
+    """A mixed kernel of a problem."""
+    assert mixed_supports(spec) == []
+    (program,) = get(build_mixed, spec)
+    return _kernel(problem, spec, program, num_ctas, descriptor)
+
+
+def _kernel(problem: DecodeProblem, spec: Any, program: Program, num_ctas: int, descriptor: Any) -> Kernel:
+    values = (problem.max_q_len, *descriptor.launch_values) if descriptor is not None else (1, 0, 0, 0.0)
+    scale = descriptor.scale if descriptor is not None else problem.head_dim**-0.5
+    kernel = Kernel(spec, program, num_ctas, None, scale, values)
+    nbytes = sum(workspace_bytes(problem, num_ctas, phase.partition, phase.state_words) for phase in kernel.phases)
+    kernel.workspace = torch.zeros(nbytes, dtype=torch.uint8) if any(phase.split for phase in kernel.phases) else None
+    return kernel

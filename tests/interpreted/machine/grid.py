@@ -1,0 +1,141 @@
+"""A launch: the CTAs of a grid, whose warps run by turns in a random order, and the end of it, or a deadlock."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import numpy as np
+
+from .barriers import Mbarriers, NamedBarriers
+from .memory import GlobalMemory, SharedMemory
+from .numbers import LANES, U32, UINTS
+from .program import Program
+from .warp import Fault, Warp
+
+TURNS = (1, 4, 16, 64, 256)  # blocks that a warp may run before another one's turn
+LATE = 0.05  # how often a copy lands although some warp has other work
+EAGER = (0.0, 0.5, 1.0)  # how often a copy lands at once, by the seed: too late for who did not wait, too early for who reads yet
+LONGEST_SLEEP = 10  # 2 ** this: turns that a warp leaves out which has looked in vain so often
+IDLE_ROUNDS = 2000  # without a change, before it is a deadlock: a warp may look at many words one by one
+
+
+class Deadlock(Fault):
+    """No warp can go on."""
+
+
+class Cta:
+    """late: what lands some time."""
+
+    def __init__(self, grid: Grid, number: int) -> None:
+        self.grid, self.number, self.threads = grid, number, grid.program.kernel.threads
+        x, y, z = grid.shape
+        place = number % x, number // x % y, number // x // y
+        self.index = [np.full(LANES, axis, U32) for axis in place]
+        self.counts = [np.full(LANES, axis, U32) for axis in (x, y, z)]
+        self.shared = SharedMemory(grid.shared_bytes)
+        self.barriers, self.named = Mbarriers(grid.changed), NamedBarriers(grid.changed)
+        self.late: list[Callable[[], None]] = []
+        self.warps = [Warp(self, i, grid.program, grid.picks) for i in range(self.threads // LANES)]
+        self.param = grid.param
+
+    def begin(self, copy: Callable[[], None]) -> None:
+        """A copy lands at once, or some time."""
+        if self.grid.lands_at_once():
+            copy()
+        else:
+            self.late.append(copy)
+
+    def run(self) -> bool:
+        """One turn of each of its warps, in a random order; whether one did more than look."""
+        picks, moved = self.grid.picks, False
+        picks.shuffle(self.warps)
+        for warp in self.warps:
+            if warp.sleeps:
+                warp.sleeps -= 1
+                continue
+            went = warp.run(picks.choice(TURNS))
+            warp.looks = 0 if went else min(warp.looks + 1, LONGEST_SLEEP)
+            warp.sleeps = (1 << warp.looks) - 1
+            moved |= went
+        if self.late and picks.random() < LATE:
+            self.land()
+        self.warps = [warp for warp in self.warps if not warp.ended]
+        if self.late and not self.warps:
+            raise Fault(f"CTA {self.number} ended while copies to its shared memory were under way")
+        return moved
+
+    def wake(self) -> None:
+        """No warp has moved: each looks again, after a copy has landed if one is under way."""
+        for warp in self.warps:
+            warp.sleeps = 0
+        if self.late:
+            self.land()
+
+    def land(self) -> None:
+        """One copy lands, any."""
+        self.late.pop(self.grid.picks.randrange(len(self.late)))()
+        self.grid.changed()
+
+
+class Grid:
+    """One launch of a kernel. params: its bytes. resident: as many CTAs run at a time, those of lower numbers first."""
+
+    def __init__(
+        self,
+        program: Program,
+        memory: GlobalMemory,
+        params: bytes,
+        shape: tuple[int, int, int],
+        shared_bytes: int,
+        *,
+        seed: int = 0,
+        resident: int | None = None,
+    ) -> None:
+        self.program, self.memory, self.params, self.shape, self.shared_bytes = program, memory, params, shape, shared_bytes
+        self.picks, self.changes = random.Random(seed), 0
+        self.eager = EAGER[seed % len(EAGER)]
+        self.total = shape[0] * shape[1] * shape[2]
+        self.resident = resident or self.total
+        self.read: dict[tuple[int, int], np.ndarray] = {}
+
+    def changed(self) -> None:
+        """Something that others may wait for has happened."""
+        self.changes += 1
+
+    def lands_at_once(self) -> bool:
+        """Whether a copy that begins now is over now."""
+        return self.picks.random() < self.eager
+
+    def param(self, offset: int, size: int) -> np.ndarray:
+        """32 lanes of a parameter."""
+        if (offset, size) not in self.read:
+            value = int.from_bytes(self.param_bytes(offset, size), "little")
+            self.read[offset, size] = np.full(LANES, value, UINTS[size])
+        return self.read[offset, size]
+
+    def param_bytes(self, offset: int, size: int) -> bytes:
+        if not 0 <= offset <= len(self.params) - size:
+            raise Fault(f"parameters at {offset} of {len(self.params)} bytes")
+        return self.params[offset : offset + size]
+
+    def run(self) -> None:
+        """Runs every CTA to its end."""
+        started, running = 0, []
+        idle, seen = 0, 0
+        with np.errstate(all="ignore"):
+            while started < self.total or running:
+                while len(running) < self.resident and started < self.total:
+                    running.append(Cta(self, started))
+                    started += 1
+                order = list(running)
+                self.picks.shuffle(order)
+                moved = [cta.run() for cta in order]
+                if not any(moved):
+                    for cta in order:
+                        cta.wake()
+                idle = idle + 1 if self.changes == seen else 0
+                seen = self.changes
+                if idle > IDLE_ROUNDS:
+                    raise Deadlock("no warp can go on:\n" + "\n".join(w.state() for cta in running for w in cta.warps))
+                running = [cta for cta in running if cta.warps]

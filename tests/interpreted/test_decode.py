@@ -1,0 +1,123 @@
+"""Decode of one query row a request, executed without a GPU: numbers against f64, cut rows, and what a run leaves behind."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import cutlass.cute as cute
+import pytest
+import torch
+from cutlass import Boolean
+
+from cute_kernels.config.decode import DecodeConfig
+from cute_kernels.device.combine import combine
+from cute_kernels.device.kernels import decode
+from cute_kernels.device.mainloop.tma import TmaMainloop
+from tests.interpreted.machine.attention import Kernel, kernel_of
+from tests.interpreted.machine.grid import Deadlock
+from tests.interpreted.machine.launch import compiled, compiled_anew
+from tests.interpreted.machine.warp import Fault
+from tests.interpreted.runs import decode_operands, run_decode
+from tests.support.harness import assert_bitwise, assert_close
+from tests.support.inputs import Shape, make_inputs
+from tests.support.storage import STORAGES
+
+ONE_HEAD: dict[str, Any] = {"num_heads": 4, "num_kv_heads": 1}
+CUT = (700, 0, 33, 400)  # rows of several CTAs, none, one
+WHOLE = (0, 1, 17, 100, 40)
+WARPS_4 = DecodeConfig(32, 8, 4, 1)
+SM80 = ("sm80", "balanced", WARPS_4)
+CASES: dict[str, tuple[Shape, tuple[str, str, DecodeConfig]]] = {
+    "whole": (Shape(lengths=WHOLE, num_heads=8, num_kv_heads=2), ("sm90", "whole", WARPS_4)),
+    "balanced": (Shape(lengths=CUT, **ONE_HEAD), ("sm90", "balanced", WARPS_4)),
+    "invariant": (Shape(lengths=(1100, 33, 700), **ONE_HEAD), ("sm90", "invariant", WARPS_4)),
+    "two KV heads a CTA": (
+        Shape(lengths=CUT, num_heads=8, num_kv_heads=2, table_format="csr"),
+        ("sm90", "balanced", replace(WARPS_4, unit_heads=2)),
+    ),
+    "contiguous f16": (
+        Shape(lengths=(700,) * 2, page_size=0, head_dim=64, dtype=torch.float16, lse_base="2", **ONE_HEAD),
+        ("sm90", "balanced", WARPS_4),
+    ),
+    "e4m3": (Shape(lengths=CUT, order="NHD", **STORAGES["e4m3"], **ONE_HEAD), ("sm90", "balanced", WARPS_4)),
+    "int8 token": (Shape(lengths=CUT, **STORAGES["int8 token"], **ONE_HEAD), ("sm90", "balanced", WARPS_4)),
+    "sm80": (Shape(lengths=CUT, head_dim=40, page_size=5, **ONE_HEAD), SM80),
+    "sm80 int8 token": (Shape(lengths=CUT, head_dim=64, **STORAGES["int8 token"], **ONE_HEAD), SM80),
+}
+
+
+def made(name: str, get: Any = compiled) -> tuple[Kernel, Shape]:
+    shape, (arch, partition, config) = CASES[name]
+    return kernel_of(shape.descriptor().problem, config, partition, 4, arch=arch, get=get), shape
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_decode(name: str) -> None:
+    """Twice over one workspace: right, and bit for bit the same whatever the order of warps and the CTAs that run together."""
+    kernel, shape = made(name)
+    inputs = make_inputs(shape, "cpu")
+    found = run_decode(kernel, inputs)
+    assert_close(inputs, *found)
+    assert_bitwise(run_decode(kernel, inputs, seed=2, resident=1), found)
+
+
+@pytest.mark.parametrize("name", ["balanced", "invariant"])
+def test_rows_are_cut(name: str) -> None:
+    """What the tests above say of a cut row is said of one."""
+    kernel, shape = made(name)
+    stores = kernel.run(decode_operands(make_inputs(shape, "cpu")))
+    assert stores > 4 * 2 * kernel.spec.row_words, "no piece but of one CTA"
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_every_order_of_ctas(seed: int) -> None:
+    """A row of four CTAs, of which so many run at a time: they combine it, or hand it over, and leave no word."""
+    kernel, _ = made("balanced")
+    inputs = make_inputs(Shape(lengths=(1500,), **ONE_HEAD), "cpu", seed=seed)
+    expected = run_decode(kernel, inputs, seed=seed)
+    assert_close(inputs, *expected)
+    for resident in (1, 2, 3):
+        assert_bitwise(run_decode(kernel, inputs, seed=seed + 10, resident=resident), expected)
+
+
+def test_control_a_combine_that_never_clears(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(combine, "clear", lambda *_: None)
+    kernel, shape = made("balanced", compiled_anew)
+    with pytest.raises(AssertionError, match="as it found it"):
+        run_decode(kernel, make_inputs(shape, "cpu"))
+
+
+def test_control_a_cta_that_waits_for_one_that_has_not_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode, "declines", lambda *_: Boolean(False))
+    kernel, _ = made("balanced", compiled_anew)
+    inputs = make_inputs(Shape(lengths=(1500,), **ONE_HEAD), "cpu")
+    assert_close(inputs, *run_decode(kernel, inputs))
+    with pytest.raises(Deadlock, match="no warp can go on"):
+        run_decode(kernel, inputs, resident=1)
+
+
+@pytest.mark.parametrize("wait", ["cp_async_wait_group", "mbarrier_wait"])
+def test_control_no_wait(monkeypatch: pytest.MonkeyPatch, wait: str) -> None:
+    """Of the query, or of tiles: copies land late, on memory that has NaN."""
+    monkeypatch.setattr(cute.arch, wait, lambda *_, **__: None)
+    kernel, shape = made("whole", compiled_anew)
+    inputs = make_inputs(shape, "cpu")
+    with pytest.raises((AssertionError, Fault)):
+        assert_close(inputs, *run_decode(kernel, inputs))
+
+
+def test_control_a_producer_that_does_not_wait_for_a_free_stage(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies land at once, on tiles that are still read."""
+    monkeypatch.setattr(TmaMainloop, "await_stage", lambda self, _, ordinal, *__: self.place_in_ring(ordinal)[0])
+    kernel, shape = made("whole", compiled_anew)
+    inputs = make_inputs(replace(shape, lengths=(700,)), "cpu")
+    with pytest.raises((AssertionError, Fault)):
+        assert_close(inputs, *run_decode(kernel, inputs, seed=2))
+
+
+def test_control_a_store_outside_of_the_tensors() -> None:
+    kernel, shape = made("whole")
+    operands = decode_operands(make_inputs(shape, "cpu"))
+    with pytest.raises(Fault, match=r"write of 4 bytes outside of the tensors(.|\n)*st\.global"):
+        kernel.run(operands._replace(out=operands.out[:-1]))

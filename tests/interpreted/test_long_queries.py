@@ -1,0 +1,64 @@
+"""Long queries, mixed batches and f32, executed without a GPU: dealt blocks, gathered pages, phases, products by parts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from cute_kernels.attention.variants import explain
+from cute_kernels.config.decode import DecodeConfig
+from cute_kernels.planning.variants import PRETEND
+from tests.interpreted.machine.attention import Kernel, kernel_of, mixed_kernel
+from tests.interpreted.runs import run_attention
+from tests.support.attention_cases import EVERYTHING, Case, case, make_attention
+from tests.support.attention_harness import assert_close
+from tests.support.harness import assert_bitwise
+
+ONE_HEAD: dict[str, Any] = {"num_heads": 4, "num_kv_heads": 1, "head_dim": 64}
+PROMPTS: dict[str, Any] = {"q_lens": (70, 3, 50), "max_q_len": 70}
+CACHE: dict[str, Any] = {**ONE_HEAD, "lengths": (270, 3, 150)}
+VERIFY: dict[str, Any] = {"q_lens": (8, 3, 1), "max_q_len": 8}
+WIDE = {"head_dim": 128, "lengths": (300, 3, 40)}
+
+
+def by_warpgroup(tile_n: int, warps: int = 8) -> DecodeConfig:
+    return DecodeConfig(tile_n, 2, warps, 1, mma="warpgroup")
+
+
+CASES: dict[str, tuple[Case, DecodeConfig, str, str]] = {
+    "dealt, everything": (case("dealt", CACHE, **PROMPTS, **EVERYTHING), by_warpgroup(128), "sm90", "dealt"),
+    "dealt, 12 warps, packed": (case("12", CACHE, **PROMPTS, table="packed"), by_warpgroup(128, 12), "sm90", "dealt"),
+    "gathered, pages of 5": (case("5", {**CACHE, "page_size": 5}, **PROMPTS), by_warpgroup(128), "sm90", "dealt"),
+    "sm80, one ring for all warps": (case("block", CACHE, **PROMPTS), DecodeConfig(32, 2, 4, 1), "sm80", "whole"),
+    "f32, cut": (case("f32", {**CACHE, **WIDE, "dtype": torch.float32}, **VERIFY), DecodeConfig(16, 4, 8, 1), "sm90", "balanced"),
+}
+
+
+def check(kernel: Kernel, problem: Case) -> None:
+    """Twice over one workspace: right, and bit for bit the same whatever the order of warps and CTAs."""
+    inputs, total = make_attention(problem), sum(problem.q_lens)
+    found = run_attention(kernel, inputs)
+    assert_close(inputs, found)
+    again = run_attention(kernel, inputs, seed=2, resident=1)
+    assert_bitwise((again[0][:total], again[1][:total]), (found[0][:total], found[1][:total]))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_long_queries(name: str) -> None:
+    problem, config, arch, partition = CASES[name]
+    descriptor = problem.descriptor()
+    kernel = kernel_of(descriptor.problem, config, partition, 2, arch=arch, descriptor=descriptor)  # type: ignore[arg-type]
+    assert kernel.spec.gathers == ("gathered" in name) and kernel.spec.shares_ring == ("ring" in name)
+    check(kernel, problem)
+
+
+def test_a_mixed_batch() -> None:
+    """Requests of each phase: decode rows and drafts that are cut, some rows, a prompt."""
+    cache = {**ONE_HEAD, "lengths": (1400, 150, 300, 0), "max_seq_len": 8192}
+    problem = case("mixed", cache, q_lens=(2, 80, 16, 1), max_q_len=8192)
+    descriptor = problem.descriptor()
+    spec: Any = explain(descriptor.problem, PRETEND["h200"]).chosen.spec
+    assert [phase.partition for phase in spec.phases] == ["balanced", "balanced", "dealt"]
+    check(mixed_kernel(descriptor.problem, spec, 3, descriptor), problem)

@@ -1,0 +1,99 @@
+"""Attention of several query rows a request by warps, executed without a GPU: wide words of cut rows, masks, scores."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from cute_kernels.config.decode import DecodeConfig
+from tests.interpreted.machine.attention import Kernel, kernel_of
+from tests.interpreted.runs import attention_operands, run_attention
+from tests.support.attention_cases import EVERYTHING, TOKEN_SCALES, Case, case, make_attention
+from tests.support.attention_harness import assert_close, assert_padding
+from tests.support.harness import assert_bitwise
+from tests.support.inputs import NAN
+
+ONE_HEAD: dict[str, Any] = {"num_heads": 4, "num_kv_heads": 1}
+LENGTHS = {"lengths": (700, 0, 33, 400)}
+WARPS = {4: DecodeConfig(32, 8, 4, 1), 8: DecodeConfig(16, 8, 8, 1)}
+# head_dim, query rows of 4 heads, warps -> packed rows of a unit, words that a thread merges and sends together
+WIDE: dict[tuple[int, int, int], tuple[int, int]] = {
+    (64, 2, 4): (8, 1),
+    (64, 4, 4): (16, 2),
+    (64, 8, 8): (32, 2),
+    (80, 4, 8): (16, 1),
+    (80, 8, 4): (32, 4),
+    (128, 2, 8): (8, 1),
+    (128, 4, 4): (16, 4),
+    (128, 8, 8): (32, 4),
+}
+
+
+def rows_of(q_len: int) -> dict[str, Any]:
+    """Requests of so many query rows, of fewer, and of one."""
+    return {"q_lens": (q_len, q_len, q_len - 1, 1), "max_q_len": q_len}
+
+
+def made(problem: Case, warps: int, partition: Any = "balanced") -> Kernel:
+    descriptor = problem.descriptor()
+    return kernel_of(descriptor.problem, WARPS[warps], partition, 4, descriptor=descriptor)
+
+
+def check(kernel: Kernel, problem: Case) -> None:
+    """Twice over one workspace: right, and bit for bit the same whatever the order of warps and CTAs."""
+    inputs = make_attention(problem)
+    found = run_attention(kernel, inputs)
+    assert_close(inputs, found)
+    assert_padding(inputs, found, NAN)
+    again = run_attention(kernel, inputs, seed=2, resident=2)
+    total = sum(problem.q_lens)
+    assert_bitwise((again[0][:total], again[1][:total]), (found[0][:total], found[1][:total]))
+
+
+@pytest.mark.parametrize(("head_dim", "q_len", "warps"), WIDE)
+def test_wide_words(head_dim: int, q_len: int, warps: int) -> None:
+    problem = case("wide", {**ONE_HEAD, **LENGTHS, "head_dim": head_dim}, **rows_of(q_len))
+    kernel = made(problem, warps)
+    spec = kernel.spec
+    assert spec.wide_words and not spec.by_warpgroup
+    assert (spec.packed_rows, spec.words_together) == WIDE[head_dim, q_len, warps]
+    check(kernel, problem)
+
+
+def test_wide_words_of_an_invariant_plan() -> None:
+    problem = case("invariant", {**ONE_HEAD, "lengths": (1100, 0, 33, 700), "head_dim": 64}, **rows_of(4))
+    check(made(problem, 4, "invariant"), problem)
+
+
+def test_rows_are_cut() -> None:
+    """What the tests above say of cut rows is said of such."""
+    problem = case("wide", {**ONE_HEAD, **LENGTHS, "head_dim": 64}, **rows_of(4))
+    kernel = made(problem, 4)
+    stores = kernel.run(*attention_operands(make_attention(problem)))
+    assert stores > 4 * kernel.spec.packed_rows * kernel.spec.row_words, "no row of two pieces that are written and cleared"
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_every_order_of_ctas(seed: int) -> None:
+    """A request of four CTAs, of which so many run at a time."""
+    problem = case("wide", {**ONE_HEAD, "lengths": (1500,), "head_dim": 64}, q_lens=(4,), max_q_len=4)
+    kernel, inputs = made(problem, 4), make_attention(problem, seed=seed)
+    expected = run_attention(kernel, inputs, seed=seed)
+    assert_close(inputs, expected)
+    for resident in (1, 2, 3):
+        found = run_attention(kernel, inputs, seed=seed + 10, resident=resident)
+        assert_bitwise((found[0][:4], found[1][:4]), (expected[0][:4], expected[1][:4]))
+
+
+@pytest.mark.parametrize(
+    ("cache", "fields"),
+    [
+        ({"kv_dtype": None}, {"tree": True, **EVERYTHING}),
+        (TOKEN_SCALES, {"table": "packed", "window_left": 300}),
+    ],
+    ids=["everything", "int8 token scales, packed"],
+)
+def test_masks_and_scores(cache: dict[str, Any], fields: dict[str, Any]) -> None:
+    problem = case("masks", {**ONE_HEAD, **LENGTHS, "head_dim": 64, **cache}, **rows_of(4), **fields)
+    check(made(problem, 4), problem)

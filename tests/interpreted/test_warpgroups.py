@@ -1,0 +1,72 @@
+"""Attention by warpgroups, executed without a GPU: wgmma on tiles of 16 bits and on widened ones, whole rows and cut ones."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from cute_kernels.config.decode import DecodeConfig
+from cute_kernels.kv.scale import KVScale
+from tests.interpreted.machine.attention import Kernel, kernel_of
+from tests.interpreted.runs import attention_operands, run_attention
+from tests.support.attention_cases import E4M3, EVERYTHING, TOKEN_SCALES, Case, case, make_attention
+from tests.support.attention_harness import assert_close
+from tests.support.harness import assert_bitwise
+
+ONE_HEAD: dict[str, Any] = {"num_heads": 4, "num_kv_heads": 1, "head_dim": 128}
+ROWS_64: dict[str, Any] = {"q_lens": (16, 0, 5), "max_q_len": 16}
+ROWS_128: dict[str, Any] = {"q_lens": (32, 3, 9), "max_q_len": 32}
+CUT, WHOLE = {"lengths": (1300, 0, 40)}, {"lengths": (200, 0, 40)}
+SMALL = {"head_dim": 64, "lengths": (1500, 0, 40)}
+TURNS, TOGETHER = DecodeConfig(64, 4, 8, 1, mma="warpgroup"), DecodeConfig(128, 2, 8, 1, mma="warpgroup")
+WIDENED = DecodeConfig(112, 2, 8, 1, mma="warpgroup")
+CASES: dict[str, tuple[Case, DecodeConfig, Any]] = {
+    "64 rows, cut": (case("64 cut", {**ONE_HEAD, **SMALL}, **ROWS_64), TURNS, "balanced"),
+    "64 rows, everything": (
+        case("64 everything", {**ONE_HEAD, **WHOLE, "page_size": 64}, **ROWS_64, **EVERYTHING),
+        TURNS,
+        "whole",
+    ),
+    "128 rows": (case("128", {**ONE_HEAD, **WHOLE}, **ROWS_128), TOGETHER, "whole"),
+    "128 rows, cut": (case("128 cut", {**ONE_HEAD, **SMALL}, **ROWS_128), TOGETHER, "balanced"),
+    "e4m3, 64 rows, cut": (case("e4m3", {**ONE_HEAD, **SMALL, "kv_dtype": E4M3}, **ROWS_64), TURNS, "balanced"),
+    "int8 token, 128 rows, cut": (case("int8 cut", {**ONE_HEAD, **CUT, **TOKEN_SCALES}, **ROWS_128), WIDENED, "balanced"),
+}
+SLICES = 3
+
+
+def made(name: str) -> tuple[Kernel, Case]:
+    problem, config, partition = CASES[name]
+    descriptor = problem.descriptor()
+    return kernel_of(descriptor.problem, config, partition, SLICES, descriptor=descriptor), problem
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_warpgroups(name: str) -> None:
+    """Twice over one workspace: right, and bit for bit the same whatever the order of warps and CTAs."""
+    kernel, problem = made(name)
+    assert kernel.spec.by_warpgroup and kernel.spec.block_rows == (128 if "128" in name else 64)
+    inputs, total = make_attention(problem), sum(problem.q_lens)
+    found = run_attention(kernel, inputs)
+    assert_close(inputs, found)
+    again = run_attention(kernel, inputs, seed=2, resident=1)
+    assert_bitwise((again[0][:total], again[1][:total]), (found[0][:total], found[1][:total]))
+
+
+def test_scales_of_tokens_beside_16_bits() -> None:
+    """Two of the four warps that bring tiles only hand registers over."""
+    scales = {"k_scale": KVScale.TOKEN, "v_scale": KVScale.TOKEN}
+    problem = case("scales", {**ONE_HEAD, **WHOLE, "head_dim": 64, **scales}, **ROWS_128)
+    descriptor = problem.descriptor()
+    kernel = kernel_of(descriptor.problem, TOGETHER, "whole", SLICES, descriptor=descriptor)
+    inputs = make_attention(problem)
+    assert_close(inputs, run_attention(kernel, inputs, seed=1))
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name.endswith("cut")])
+def test_rows_are_cut(name: str) -> None:
+    """What the test above says of a cut row is said of one."""
+    kernel, problem = made(name)
+    stores = kernel.run(*attention_operands(make_attention(problem)))
+    assert stores > 4 * 64 * kernel.spec.row_words, "no row of two pieces that are written and cleared"
