@@ -9,9 +9,11 @@ import torch
 from torch import Tensor, is_grad_enabled
 
 from ..checks.fields import check_extent, check_modifiers
+from ..checks.tensors import MALFORMED_ERRORS, refuse_unplain
 from ..config.problem import LseBase
 from ..errors import InvalidArgument, InvalidProblem, Unsupported
-from ..kv.page_table import PAGED, PageTable
+from ..kv.page_table import OPERAND_NAMES, PAGED, PageTable
+from ..kv.tensors import check_made
 from ..kv.types import KVDtype
 from . import gradients, plan_cache, torch_ops
 
@@ -88,28 +90,31 @@ def decode_attention(
     ):
         others = {"k_scale": k_scale, "v_scale": v_scale, "alibi_slopes": alibi_slopes, "sinks": sinks}
         gradients.refuse_recording("decode_attention", q=q, k_cache=k_cache, v_cache=v_cache, **others)
-    if lse is None:
-        lse = q.new_empty(plan_cache.query_extents(q)[:2], dtype=torch.float32)
-    if out is None:
-        out = q.new_empty(q.shape)
-    if page_table is None:
-        if seq_lens is not None:
-            raise InvalidArgument("seq_lens", "given without a page_table, must be None: a contiguous cache has one length")
-        if layout == "NHD":
-            k_cache, v_cache = k_cache.transpose(1, 2), v_cache.transpose(1, 2)
-            k_scale, v_scale = head_major(k_scale), head_major(v_scale)
-        operands: tuple[Tensor | None, ...] = (q, k_cache, v_cache, k_scale, v_scale, out, lse)
-        contiguous = _route(operands, modifiers, torch_ops.flash_decoding, plan_cache.run_contiguous)
-        contiguous(*operands, softmax_scale, lse_base, encoding, *modifiers)
+    try:
+        if lse is None:
+            lse = q.new_empty(plan_cache.query_extents(q)[:2], dtype=torch.float32)
+        if out is None:
+            out = q.new_empty(q.shape)
+        if page_table is None:
+            if seq_lens is not None:
+                raise InvalidArgument("seq_lens", "given without a page_table, must be None: a contiguous cache has one length")
+            if layout == "NHD":
+                k_cache, v_cache = k_cache.transpose(1, 2), v_cache.transpose(1, 2)
+                k_scale, v_scale = head_major(k_scale), head_major(v_scale)
+            operands: tuple[Any, ...] = (q, k_cache, v_cache, k_scale, v_scale, out, lse)
+            contiguous = _route(operands, modifiers, torch_ops.flash_decoding, plan_cache.run_contiguous)
+            contiguous(*operands, softmax_scale, lse_base, encoding, *modifiers)
+            return out, lse
+        table = _table(page_table, seq_lens)
+        table0, table1, table2 = operands_of_pages(table, "page_table", ": paged_attention serves the others")
+        operands = (q, k_cache, v_cache, table0, table1, table2, k_scale, v_scale, out, lse)
+        paged = _route(operands, modifiers, torch_ops.paged_decode, plan_cache.run_paged)
+        paged(*operands, softmax_scale, layout, lse_base, max_seq_len, encoding, *modifiers)
         return out, lse
-    table = _table(page_table, seq_lens)
-    if table.format not in PAGED:
-        rule = f"must be one of pages, {' or '.join(PAGED)}: paged_attention serves the others"
-        raise InvalidArgument("page_table", f"is a {table.format} table, {rule}")
-    operands = (q, k_cache, v_cache, *table.operands, k_scale, v_scale, out, lse)
-    paged = _route(operands, modifiers, torch_ops.paged_decode, plan_cache.run_paged)
-    paged(*operands, softmax_scale, layout, lse_base, max_seq_len, encoding, *modifiers)
-    return out, lse
+    except MALFORMED_ERRORS:
+        others = {"k_scale": k_scale, "v_scale": v_scale, "alibi_slopes": alibi_slopes, "sinks": sinks, "out": out, "lse": lse}
+        refuse_malformed(page_table, seq_lens, {"q": q, "k_cache": k_cache, "v_cache": v_cache, **others})
+        raise
 
 
 def paged_attention(
@@ -157,7 +162,7 @@ def paged_attention(
     that is no multiple of 8 (in f32 of 4) and caches that are aligned to less than 4 bytes. They raise Unsupported in this call,
     or in the backward of a traced one.
     """
-    if causal not in ("bottom_right", "top_left", None):
+    if not (causal is None or isinstance(causal, str)) or causal not in ("bottom_right", "top_left", None):
         raise InvalidProblem("causal", causal, 'must be "bottom_right", "top_left" or None')
     check_modifiers(window_left, window_right, softcap)
     if max_q_len is not None:
@@ -168,24 +173,30 @@ def paged_attention(
             raise InvalidArgument(name, f"got {type(tensor).__name__}, must be a tensor or None")
     if tree_mask is not None and tree_mask.dim() != 2:
         raise InvalidProblem("tree_mask.shape", tuple(tree_mask.shape), "must be [total_q, ceil(max_q_len / 32)]")
-    total_q = plan_cache.query_rows(q, qo_indptr)
-    table, masks = table_of(page_table, seq_lens), (causal, window_left, window_right, softcap)
-    options = plan_cache.Options(max_q_len, *masks, softmax_scale, layout, lse_base, max_seq_len, encoding)
-    if gradients.wants_gradients(q, k_cache, v_cache, sinks, alibi_slopes, k_scale, v_scale):
-        call = gradients.Call(table.operands, (qo_indptr, alibi_slopes), table.format, options)
-        others = {"tree_mask": tree_mask, "k_scale": k_scale, "v_scale": v_scale, "out": out, "lse": lse}
-        return gradients.differentiable_attention(q, k_cache, v_cache, sinks, call, **others)
-    if lse is None:
-        lse = q.new_empty((total_q, q.shape[-2]), dtype=torch.float32)
-    if out is None:
-        out = q.new_empty(q.shape)
-    if table.format in ("lengths", "none") and layout == "NHD":
-        k_scale, v_scale = head_major(k_scale), head_major(v_scale)
-    extras = (qo_indptr, tree_mask, alibi_slopes, sinks)
-    operands = (q, k_cache, v_cache, *table.operands, *extras, k_scale, v_scale, out, lse)
-    run: Any = torch_ops.paged_attention if torch_ops.traced(*operands) else plan_cache.run_attention
-    run(*operands, table.format, *options)
-    return out, lse
+    try:
+        total_q = plan_cache.query_rows(q, qo_indptr)
+        table, masks = table_of(page_table, seq_lens), (causal, window_left, window_right, softcap)
+        options = plan_cache.Options(max_q_len, *masks, softmax_scale, layout, lse_base, max_seq_len, encoding)
+        if gradients.wants_gradients(q, k_cache, v_cache, sinks, alibi_slopes, k_scale, v_scale):
+            call = gradients.Call(table.operands, (qo_indptr, alibi_slopes), table.format, options)
+            others = {"tree_mask": tree_mask, "k_scale": k_scale, "v_scale": v_scale, "out": out, "lse": lse}
+            return gradients.differentiable_attention(q, k_cache, v_cache, sinks, call, **others)
+        if lse is None:
+            lse = q.new_empty((total_q, q.shape[-2]), dtype=torch.float32)
+        if out is None:
+            out = q.new_empty(q.shape)
+        if table.format in ("lengths", "none") and layout == "NHD":
+            k_scale, v_scale = head_major(k_scale), head_major(v_scale)
+        extras = (qo_indptr, tree_mask, alibi_slopes, sinks)
+        operands = (q, k_cache, v_cache, *table.operands, *extras, k_scale, v_scale, out, lse)
+        run: Any = torch_ops.paged_attention if torch_ops.traced(*operands) else plan_cache.run_attention
+        run(*operands, table.format, *options)
+        return out, lse
+    except MALFORMED_ERRORS:
+        optional = {"qo_indptr": qo_indptr, "tree_mask": tree_mask, "alibi_slopes": alibi_slopes, "sinks": sinks}
+        others = {"k_scale": k_scale, "v_scale": v_scale, "out": out, "lse": lse}
+        refuse_malformed(page_table, seq_lens, {"q": q, "k_cache": k_cache, "v_cache": v_cache, **optional, **others})
+        raise
 
 
 def _check_caches(q: Tensor, k_cache: Tensor, v_cache: Tensor, layout: str, kv_dtype: KVDtype | None) -> str | None:
@@ -194,7 +205,7 @@ def _check_caches(q: Tensor, k_cache: Tensor, v_cache: Tensor, layout: str, kv_d
         tensors = (("q", q), ("k_cache", k_cache), ("v_cache", v_cache))
         name, found = next((name, found) for name, found in tensors if not isinstance(found, Tensor))
         raise InvalidArgument(name, f"got {type(found).__name__}, must be a tensor")
-    if layout not in ("HND", "NHD"):
+    if not isinstance(layout, str) or layout not in ("HND", "NHD"):
         raise InvalidProblem("layout", layout, 'must be "HND" or "NHD"')
     if kv_dtype is not None and not isinstance(kv_dtype, KVDtype):
         raise InvalidProblem("kv_dtype", kv_dtype, "must be a KVDtype or None")
@@ -262,3 +273,24 @@ def _table(page_table: PageTable | Tensor, seq_lens: Tensor | int | None) -> Pag
     if seq_lens is None:
         raise InvalidArgument("seq_lens", "is None, must be given with a table tensor")
     return PageTable.dense(page_table, seq_lens)
+
+
+def operands_of_pages(table: PageTable, name: str, hint: str = "") -> tuple[Any, Any, Any]:
+    """The operands of a table of pages. Raises InvalidArgument for another format, and for operands of another format."""
+    table_format, (table0, table1, table2) = table
+    if table_format != ("dense" if table2 is None else "csr"):
+        check_made(table, name)
+        raise InvalidArgument(name, f"is a {table_format} table, must be one of pages, {' or '.join(PAGED)}{hint}")
+    return table0, table1, table2
+
+
+def refuse_malformed(page_table: object, seq_lens: object, tensors: dict[str, Any], name: str = "page_table") -> None:
+    """Raises InvalidArgument for a PageTable that no class method has made, and for a tensor without a plain address.
+
+    Only a call that has failed asks this, so that the check costs other calls nothing. name: the call's word for its page table.
+    """
+    operands: dict[str, object] = dict(zip(OPERAND_NAMES["dense"], (page_table, seq_lens), strict=True))
+    if isinstance(page_table, PageTable):
+        check_made(page_table, name)
+        operands = dict(zip(OPERAND_NAMES[page_table.format], page_table.operands, strict=False))
+    refuse_unplain({**tensors, **operands})

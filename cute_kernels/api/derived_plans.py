@@ -125,8 +125,12 @@ def run_weights(
     scores = (scale_kind_of("k_scale", k_scale, kv_heads, k_cache), window_left, softcap, alibi_slopes is not None)
     wanted = (None if weights is None else weights.dtype, mean is not None, page_mass is not None)
     shape = (batch, heads, kv_heads, dim, page_size, q.dtype, max_seq_len)
-    fields = (*shape, *cache, softmax_scale, lse_base, *scores, *wanted)
-    plan = plan_of(AttentionWeightsPlan, AttentionWeightsDescriptor, fields, q.device)
+    fields: tuple[Any, ...] = (*shape, *cache, softmax_scale, lse_base, *scores, *wanted)
+    try:
+        plan = plan_of(AttentionWeightsPlan, AttentionWeightsDescriptor, fields, q.device)
+    except TypeError:
+        AttentionWeightsDescriptor(*fields)  # a field without a hash breaks a rule, which this names
+        raise
     outputs = {"weights": weights, "mean": mean, "page_mass": page_mass}
     table = PageTable(table_format, (table0, table1, table2))
     plan.run(q, k_cache, lse, table, k_scale=k_scale, alibi_slopes=alibi_slopes, **outputs)
@@ -191,7 +195,11 @@ def backward_plan(
     fields = attention_fields(q, k_cache, v_cache, table, extras, (None, None), options, pages)
     shared_pages = None if len(k_cache) else False  # a pool without pages has none to share
     limits = (shared_pages, length_hint(query_rows(q, extras.qo_indptr)))
-    plan: PagedAttentionBackwardPlan = plan_of(PagedAttentionBackwardPlan, _backward_of, (fields, *limits), q.device)
+    try:
+        plan: PagedAttentionBackwardPlan = plan_of(PagedAttentionBackwardPlan, _backward_of, (fields, *limits), q.device)
+    except TypeError:
+        _backward_of(fields, *limits)  # a field without a hash breaks a rule, which this names
+        raise
     return plan
 
 

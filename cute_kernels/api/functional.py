@@ -7,16 +7,16 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ..checks.fields import check_extent
-from ..checks.tensors import check_tensors, check_tensors_or_none
+from ..checks.fields import check_choice, check_extent, check_modifiers
+from ..checks.tensors import MALFORMED_ERRORS, check_tensors, check_tensors_or_none, refuse_unplain
 from ..config.problem import LseBase
 from ..errors import InvalidArgument, InvalidProblem
-from ..kv.page_table import PAGED, PageTable
+from ..kv.page_table import PageTable
 from ..kv.rotary import PAIRINGS, Pairing
 from ..kv.types import KVDtype
 from ..weights.plan import AttentionWeights
 from . import derived_plans, gradients, plan_cache, torch_ops
-from .attention import head_major, table_of
+from .attention import head_major, operands_of_pages, refuse_malformed, table_of
 
 
 def append_kv(
@@ -55,21 +55,25 @@ def append_kv(
     check_tensors_or_none(q=q, cos_sin_cache=cos_sin_cache, positions=positions)
     inputs = {"k_scale": k_scale, "v_scale": v_scale, "q": q, "cos_sin_cache": cos_sin_cache}
     gradients.refuse_recording("append_kv", k=k, v=v, k_cache=k_cache, v_cache=v_cache, **inputs)
-    _check_choice("layout", layout, ("HND", "NHD"))
-    _check_choice("pairing", pairing, PAIRINGS)
+    check_choice("layout", layout, ("HND", "NHD"))
+    check_choice("pairing", pairing, PAIRINGS)
     if not isinstance(slots, (Tensor, PageTable)):
         raise InvalidArgument("slots", f"got {type(slots).__name__}, must be a tensor or a PageTable")
-    if isinstance(slots, PageTable) and slots.format not in PAGED:
-        raise InvalidArgument("slots", f"is a {slots.format} table, must be one of pages: {' or '.join(PAGED)}")
-    table = (slots, None, None) if isinstance(slots, Tensor) else slots.operands
-    k_given, k_written = _read_or_written("k_scale", k_scale, k_cache, layout)
-    v_given, v_written = _read_or_written("v_scale", v_scale, v_cache, layout)
-    q_out = None if q is None else q.new_empty(q.shape)
-    scales = (k_given, v_given, k_written, v_written)
-    operands = (k, v, k_cache, v_cache, *table, *scales, q, q_out, cos_sin_cache, positions)
-    run: Any = torch_ops.append_kv if torch_ops.traced(*operands) else derived_plans.run_append
-    run(*operands, layout, pairing)
-    return q_out
+    try:
+        table = (slots, None, None) if isinstance(slots, Tensor) else operands_of_pages(slots, "slots")
+        k_given, k_written = _read_or_written("k_scale", k_scale, k_cache, layout)
+        v_given, v_written = _read_or_written("v_scale", v_scale, v_cache, layout)
+        q_out = None if q is None else q.new_empty(q.shape)
+        scales = (k_given, v_given, k_written, v_written)
+        operands = (k, v, k_cache, v_cache, *table, *scales, q, q_out, cos_sin_cache, positions)
+        run: Any = torch_ops.append_kv if torch_ops.traced(*operands) else derived_plans.run_append
+        run(*operands, layout, pairing)
+        return q_out
+    except MALFORMED_ERRORS:
+        caches = {"k": k, "v": v, "k_cache": k_cache, "v_cache": v_cache, "k_scale": k_scale, "v_scale": v_scale}
+        others = {"slots": slots, "q": q, "cos_sin_cache": cos_sin_cache, "positions": positions}
+        refuse_malformed(slots if isinstance(slots, PageTable) else None, None, {**caches, **others}, "slots")
+        raise
 
 
 def merge_states(
@@ -94,14 +98,18 @@ def merge_states(
     check_tensors(outs=outs, lses=lses)
     check_tensors_or_none(sinks=sinks, out=out, lse=lse)
     gradients.refuse_recording("merge_states", outs=outs, lses=lses, sinks=sinks)
-    _check_choice("lse_base", lse_base, ("e", "2"))
-    if out is None:
-        out = outs.new_empty(outs.shape[1:])
-    if lse is None:
-        lse = outs.new_empty(outs.shape[1:3], dtype=torch.float32)
-    run: Any = torch_ops.merge_states if torch_ops.traced(outs, lses, sinks, out, lse) else derived_plans.run_merge
-    run(outs, lses, sinks, out, lse, lse_base)
-    return out, lse
+    check_choice("lse_base", lse_base, ("e", "2"))
+    try:
+        if out is None:
+            out = outs.new_empty(outs.shape[1:])
+        if lse is None:
+            lse = outs.new_empty(outs.shape[1:3], dtype=torch.float32)
+        run: Any = torch_ops.merge_states if torch_ops.traced(outs, lses, sinks, out, lse) else derived_plans.run_merge
+        run(outs, lses, sinks, out, lse, lse_base)
+        return out, lse
+    except MALFORMED_ERRORS:
+        refuse_unplain({"outs": outs, "lses": lses, "sinks": sinks, "out": out, "lse": lse})
+        raise
 
 
 def attention_weights(
@@ -139,28 +147,36 @@ def attention_weights(
     check_tensors(q=q, k_cache=k_cache, lse=lse)
     check_tensors_or_none(k_scale=k_scale, alibi_slopes=alibi_slopes)
     gradients.refuse_recording("attention_weights", q=q, k_cache=k_cache, lse=lse, k_scale=k_scale, alibi_slopes=alibi_slopes)
-    _check_choice("layout", layout, ("HND", "NHD"))
+    check_choice("layout", layout, ("HND", "NHD"))
     if kv_dtype is not None and not isinstance(kv_dtype, KVDtype):
         raise InvalidProblem("kv_dtype", kv_dtype, "must be a KVDtype or None")
-    table = table_of(page_table, seq_lens)
-    batch, heads, _ = plan_cache.query_extents(q)
-    _, page_size, longest = plan_cache.cache_extents(k_cache, table.format, layout, table.operands[0])
-    keys = longest if max_seq_len is None else max_seq_len
-    if keys is None:
-        raise InvalidArgument("max_seq_len", f"is None, must be an int beside a {table.format} table")
-    check_extent("max_seq_len", keys)
-    if page_size is None and layout == "NHD":
-        k_scale = head_major(k_scale)
-    outputs = AttentionWeights(
-        None if weights_dtype is None else q.new_empty((batch, heads, keys), dtype=weights_dtype),
-        q.new_empty((batch, keys), dtype=torch.float32) if mean else None,
-        q.new_empty((batch, -(-keys // (page_size or 1))), dtype=torch.float32) if page_mass else None,
-    )
-    operands = (q, k_cache, *table.operands, k_scale, lse, alibi_slopes, *outputs)
-    run: Any = torch_ops.attention_weights if torch_ops.traced(*operands) else derived_plans.run_weights
-    scores = (window_left, softcap, softmax_scale, layout, lse_base)
-    run(*operands, table.format, keys, *scores, None if kv_dtype is None else kv_dtype.value)
-    return outputs
+    if weights_dtype is not None and not isinstance(weights_dtype, torch.dtype):
+        raise InvalidProblem("weights_dtype", weights_dtype, "must be a torch.dtype or None")
+    check_modifiers(window_left, None, softcap, mean=mean, page_mass=page_mass)
+    try:
+        table = table_of(page_table, seq_lens)
+        batch, heads, _ = plan_cache.query_extents(q)
+        _, page_size, longest = plan_cache.cache_extents(k_cache, table.format, layout, table.operands[0])
+        keys = longest if max_seq_len is None else max_seq_len
+        if keys is None:
+            raise InvalidArgument("max_seq_len", f"is None, must be an int beside a {table.format} table")
+        check_extent("max_seq_len", keys)
+        if page_size is None and layout == "NHD":
+            k_scale = head_major(k_scale)
+        outputs = AttentionWeights(
+            None if weights_dtype is None else q.new_empty((batch, heads, keys), dtype=weights_dtype),
+            q.new_empty((batch, keys), dtype=torch.float32) if mean else None,
+            q.new_empty((batch, -(-keys // (page_size or 1))), dtype=torch.float32) if page_mass else None,
+        )
+        operands = (q, k_cache, *table.operands, k_scale, lse, alibi_slopes, *outputs)
+        run: Any = torch_ops.attention_weights if torch_ops.traced(*operands) else derived_plans.run_weights
+        scores = (window_left, softcap, softmax_scale, layout, lse_base)
+        run(*operands, table.format, keys, *scores, None if kv_dtype is None else kv_dtype.value)
+        return outputs
+    except MALFORMED_ERRORS:
+        given = {"q": q, "k_cache": k_cache, "lse": lse, "k_scale": k_scale, "alibi_slopes": alibi_slopes}
+        refuse_malformed(page_table, seq_lens, given)
+        raise
 
 
 def _read_or_written(name: str, scale: Tensor | None, cache: Tensor, layout: str) -> tuple[Tensor | None, Tensor | None]:
@@ -169,8 +185,3 @@ def _read_or_written(name: str, scale: Tensor | None, cache: Tensor, layout: str
         return scale, None
     written = derived_plans.scale_kind(name, scale, cache, layout).granularity == "token"
     return (None, scale) if written else (scale, None)
-
-
-def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise InvalidProblem(name, value, f"must be {' or '.join(map(repr, choices))}")

@@ -22,7 +22,7 @@ from ..errors import InvalidArgument, InvalidProblem
 from ..kv.page_table import PageTable
 from ..kv.scale import KVScale, scale_of
 from ..kv.types import KVDtype, KVLayout
-from ..planning.base import MAX_PLANS
+from ..planning.base import MAX_PLANS, forgotten_with_plans
 from ..planning.variants import PlanPreference
 from .workspace_cache import stream_workspace
 
@@ -96,7 +96,11 @@ def run_paged(
     describe: Callable[..., Any] = PagedDecodeDescriptor
     if not window_left is softcap is alibi_slopes is sinks is None:
         describe, fields = _modified(describe, fields, alibi_slopes, sinks, window_left, softcap)
-    plan = plan_of(PagedDecodePlan, describe, fields, q.device)
+    try:
+        plan = plan_of(PagedDecodePlan, describe, fields, q.device)
+    except TypeError:
+        describe(*fields)  # a field without a hash breaks a rule, which this names
+        raise
     workspace = stream_workspace(plan.workspace_size(), plan.device, reuse_in_capture=not traced)
     # fmt: off
     plan.run(
@@ -132,7 +136,11 @@ def run_contiguous(
     describe: Callable[..., Any] = _of_any_length
     if not window_left is softcap is alibi_slopes is sinks is None:
         describe, fields = _modified(describe, fields, alibi_slopes, sinks, window_left, softcap)
-    plan = plan_of(FlashDecodingPlan, describe, fields, q.device)
+    try:
+        plan = plan_of(FlashDecodingPlan, describe, fields, q.device)
+    except TypeError:
+        describe(*fields)  # a field without a hash breaks a rule, which this names
+        raise
     workspace = stream_workspace(plan.workspace_size(), plan.device, reuse_in_capture=not traced)
     # fmt: off
     plan.run(
@@ -195,7 +203,11 @@ def attention_plan(
 ) -> PagedAttentionPlan:
     """The plan of these tensors' problem, which is kept for later calls. scales: of K and V."""
     fields = attention_fields(q, k_cache, v_cache, table, extras, scales, options)
-    plan: PagedAttentionPlan = plan_of(PagedAttentionPlan, PagedAttentionDescriptor, fields, q.device, preference)
+    try:
+        plan: PagedAttentionPlan = plan_of(PagedAttentionPlan, PagedAttentionDescriptor, fields, q.device, preference)
+    except TypeError:
+        PagedAttentionDescriptor(*fields)  # as in run_paged
+        raise
     return plan
 
 
@@ -229,14 +241,18 @@ def attention_fields(
 
 
 def query_rows(q: Tensor, qo_indptr: Tensor | None) -> int:
-    """Rows of q of all requests: ragged with a qo_indptr, else uniform. Raises InvalidProblem for other axes."""
+    """Rows of q of all requests: ragged with a qo_indptr, else uniform. Raises InvalidProblem for other axes, or a q_len of 0."""
     form = "uniform" if qo_indptr is None else "ragged"
     if q.dim() != (4 if qo_indptr is None else 3):
         beside = "without a qo_indptr" if qo_indptr is None else "beside a qo_indptr"
         raise InvalidProblem("q.shape", tuple(q.shape), f"must be {QUERY_AXES[form]} {beside}")
-    if qo_indptr is not None and qo_indptr.dim() != 1:
+    if qo_indptr is None:
+        if q.shape[1] == 0:
+            raise InvalidProblem("q.shape", tuple(q.shape), f"must be {QUERY_AXES[form]} with a q_len from 1")
+        return q.shape[0] * q.shape[1]
+    if qo_indptr.dim() != 1 or qo_indptr.numel() == 0:
         raise InvalidProblem("qo_indptr.shape", tuple(qo_indptr.shape), "must be [batch_size + 1]")
-    return q.shape[0] * q.shape[1] if qo_indptr is None else q.shape[0]
+    return q.shape[0]
 
 
 def rows_hint(q: Tensor, tree_mask: Tensor | None, ragged: bool) -> int:
@@ -309,6 +325,7 @@ def _of_any_length(max_seq_len: int, *fields: Any, **modifiers: Any) -> FlashDec
     return describe(*fields, max_seq_len=max_seq_len, **modifiers)
 
 
+@forgotten_with_plans
 @functools.lru_cache(maxsize=MAX_PLANS)
 def plan_of(
     kind: Any,
@@ -317,7 +334,10 @@ def plan_of(
     device: torch.device,
     preference: PlanPreference | None = None,
 ) -> Any:
-    """The plan of `describe(*fields)`: `select` keeps it too, but this cache spares a call to make the descriptor."""
+    """The plan of `describe(*fields)`: `select` keeps it too, but this cache spares a call to make the descriptor.
+
+    Raises TypeError for a field that has no hash, such as a list or an array; `describe` says which one that is.
+    """
     return kind.select(describe(*fields), device, preference)
 
 

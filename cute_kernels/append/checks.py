@@ -56,16 +56,16 @@ class Operands(NamedTuple):
     positions: Any
 
     def signature(self) -> tuple[object, ...]:
-        """All that `check` depends on, as a key. Devices are left out: a pointer belongs to one device."""
+        """All that `check` depends on, as a key. Devices are part of the key: an address may come back on another one."""
         k, v, k_cache, v_cache, slots, *optional = self
         # fmt: off
         return (
-            k.shape, k.stride(), k.dtype, k.data_ptr(),
-            v.shape, v.stride(), v.dtype, v.data_ptr(),
-            k_cache.shape, k_cache.stride(), k_cache.dtype, k_cache.data_ptr(),
-            v_cache.shape, v_cache.stride(), v_cache.dtype, v_cache.data_ptr(),
-            slots.shape, slots.stride(), slots.dtype, slots.data_ptr(),
-            *[None if t is None else (t.shape, t.stride(), t.dtype, t.data_ptr()) for t in optional],
+            k.shape, k.stride(), k.dtype, k.data_ptr(), k.device,
+            v.shape, v.stride(), v.dtype, v.data_ptr(), v.device,
+            k_cache.shape, k_cache.stride(), k_cache.dtype, k_cache.data_ptr(), k_cache.device,
+            v_cache.shape, v_cache.stride(), v_cache.dtype, v_cache.data_ptr(), v_cache.device,
+            slots.shape, slots.stride(), slots.dtype, slots.data_ptr(), slots.device,
+            *[None if t is None else (t.shape, t.stride(), t.dtype, t.data_ptr(), t.device) for t in optional],
         )
         # fmt: on
 

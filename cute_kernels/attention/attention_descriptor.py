@@ -7,7 +7,7 @@ from typing import Literal
 
 import torch
 
-from ..checks.fields import MAX_EXTENT, check_extent, check_group, check_modifiers, check_softmax
+from ..checks.fields import MAX_EXTENT, check_choice, check_extent, check_group, check_modifiers, check_softmax
 from ..config.modifiers import Modifiers
 from ..config.problem import LseBase, TableFormat
 from ..errors import InvalidProblem
@@ -25,7 +25,8 @@ class PagedAttentionDescriptor(AttentionFields):
 
     query_format: with "ragged", q and out are [total_q, num_heads, head_dim], and request b has the rows qo_indptr[b] :
     qo_indptr[b + 1]; with "uniform", they are [batch_size, q_len, num_heads, head_dim] with 1 <= q_len <= max_q_len. lse is f32
-    [total_q, num_heads]; total_q = batch_size * q_len if uniform.
+    [total_q, num_heads]; total_q = batch_size * q_len if uniform. max_q_len is at most 2**31 - 128 over the query heads of a KV
+    head, num_heads / num_kv_heads.
 
     table_format: "dense" and "csr" are over pages of page_size tokens. With page_size None, the cache is contiguous: "lengths"
     and "none", [batch_size, num_kv_heads, max_len, head_dim] ("NHD": the middle axes swapped), or "packed", [total_k,
@@ -76,8 +77,7 @@ class PagedAttentionDescriptor(AttentionFields):
         check_extent("batch_size", self.batch_size, least=0)
         for name in ("num_heads", "num_kv_heads", "head_dim", "max_q_len"):
             check_extent(name, getattr(self, name))
-        if self.query_format not in ("ragged", "uniform"):
-            raise InvalidProblem("query_format", self.query_format, 'must be "ragged" or "uniform"')
+        check_choice("query_format", self.query_format, ("ragged", "uniform"))
         check_group(self.num_heads, self.num_kv_heads)
         most = MOST_PACKED_ROWS // (self.num_heads // self.num_kv_heads)
         if self.max_q_len > most:
@@ -93,7 +93,7 @@ class PagedAttentionDescriptor(AttentionFields):
     def _check_cache(self) -> None:
         """Checks the layout, the table format, and the page size, numbers of pages and length hint for that format."""
         check_layout(self.layout)
-        if self.table_format not in OPERAND_NAMES:
+        if not isinstance(self.table_format, str) or self.table_format not in OPERAND_NAMES:
             raise InvalidProblem("table_format", self.table_format, f"must be one of {', '.join(OPERAND_NAMES)}")
         if self.table_format in PAGED:
             check_extent("page_size", self.page_size)
@@ -108,8 +108,7 @@ class PagedAttentionDescriptor(AttentionFields):
             raise InvalidProblem("layout.order", self.layout.order, 'must be "HND": a packed cache has one order of its axes')
 
     def _check_masks(self) -> None:
-        if self.causal not in ("bottom_right", "top_left", None):
-            raise InvalidProblem("causal", self.causal, 'must be "bottom_right", "top_left" or None')
+        check_choice("causal", self.causal, ("bottom_right", "top_left", None))
         flags = {name: getattr(self, name) for name in ("alibi", "sinks", "tree_mask")}
         check_modifiers(self.window_left, self.window_right, self.softcap, **flags)
         if self.window_right is not None and self.causal is not None:

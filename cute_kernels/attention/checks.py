@@ -140,7 +140,8 @@ def check_query(rules: Rules, q: Any) -> None:
     problem = rules.problem
     check_tensor(rules.device, "q", q, problem.q_dtype)
     batch, heads, dim = problem.batch_size, problem.num_heads, problem.head_dim
-    if problem.query == "one" and tuple(q.shape) not in ((batch, heads, dim), (batch, 1, heads, dim), (batch, heads, 1, dim)):
+    shape, with_axis = (batch, heads, dim), ((batch, 1, heads, dim), (batch, heads, 1, dim))
+    if problem.query == "one" and q.shape != shape and q.shape not in with_axis:
         rule = f"must be {QUERY_AXES['one']} = {[batch, heads, dim]}, or that with one unit query axis"
         several = q.dim() == 4 and (q.shape[0], q.shape[3]) == (batch, dim) and heads in q.shape[1:3] and 0 not in q.shape
         raise query_error(q.shape, several, rule)

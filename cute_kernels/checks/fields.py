@@ -24,13 +24,19 @@ def check_group(num_heads: int, num_kv_heads: int) -> None:
         raise InvalidProblem("num_heads", num_heads, f"must be a multiple of num_kv_heads = {num_kv_heads}")
 
 
+def check_choice(name: str, value: object, choices: tuple[str | None, ...]) -> None:
+    """Checks for one of `choices`. An array is none of them, though it compares with each, element by element."""
+    if not (value is None or isinstance(value, str)) or value not in choices:
+        *most, last = ("None" if choice is None else f'"{choice}"' for choice in choices)
+        raise InvalidProblem(name, value, f"must be {', '.join(most)} or {last}")
+
+
 def check_softmax(softmax_scale: float | None, lse_base: str) -> None:
     if softmax_scale is not None:
         number = isinstance(softmax_scale, (int, float)) and not isinstance(softmax_scale, bool)
         if not number or not 0 < softmax_scale < math.inf:
             raise InvalidProblem("softmax_scale", softmax_scale, "must be a finite number above 0, or None")
-    if lse_base not in ("e", "2"):
-        raise InvalidProblem("lse_base", lse_base, 'must be "e" or "2"')
+    check_choice("lse_base", lse_base, ("e", "2"))
 
 
 def check_alignment(name: str, alignment_bytes: int | None, allowed: tuple[int, ...] = (2, 4, 8, 16)) -> None:

@@ -11,16 +11,50 @@ from torch._subclasses.fake_tensor import FakeTensor
 from ..errors import InvalidArgument, InvalidProblem, MisalignedOperand, Unsupported
 from .overlap import disjoint
 
+# what operations raise for a tensor that has no plain address, or for too few operands
+MALFORMED_ERRORS = (AttributeError, RuntimeError, TypeError, ValueError)
+
 
 def check_tensor(device: torch.device, name: str, tensor: Any, *dtypes: torch.dtype) -> None:
-    if not isinstance(tensor, Tensor):
-        raise InvalidArgument(name, f"got {type_name(tensor)}, must be a tensor")
-    if isinstance(tensor, FakeTensor):
-        raise InvalidArgument(name, "is a FakeTensor, must have memory: trace decode_attention, which is a torch op there")
+    """Checks for a tensor of one of `dtypes` in plain memory on `device`, at a multiple of an element's size."""
+    if type(tensor) is not Tensor:  # else neither of these slower questions needs asking
+        if not isinstance(tensor, Tensor):
+            raise InvalidArgument(name, f"got {type_name(tensor)}, must be a tensor")
+        if isinstance(tensor, FakeTensor):
+            raise InvalidArgument(name, "is a FakeTensor, must have memory: trace decode_attention, which is a torch op there")
+    address = plain_address(name, tensor)
     if tensor.device != device:
         raise InvalidArgument(name, f"is on {tensor.device}, must be on the plan's device, {device}")
     if tensor.dtype not in dtypes:
         raise InvalidArgument(name, f"has dtype {tensor.dtype}, must be {' or '.join(map(str, dtypes))}")
+    if address % tensor.element_size():
+        raise MisalignedOperand(f"{name}.data_ptr", address, tensor.element_size())
+
+
+def plain_address(name: str, tensor: Tensor) -> int:
+    """The address of a tensor. Raises InvalidArgument for a tensor whose values do not lie in memory by its strides."""
+    try:
+        address = tensor.data_ptr()  # sparse tensors have none
+    except RuntimeError as error:
+        kind = "in torch.vmap or torch.func.grad" if tensor.layout is torch.strided else str(tensor.layout)
+        raise InvalidArgument(name, f"has no address ({kind}), must be strided and have memory") from error
+    if tensor.is_nested:
+        raise InvalidArgument(name, "is nested, must be strided")
+    if tensor.is_neg():
+        raise InvalidArgument(name, "is a negative view (Tensor.is_neg), must be resolved by Tensor.resolve_neg")
+    return address
+
+
+def refuse_unplain(tensors: dict[str, Any]) -> None:
+    """Raises InvalidArgument for the first tensor that has no plain address. A call asks this after one of MALFORMED_ERRORS.
+
+    Nothing is refused where tensors are traced, which have no memory.
+    """
+    if torch.compiler.is_compiling():
+        return
+    for name, tensor in tensors.items():
+        if isinstance(tensor, Tensor) and not isinstance(tensor, FakeTensor):
+            plain_address(name, tensor)
 
 
 def check_tensors(**tensors: object) -> None:
@@ -65,10 +99,11 @@ def check_strides(name: str, tensor: Tensor, alignment: int) -> None:
     check_unit_last(name, tensor)
     if tensor.numel() == 0:
         return
-    for axis in range(tensor.dim() - 1):
-        nbytes = tensor.stride(axis) * tensor.element_size()
-        if tensor.shape[axis] > 1 and nbytes % alignment:
-            raise MisalignedOperand(f"{name}.stride({axis})", nbytes, alignment)
+    size = tensor.element_size()
+    *outer, _ = zip(tensor.shape, tensor.stride(), strict=True)
+    for axis, (extent, stride) in enumerate(outer):
+        if extent > 1 and stride * size % alignment:
+            raise MisalignedOperand(f"{name}.stride({axis})", stride * size, alignment)
     if tensor.data_ptr() % alignment:
         raise MisalignedOperand(f"{name}.data_ptr", tensor.data_ptr(), alignment)
 

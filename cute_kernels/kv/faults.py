@@ -60,11 +60,11 @@ class Fault:
     """Metadata of `row` that breaks a rule; `row` is a token if its slot, its position or a scale is at fault.
 
     value, by kind: "page": a page id outside [0, num_pages). "length": a length that is negative or above what the row's part
-    of the table holds (for a CSR table, the length by indptr and last_page_len). "indptr": the row's first entry, if that is
-    negative or above the next row's, or if the row ends past the indices or the packed tokens. "query_indptr": the same for
-    qo_indptr and the rows of q. "query_length": the number of query rows, above max_q_len. "slot": a slot at or past num_pages *
-    page_size. "position": a position that is no row of the cos_sin_cache. "scale": the KV head whose scale of K or V is outside
-    f16's range.
+    of the table holds (for a CSR table, the length by indptr and last_page_len; a negative last_page_len itself where that
+    length is not negative). "indptr": the row's first entry, if that is negative or above the next row's, or if the row ends
+    past the indices or the packed tokens. "query_indptr": the same for qo_indptr and the rows of q. "query_length": the number
+    of query rows, above max_q_len. "slot": a slot at or past num_pages * page_size. "position": a position that is no row of the
+    cos_sin_cache. "scale": the KV head whose scale of K or V is outside f16's range.
     """
 
     row: int
@@ -197,8 +197,10 @@ def _csr_suspects(
     bad_indptr = outside(begin, end, len(indices))
     count = (end - begin).masked_fill(bad_indptr, 0)
     length = ((count - 1) * page_size + last_page_len).masked_fill(count == 0, 0)
-    bad_length = (length < 0) | (length > count * page_size)
-    suspects: list[Suspects] = [("indptr", bad_indptr, row, begin), ("length", bad_length, row, length)]
+    lacking = (count > 0) & (last_page_len < 0)
+    bad_length = lacking | (length > count * page_size)
+    named = torch.where(lacking & (length >= 0), last_page_len, length)
+    suspects: list[Suspects] = [("indptr", bad_indptr, row, begin), ("length", bad_length, row, named)]
     if len(row):
         # an owner is meaningless if an indptr is bad, but then the indptr's suspect comes first
         owner = torch.searchsorted(end, entry, right=True).clamp(max=len(row) - 1)
@@ -216,7 +218,7 @@ def _csr_suspects(
 def record(words: Tensor, fault: Fault) -> None:
     """Writes `fault` into a plan's status words, as a kernel does, unless they hold one."""
     if read(words) is None:
-        words.copy_(torch.tensor([1 + KINDS.index(fault.kind), fault.row, fault.value, 0], dtype=torch.int32))
+        words.copy_(words.new_tensor([1 + KINDS.index(fault.kind), fault.row, fault.value, 0]))
 
 
 def read(words: Tensor) -> Fault | None:

@@ -16,6 +16,7 @@ OPERAND_NAMES: dict[TableFormat, tuple[str, ...]] = {
     "packed": ("page_table.kv_indptr",),
     "none": (),
 }
+HELD = {name: tuple(place < len(names) for place in range(3)) for name, names in OPERAND_NAMES.items()}  # which are not None
 PAGED: tuple[TableFormat, ...] = ("dense", "csr")  # over pages; all other formats are over contiguous caches
 
 
@@ -68,6 +69,15 @@ class PageTable(NamedTuple):
     def whole(cls) -> PageTable:
         """For a contiguous cache [batch, num_kv_heads, max_len, head_dim]: every row is full."""
         return cls("none", (None, None, None))
+
+
+def is_made(page_table: PageTable) -> bool:
+    """Whether a PageTable is as its class methods make it: its format is known, and it has that format's operands, no others."""
+    try:
+        first, second, third = page_table.operands
+        return HELD.get(page_table.format) == (first is not None, second is not None, third is not None)
+    except (TypeError, ValueError):  # it has not three operands, or its format has no hash
+        return False
 
 
 def held(page_table: PageTable, operand: int) -> torch.Tensor:

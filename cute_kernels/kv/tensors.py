@@ -9,8 +9,8 @@ from torch import Tensor
 
 from ..checks.tensors import check_shape, check_tensor, check_unit_last, type_name
 from ..config.problem import TableFormat
-from ..errors import InvalidArgument, InvalidProblem, MisalignedOperand
-from .page_table import OPERAND_NAMES, PageTable
+from ..errors import InvalidArgument, InvalidProblem
+from .page_table import OPERAND_NAMES, PageTable, is_made
 from .scale import Axes, KVScale
 
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -20,12 +20,29 @@ def check_page_table(table_format: TableFormat, page_table: Any, name: str = "pa
     """Checks for a PageTable of the described format."""
     if not isinstance(page_table, PageTable):
         raise InvalidArgument(name, f"got {type_name(page_table)}, must be a PageTable")
+    if not is_made(page_table):
+        raise _not_made(page_table, name)
     if page_table.format != table_format:
         raise InvalidArgument(name, f"is {page_table.format}, must be {table_format}: the descriptor's table_format")
-    names = OPERAND_NAMES[table_format]
-    if len(page_table.operands) != 3 or any(operand is not None for operand in page_table.operands[len(names) :]):
-        maker = "whole" if table_format == "none" else table_format
-        raise InvalidArgument(name, f"has operands of another format, must be made by PageTable.{maker}")
+
+
+def check_made(page_table: PageTable, name: str = "page_table") -> None:
+    """Checks for a PageTable of any format."""
+    if not is_made(page_table):
+        raise _not_made(page_table, name)
+
+
+def _not_made(page_table: PageTable, name: str) -> InvalidArgument:
+    """What is wrong with a PageTable that none of its class methods has made."""
+    table_format, operands = page_table
+    if not isinstance(table_format, str) or table_format not in OPERAND_NAMES:
+        return InvalidArgument(name, f"has format {table_format!r}, must be one of {', '.join(OPERAND_NAMES)}")
+    names, three = OPERAND_NAMES[table_format], isinstance(operands, (tuple, list)) and len(operands) == 3
+    absent = [operand for operand, tensor in zip(names, operands, strict=False) if tensor is None] if three else []
+    if absent:
+        return InvalidArgument(absent[0], "got NoneType, must be a tensor")
+    maker = "whole" if table_format == "none" else table_format
+    return InvalidArgument(name, f"has operands of another format, must be made by PageTable.{maker}")
 
 
 def check_table(device: torch.device, table_format: TableFormat, batch: int, operands: tuple[Any, ...]) -> None:
@@ -62,8 +79,6 @@ def check_scale(device: torch.device, name: str, scale: KVScale, tensor: Any, ax
     check_tensor(device, name, tensor, scale.dtype)
     if tuple(tensor.shape) not in scale.shapes(axes):
         raise InvalidProblem(f"{name}.shape", tuple(tensor.shape), f"must be {scale.meaning(axes)}: the scale is per {scale}")
-    if tensor.data_ptr() % tensor.element_size():
-        raise MisalignedOperand(f"{name}.data_ptr", tensor.data_ptr(), tensor.element_size())
 
 
 def as_bytes(cache: Tensor) -> Tensor:

@@ -22,15 +22,15 @@ class Operands(NamedTuple):
     sinks: Any = None
 
     def signature(self) -> tuple[object, ...]:
-        """All that `check` depends on, as a key. Devices are left out: a pointer belongs to one device."""
+        """All that `check` depends on, as a key. Devices are part of the key: an address may come back on another one."""
         outs, lses, out, lse, sinks = self
         # fmt: off
         return (
-            outs.shape, outs.stride(), outs.dtype, outs.data_ptr(),
-            lses.shape, lses.stride(), lses.dtype, lses.data_ptr(),
-            out.shape, out.stride(), out.dtype, out.data_ptr(),
-            lse.shape, lse.stride(), lse.dtype, lse.data_ptr(),
-            None if sinks is None else (sinks.shape, sinks.stride(), sinks.dtype, sinks.data_ptr()),
+            outs.shape, outs.stride(), outs.dtype, outs.data_ptr(), outs.device,
+            lses.shape, lses.stride(), lses.dtype, lses.data_ptr(), lses.device,
+            out.shape, out.stride(), out.dtype, out.data_ptr(), out.device,
+            lse.shape, lse.stride(), lse.dtype, lse.data_ptr(), lse.device,
+            None if sinks is None else (sinks.shape, sinks.stride(), sinks.dtype, sinks.data_ptr(), sinks.device),
         )
         # fmt: on
 

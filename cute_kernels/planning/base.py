@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator
@@ -24,8 +25,10 @@ F32_ULPS = 8  # 3 were measured of the CPU variant; a merge's exp2, log2 and rec
 ANY_VARIANT = PlanPreference()
 
 _Plan = TypeVar("_Plan", bound="Plan")
+_Cache = TypeVar("_Cache", bound="functools._lru_cache_wrapper[Any]")
 _Descriptor = TypeVar("_Descriptor", bound=Hashable)
 _plans: OrderedDict[Hashable, Any] = OrderedDict()  # the least recently selected first
+_other_caches: list[Callable[[], None]] = []  # each empties a cache that holds plans beside _plans
 _lock = threading.Lock()
 
 
@@ -231,10 +234,21 @@ def selected(
     return remembered(plan, descriptor, resolved_device(device, preference), preference)
 
 
+def forgotten_with_plans(cache: _Cache) -> _Cache:
+    """Decorates an lru_cache that holds plans: `forget_plans` empties it too."""
+    _other_caches.append(cache.cache_clear)
+    return cache
+
+
 def forget_plans() -> None:
-    """Empties the memory of `remembered`; plans in use live on. For tests, and to give back what plans hold on a device."""
+    """Empties the memory of `remembered`, and the caches that `forgotten_with_plans` decorates; plans in use live on.
+
+    For tests, and to give back what plans hold on a device.
+    """
     with _lock:
         _plans.clear()
+    for clear in _other_caches:
+        clear()
 
 
 def resolved_device(device: torch.device | str | None, preference: PlanPreference) -> torch.device:

@@ -38,8 +38,8 @@ class Checked(Generic[_Operands, _Verdict]):
             known = self._known.get(key, _UNKNOWN)  # a key is hashed once: that takes as long as making it
             if known is not _UNKNOWN:
                 return cast(_Verdict, known)
-        except (AttributeError, TypeError):
-            pass  # not a tensor: the check names it
+        except (AttributeError, TypeError, RuntimeError):
+            pass  # not a tensor, or one without an address: the check names it
         verdict = self.now(operands)
         if len(self._known) >= MAX_CHECKED:
             self._known.clear()

@@ -44,6 +44,18 @@ def odd_address(tensor: torch.Tensor) -> torch.Tensor:
     return torch.zeros(tensor.numel() + 1, dtype=tensor.dtype)[1:].view(tensor.shape)
 
 
+def between_elements(tensor: torch.Tensor) -> torch.Tensor:
+    """The same values two bytes behind an aligned address: no element of four bytes begins there."""
+    moved = torch.frombuffer(bytearray(tensor.nbytes + 2), dtype=tensor.dtype, offset=2).view(tensor.shape)
+    assert moved.data_ptr() % 4 == 2
+    return moved.copy_(tensor)
+
+
+def with_operand(table: ck.PageTable, place: int, change: Callable[[torch.Tensor], torch.Tensor]) -> ck.PageTable:
+    """The table with one of its operands changed."""
+    return table._replace(operands=tuple(change(t) if i == place else t for i, t in enumerate(table.operands)))
+
+
 EXTRAS = ("qo_indptr", "tree_mask", "alibi_slopes", "sinks")
 TENSORS = [
     *[bad(f"no {n}", lambda a, n=n: {n: None}, InvalidArgument, n, "NoneType", "must be a tensor") for n in EXTRAS],
@@ -82,6 +94,20 @@ TENSORS = [
         of=UNIFORM,
     ),
     bad("q of no rows", lambda a: {"q": a["q"][:, :0]}, InvalidProblem, "q.shape = (7, 0, 8, 64)", "q_len from 1", of=UNIFORM),
+    *[
+        bad(f"{n} between elements", lambda a, n=n: {n: between_elements(a[n])}, MisalignedOperand, f"{n}.data_ptr", "of 4 bytes")
+        for n in (*EXTRAS, "lse")
+    ],
+    *[
+        bad(
+            f"{name} between elements",
+            lambda a, place=place: {"page_table": with_operand(a["page_table"], place, between_elements)},
+            MisalignedOperand,
+            f"page_table.{name}.data_ptr",
+            "multiple of 4 bytes",
+        )
+        for place, name in enumerate(("table", "seq_lens"))
+    ],
     bad("q misaligned", lambda a: {"q": odd_address(a["q"])}, MisalignedOperand, "q.data_ptr"),
     bad("out rows", lambda a: {"out": a["out"][1:]}, InvalidProblem, "out.shape = (28, 8, 64)", "q's shape"),
     bad("out f32", lambda a: {"out": a["out"].float()}, InvalidArgument, "out", "torch.float32"),

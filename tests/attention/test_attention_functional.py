@@ -130,7 +130,7 @@ def test_tables_of_contiguous_rows_are_refused_where_only_pages_are_served() -> 
     with pytest.raises(ck.InvalidArgument, match="page_table: is a lengths table, must be one of pages, dense or csr"):
         ck.decode_attention(inputs.q[:, 0], inputs.k, inputs.v, page_table=lengths)
     k = torch.zeros(7, 2, 64).bfloat16()
-    with pytest.raises(ck.InvalidArgument, match="slots: is a lengths table, must be one of pages: dense or csr"):
+    with pytest.raises(ck.InvalidArgument, match="slots: is a lengths table, must be one of pages, dense or csr"):
         ck.append_kv(k, k, inputs.k, inputs.v, lengths)
 
 

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -70,6 +71,27 @@ def test_descriptors(fields: Args, changes: Args, error: type[Exception], fragme
     with pytest.raises(error) as caught:
         make(**{**fields, **changes})
     assert all(fragment in str(caught.value) for fragment in fragments), str(caught.value)
+
+
+ATTENTION = {**PAGED, "max_q_len": 2}
+OF_ATTENTION = ("query_format", "table_format", "lse_base", "causal", "softmax_scale", "max_q_len", "max_seq_len", "layout")
+
+
+@pytest.mark.parametrize("value", [[1], {}, np.zeros(3), np.zeros(1), torch.zeros(3)], ids=lambda value: type(value).__name__)
+@pytest.mark.parametrize(
+    ("make", "fields", "name"),
+    [
+        *[(ck.PagedAttentionDescriptor, ATTENTION, name) for name in OF_ATTENTION],
+        *[(ck.PagedDecodeDescriptor, PAGED, name) for name in ("lse_base", "softmax_scale", "window_left", "softcap")],
+        (ck.FlashDecodingDescriptor, FLASH, "lse_base"),
+    ],
+)
+def test_what_has_no_hash_or_compares_by_element_is_no_choice(
+    make: Callable[..., object], fields: Args, name: str, value: object
+) -> None:
+    with pytest.raises(ck.InvalidProblem, match=f"^{name} = ") as caught:
+        make(**{**fields, name: value})
+    assert caught.value.parameter == name
 
 
 CHOICES: list[tuple[Callable[[], object], type[Exception], tuple[str, ...]]] = [

@@ -79,6 +79,33 @@ def test_a_fault_is_masked_and_recorded(
         torch.testing.assert_close(lse[1].exp(), torch.full((2,), float(tokens)))
 
 
+@pytest.mark.parametrize(("last", "length"), [(-5, 27), (-32, 0)])
+def test_a_negative_last_page_len_is_recorded_though_the_length_is_not_negative(last: int, length: int) -> None:
+    """The row keeps the tokens that the sum leaves it. Garbage beside a row without pages is no fault."""
+    plan = ck.PagedDecodePlan.select(CSR.descriptor(), "cpu")
+    inputs = broken_inputs(CSR, 2, 1, last)
+    inputs.page_table.operands[2][3] = last  # of the row without pages
+    plan.run(inputs.q.zero_(), *inputs[1:], lse=(lse := torch.zeros(4, 2)))  # equal logits: the lse counts the tokens
+    torch.testing.assert_close(lse[1].exp(), torch.full((2,), float(length)))
+    assert plan.status() == Fault(1, "length", last)
+    validating = ck.PagedDecodePlan.select(CSR.descriptor(), "cpu", ck.PlanPreference(validate=True))
+    with pytest.raises(ck.InvalidArgument, match=f"^page_table.last_page_len: row 1 has length {last}: must be from 0"):
+        validating.run(*inputs)
+    inputs.page_table.operands[2][1] = 0  # a last page may be empty still
+    plan.clear_status()
+    validating.run(*inputs)
+    plan.run(*inputs)
+    assert plan.status() is None
+
+
+def test_a_fault_is_recorded_whatever_the_default_device() -> None:
+    plan = ck.PagedDecodePlan.select(DENSE.descriptor(), "cpu")
+    inputs = broken_inputs(DENSE, 1, 2, -4)
+    with torch.device("meta"):
+        plan.run(*inputs)
+    assert plan.status() == Fault(2, "length", -4)
+
+
 def test_a_fault_stays_until_it_is_cleared() -> None:
     plan = ck.PagedDecodePlan.select(DENSE.descriptor(), "cpu")
     inputs = make_operands(DENSE)
@@ -258,6 +285,8 @@ def test_first_fault_of_csr_tables(data: Any, page_size: int, num_pages: int, en
         length = (end - begin - 1) * page_size + last[b] if end > begin else 0
         if not 0 <= length <= (end - begin) * page_size:
             found.setdefault("length", Fault(b, "length", min(length, INT_MAX)))
+        elif end > begin and last[b] < 0:
+            found.setdefault("length", Fault(b, "length", last[b]))
         for page in indices[begin:end][: -(-max(0, length) // page_size)]:
             if not 0 <= page < num_pages:
                 found.setdefault("page", Fault(b, "page", page))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -9,6 +11,7 @@ import torch
 
 import cute_kernels as ck
 from cute_kernels.api import plan_cache, torch_ops
+from cute_kernels.planning import base as plan_base
 from tests.support.inputs import CASES, Shape, make_operands
 
 CASE = Shape(lengths=(0, 5, 40), head_dim=64, name="functional")
@@ -64,6 +67,16 @@ def test_plans_are_kept() -> None:
     ck.decode_attention(*inputs[:3], page_table=inputs.page_table)
     after = plan_cache.plan_of.cache_info()
     assert (after.misses, after.hits) == (before.misses, before.hits + 1)
+
+
+def test_forgotten_plans_are_given_back(no_plans: None) -> None:
+    inputs = make_operands(CASE)
+    ck.decode_attention(*inputs[:3], page_table=inputs.page_table)
+    plan = weakref.ref(next(iter(plan_base._plans.values())))
+    plan_base.forget_plans()
+    gc.collect()
+    assert plan() is None
+    assert plan_cache.plan_of.cache_info().currsize == 0
 
 
 def test_alignment_comes_from_the_tensors() -> None:
