@@ -48,7 +48,7 @@ console = Console(highlight=False, soft_wrap=True)
 
 
 class Pairs(str, Enum):
-    """Which columns a rotary embedding turns together: i with i + rotary_dim / 2, or 2 i with 2 i + 1."""
+    """Which columns a rotary embedding rotates together: i with i + rotary_dim / 2, or 2 i with 2 i + 1."""
 
     half = "half"
     interleaved = "interleaved"
@@ -56,7 +56,7 @@ class Pairs(str, Enum):
 
 @dataclass(frozen=True)
 class Request:
-    """A problem on a device, as the shape options describe it. facts: of the part of the device that a plan may use."""
+    """A problem on a device, as the shape options describe them. facts: of the part of the device that a plan may use."""
 
     problem: DecodeProblem
     operation: str | None
@@ -324,7 +324,7 @@ def main() -> None:
 
 
 def short_spec(spec: str) -> str:
-    """What a kernel is, in one short line, from the text of its spec: what sets it apart from most others."""
+    """A kernel in one short line, from the text of its spec: the fields that set it apart from most other kernels."""
     found = {name: value.strip("'") for name, value in re.findall(r"(\w+)=('[^']*'|[^',()]+)", spec)}
     of = found.get
     stored, scales = (sorted({found[n] for n in names if n in found}) for names in (("k_type", "v_type"), ("k_scale", "v_scale")))
@@ -366,7 +366,7 @@ def _kernels(count: int) -> str:
 
 
 def _age(seconds: float) -> str:
-    """How long ago, in the largest unit that is not a fraction."""
+    """A time span in words, in the largest unit of which it has at least one."""
     for unit, length in (("days", 86400), ("hours", 3600), ("minutes", 60)):
         if seconds >= length:
             return f"{seconds / length:.0f} {unit} ago"

@@ -1,4 +1,4 @@
-"""What this installation and this machine have, and what they lack for the fastest kernels that the machine could run."""
+"""The parts that this installation and this machine have, and those they lack for the fastest kernels the machine could run."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ REQUIREMENTS = (
     "rich",
 )
 DSL = "nvidia-cutlass-dsl"
-COMPILERS = {13: f"{DSL}-libs-cu13", 12: f"{DSL}-libs-cu12"}  # by CUDA's major version, the best first
+COMPILERS = {13: f"{DSL}-libs-cu13", 12: f"{DSL}-libs-cu12"}  # by CUDA's major version, the preferred one first
 DRIVER_FILE = Path("/proc/driver/nvidia/version")
-NO_DEVICE = 100  # what cuInit answers where there is no GPU, or none is visible
+NO_DEVICE = 100  # cuInit returns this if there is no GPU, or none is visible
 SPILLS = "so that CUDA 12 compiles the kernels, some with spilled registers"
 
 
@@ -45,7 +45,7 @@ class Missing:
 
 @dataclass(frozen=True)
 class Driver:
-    """The NVIDIA driver. cuda: (major, minor) of the newest CUDA that it runs; init: what cuInit answered, 0 for success."""
+    """The NVIDIA driver. cuda: (major, minor) of the newest CUDA that it runs; init: what cuInit returned, 0 for success."""
 
     cuda: tuple[int, int]
     init: int = 0
@@ -57,7 +57,7 @@ class Driver:
 
 @dataclass(frozen=True)
 class Setup:
-    """What was found. versions: of distributions, None where one is not installed. torch_cuda: CUDA of the torch build.
+    """The setup that was found. versions: of distributions, None if one is not installed. torch_cuda: CUDA of torch's build.
 
     gpus: as torch sees them.
     """
@@ -69,7 +69,7 @@ class Setup:
 
     @classmethod
     def here(cls) -> Setup:
-        """Of this process. Starts no kernel."""
+        """The setup of this process. Starts no kernel."""
         names = (*(Requirement(text).name for text in REQUIREMENTS), *COMPILERS.values())
         gpus = tuple(DeviceFacts.of(torch.device("cuda", index)) for index in range(torch.cuda.device_count()))
         return cls({name: _version(name) for name in names}, torch.version.cuda, _driver(), gpus)
@@ -83,7 +83,7 @@ class Setup:
         return self.driver is None or self.driver.cuda[0] >= major
 
     def missing(self) -> list[Missing]:
-        """All that keeps this machine from its best variant. A machine without a GPU lacks nothing by that."""
+        """Everything that keeps this machine from its best variant. A missing GPU does not count."""
         return [*self._packages(), *self._compilers(), *self._driver(), *self._unserved()]
 
     def _packages(self) -> list[Missing]:
@@ -133,7 +133,7 @@ class Setup:
 
 
 def variants_on(facts: DeviceFacts) -> list[str]:
-    """The variants that run on such a device, the fastest first; no descriptor is asked."""
+    """The variants that run on such a device, the fastest first, whatever the descriptor."""
     if facts.capability is None:
         return [variant.name for variant in VARIANTS if variant.arch == "cpu"]
     return [variant.name for variant in VARIANTS if variant.target(facts)]
@@ -147,7 +147,7 @@ def _version(distribution: str) -> str | None:
 
 
 def _driver() -> Driver | None:
-    """The driver as the DSL finds it; None where there is none."""
+    """The driver as the DSL finds it; None if there is none."""
     number = ctypes.c_int(0)
     try:
         library = ctypes.CDLL("libcuda.so.1")

@@ -1,4 +1,4 @@
-"""What options of the command line say together: of a shape, of query rows and scores, of a device; and what they describe."""
+"""Groups of command-line options (a shape, query rows and scores, a device), and the problems that they describe."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Dtype(str, Enum):
 
 
 class Scales(str, Enum):
-    """What carries a scale of K, and one of V."""
+    """The granularity of the scales of K and of V."""
 
     none = "none"
     tensor = "tensor"
@@ -41,7 +41,7 @@ class Scales(str, Enum):
 
 
 class Queries(str, Enum):
-    """How many query rows a request has: what an indptr on the device says, or the same number each."""
+    """How many query rows a request has: as an indptr on the device says, or the same number for each request."""
 
     ragged = "ragged"
     uniform = "uniform"
@@ -60,7 +60,7 @@ TORCH_DTYPES = {Dtype.f16: torch.float16, Dtype.bf16: torch.bfloat16, Dtype.f32:
 
 @dataclass(frozen=True)
 class Rows:
-    """Query rows and what is done to their scores: by default one row a request, whose scores are only scaled."""
+    """Query rows and the modifiers of their scores: by default one row per request, whose scores are only scaled."""
 
     max_q_len: Annotated[int | None, typer.Option(help="The most query rows of a request; default: each has one.")] = None
     queries: Annotated[Queries | None, typer.Option(help="Their number in each request. Default: ragged.")] = None
@@ -74,11 +74,11 @@ class Rows:
 
     @property
     def operation(self) -> str | None:
-        """As the plan of several rows calls it; None: a plan of decode."""
+        """The operation's name in plans of several query rows; None for a decode plan."""
         return None if self.max_q_len is None else "paged_attention"
 
     def fields_of_one(self) -> dict[str, Any]:
-        """Fields of a descriptor of decode. Raises InvalidArgument for an option of several rows."""
+        """Fields of a decode descriptor. Raises InvalidArgument for an option that only several query rows have."""
         for name in ("queries", "causal", "window_right", "tree_mask"):
             value = getattr(self, name)
             if value is not None and value is not False:
@@ -107,7 +107,7 @@ ONE_ROW = Rows()
 
 @dataclass(frozen=True)
 class Shape:
-    """What the shape options say of every problem that a command is given. page_size 0: a contiguous cache."""
+    """The shape options, the same for every problem that a command is given. page_size 0: a contiguous cache."""
 
     heads: Annotated[int, typer.Option(help="Query heads.")] = 32
     kv_heads: Annotated[int, typer.Option(help="KV heads.")] = 8
@@ -139,7 +139,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Device:
-    """A device, here or not, and what is asked of the choice among its variants."""
+    """A device, here or not, and the preference for the choice among its variants."""
 
     gpu: Annotated[str, typer.Option(help=f"Pretend a device: {', '.join(PRETEND)}. Default: this machine's.")] = ""
     arch: Annotated[str, typer.Option(help="Force a variant: sm90, sm80 or cpu.")] = ""
@@ -147,7 +147,7 @@ class Device:
 
     @property
     def facts(self) -> DeviceFacts:
-        """Those of the whole device."""
+        """The facts of the whole device."""
         if not self.gpu:
             return DeviceFacts.of(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
         if self.gpu.lower() not in PRETEND:
@@ -156,11 +156,11 @@ class Device:
 
     @property
     def preference(self) -> PlanPreference:
-        """What a plan would be selected with."""
+        """The preference that a plan would be selected with."""
         return PlanPreference(arch=cast("VariantArch | None", self.arch or None), sm_count=self.sm_count)
 
 
-# parameters of the package that options set by another name; the others have their own, with dashes
+# parameters of the package whose options have another name; the options of SAME have the parameter's name, with dashes
 RENAMED = {
     "batch_size": "--batch",
     "num_heads": "--heads",
@@ -186,7 +186,7 @@ LATER = re.compile(rf"(?<![\w.-])(?:({_NAMES})(?= ?=)|([a-z]+(?:_[a-z]+)+)(?![\w
 
 
 def in_options(error: CuteKernelsError) -> str:
-    """An error's text, in which parameters of the package are the options that set them, and None is an option left out."""
+    """An error's text, with the package's parameters replaced by the options that set them, and None by "left out"."""
     text = str(error)
     if not isinstance(error, InvalidProblem | InvalidArgument | Unsupported):
         return text
@@ -226,7 +226,7 @@ def check_writable(out: Path, name: str = "--out") -> None:
 
 
 def spread(command: Callable[..., None]) -> Callable[..., None]:
-    """`command`, whose parameters of the classes here are an option a field; the others stay as they are."""
+    """`command` with each parameter of a dataclass replaced by one option per field; other parameters stay as they are."""
     parameters = inspect.signature(command, eval_str=True).parameters.values()
     groups: dict[str, Any] = {each.name: each.annotation for each in parameters if is_dataclass(each.annotation)}
     options: list[inspect.Parameter] = []
@@ -244,6 +244,6 @@ def spread(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def _options_of(kind: Any) -> list[inspect.Parameter]:
-    """A parameter for each field of a dataclass."""
+    """One parameter per field of a dataclass."""
     hints, keyword = get_type_hints(kind, include_extras=True), inspect.Parameter.KEYWORD_ONLY
     return [inspect.Parameter(each.name, keyword, default=each.default, annotation=hints[each.name]) for each in fields(kind)]

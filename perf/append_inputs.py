@@ -1,4 +1,4 @@
-"""Inputs of an append case, and the gate: what is stored has to be, byte for byte, what the CPU variant stores."""
+"""Inputs of an append case, and the gate: a run must store, byte for byte, what the CPU variant stores."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from perf.correctness import GateResult, Tolerance
 from perf.inputs import DTYPES, ROTATED_BYTES, num_sets
 from perf.storage import static_scale, storage
 
-SLOTS_PER_TOKEN = 2  # of the pool: tokens are scattered over it
-DECODE_TOKENS = 256  # up to here each token is another request's, at a random slot; above, tokens fill whole pages
+SLOTS_PER_TOKEN = 2  # the pool's slots per token: tokens are scattered over the pool
+DECODE_TOKENS = 256  # up to so many tokens, each belongs to another request, at a random slot; more tokens fill whole pages
 
 
 @dataclass(frozen=True)
@@ -32,23 +32,23 @@ class AppendSet:
 
 @dataclass(frozen=True)
 class AppendInputs:
-    """What providers run on: the sets to rotate over, and the slots int64 [tokens] that they share."""
+    """The inputs of providers: the sets to rotate over, and the slots int64 [tokens] that all sets share."""
 
     case: Case
     sets: tuple[AppendSet, ...]
     slots: torch.Tensor
 
     def fill_unused(self, value: float) -> None:
-        """Nothing: no append reads a cache."""
+        """Does nothing: no append reads a cache."""
 
     def written(self, index: int) -> list[torch.Tensor]:
-        """What an append to set `index` writes: the caches, and scales per token."""
+        """The tensors that an append to set `index` writes: the caches, and scales per token."""
         s = self.sets[index]
         scales = [t for t in (s.k_scale, s.v_scale) if t is not None and t.dim() == 3]
         return [s.k_cache, s.v_cache, *scales]
 
     def clear(self, index: int) -> None:
-        """Zeros where set `index` is written, so that nothing passes for another's result."""
+        """Zeros the written tensors of set `index`, so that no provider's result passes for another's."""
         for tensor in self.written(index):
             as_bytes(tensor).zero_()
 
@@ -101,7 +101,7 @@ def make_slots(case: Case, pages: int) -> torch.Tensor:
 
 
 def check_append(inputs: AppendInputs, index: int) -> GateResult:
-    """Compare what a run has left in set `index` with the CPU variant. error: bytes of the caches and scales that differ."""
+    """Compares the caches and scales of set `index` after a run with the CPU variant's. error: the bytes that differ."""
     wanted = inputs.on_cpu(index)
     wanted.clear(0)
     append(ck.KVAppendPlan.select(append_descriptor(inputs.case), "cpu"), wanted, 0)
@@ -112,7 +112,7 @@ def check_append(inputs: AppendInputs, index: int) -> GateResult:
 
 
 def judge_append(inputs: AppendInputs, index: int, call: Callable[[], object], tolerance: Tolerance) -> GateResult:
-    """`check_append` of what `call` leaves where nothing was; no tolerance but equality counts."""
+    """Clears set `index`, runs `call`, and returns `check_append` of it; no tolerance but equality counts."""
     inputs.clear(index)
     call()
     return check_append(inputs, index)

@@ -1,4 +1,4 @@
-"""Attention of several query rows, and of one with modified scores: the cases, the most important first, and their bars."""
+"""Attention of several query rows, and of one row with modified scores: the cases, most important first, and their bars."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ STORAGE: tuple[tuple[EightBit | None, Scale | None], ...] = ((None, None), ("e4m
 # speculative decoding: every request verifies as many new tokens as it has query rows
 VERIFY_ROWS = (fixed(64, 8 * K), fixed(8, 8 * K), fixed(64, K), fixed(1, 8 * K))
 VERIFY_HEADS = ((32, 8), (8, 1), (64, 8))
-VERIFY_LENGTHS = (4, 2, 8, 16, 1)  # query rows a request
-FEW_ROWS = 16  # packed rows that take no longer than one query row
+VERIFY_LENGTHS = (4, 2, 8, 16, 1)  # query rows per request
+FEW_ROWS = 16  # up to so many packed rows should take about as long as one query row
 FEW_ROWS_AT = VERIFY_ROWS[:2]
 FEW_ROWS_BAR = Bar("ratio", 1.05, beside=PLAIN, peer=FA2)
 VERIFY_BAR = Bar("ratio", 1.0, beside=FA2)
-# (packed rows, at most so many times one query row and the read of the further bytes of q and out), by the bytes of an element
+# by the bytes of an element: (packed rows, the limit as a factor of one query row plus the read of q's and out's further bytes)
 WIDE_LIMITS = {2: ((64, 1.05),), 1: ((32, 1.10), (64, 1.35))}
-WIDEST, WIDEST_LIMIT = 128, 1.25  # over 16 bits, of the longest stream
-SHORTEST_US = 3.0  # more, in place of a factor, where the stream is short
+WIDEST, WIDEST_LIMIT = 128, 1.25  # the same for the longest stream, over 16 bits
+SHORTEST_US = 3.0  # for the shortest stream: microseconds more, in place of a factor
 RAGGED = ((64, 8 * K), (8, 8 * K))  # batch, tokens: some of them with q handed over as ragged rows
 
-WINDOW = 1023  # tokens before its own that a row of 32k sees: it is held against 1k without a window
+WINDOW = 1023  # tokens before its own that a row of 32k sees: its time is compared with 1k without a window
 WINDOW_BAR = Bar("ratio", 1.15, beside=PLAIN)
 LARGE_ROWS = (fixed(64, 8 * K), fixed(128, 4 * K))
 ONE_ROW: tuple[dict[str, object], ...] = ({"softcap": 50.0}, {"alibi": True}, {"sinks": True})
@@ -35,7 +35,7 @@ TREE = 32  # new tokens
 
 
 def verify_cases() -> dict[Case, Bar | None]:
-    """Several query rows, causal. First those that are held against one row, then other heads and lengths; pages of 64 last."""
+    """Several query rows, causal: first the cases compared with one row, then other heads and lengths; pages of 64 last."""
     found: dict[Case, Bar | None] = {}
     for page, (kv_dtype, kv_scale), heads, rows, q_len in product(PAGES, STORAGE, VERIFY_HEADS, VERIFY_ROWS, VERIFY_LENGTHS):
         shape = {"num_heads": heads[0], "num_kv_heads": heads[1], "page_size": page}
@@ -49,7 +49,7 @@ def verify_cases() -> dict[Case, Bar | None]:
 
 
 def verify_bar(case: Case) -> Bar | None:
-    """What a verify case must reach: the price of one query row where one pass should have it, and the peer's; it has no int8."""
+    """The bar of a verify case: one query row's time if one pass should suffice, and the peer's time; the peer has no int8."""
     peer = None if case.kv_dtype == "int8" else FA2
     if peer and case.packed_rows <= FEW_ROWS and case.lengths in FEW_ROWS_AT:
         return FEW_ROWS_BAR
@@ -63,7 +63,7 @@ def verify_bar(case: Case) -> Bar | None:
 
 
 def wide_limit(case: Case) -> float | None:
-    """The factor of a case's packed rows; None where there is none."""
+    """The factor for a case's packed rows; None if they have none."""
     steps = WIDE_LIMITS[1 if case.kv_dtype else 2]
     if case.kv_dtype is None and case.lengths == VERIFY_ROWS[0]:
         steps = (*steps, (WIDEST, WIDEST_LIMIT))
@@ -71,7 +71,7 @@ def wide_limit(case: Case) -> float | None:
 
 
 def modifier_cases() -> dict[Case, Bar | None]:
-    """A window, a soft cap, ALiBi and sinks of one query row, then a tree of drafts; in bf16 and e4m3."""
+    """A window, a soft cap, ALiBi and sinks for one query row, then a tree of drafts; in bf16 and e4m3."""
     kv_dtypes: tuple[EightBit | None, ...] = (None, "e4m3")
     found: dict[Case, Bar | None] = {}
     for page in PAGES:

@@ -1,4 +1,4 @@
-"""Attention's backward: the cases with their bars, what a run is given, and the gate, row by row against f64."""
+"""Attention's backward: the cases with their bars, a run's inputs, and the gate, row by row against f64."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from perf.correctness import GateResult, Tolerance
 from perf.inputs import Inputs, InputSet
 
 K = 1024
-HALF_OF_FA4 = Bar("ratio", 2.0, beside="fa4")  # deterministic, both
-CANCELS = 2.0**-14  # of the mean 2-norm of the rows: less than a hundredth of a bf16 ulp
-CHUNK_ROWS = 512  # query rows that the gate compares with at once
+HALF_OF_FA4 = Bar("ratio", 2.0, beside="fa4")  # both are deterministic
+CANCELS = 2.0**-14  # a share of the rows' mean 2-norm: less than a hundredth of a bf16 ulp
+CHUNK_ROWS = 512  # query rows that the gate compares at once
 
 
 class Gradients(NamedTuple):
-    """dq as q, dk and dv as the caches."""
+    """dq in q's shape, dk and dv in the caches' shapes."""
 
     dq: Tensor
     dk: Tensor
@@ -29,7 +29,7 @@ class Gradients(NamedTuple):
 
 
 def backward_cases() -> dict[Case, Bar | None]:
-    """Prompts of one request, causal: contiguous, then over pages, which have no bar of their own."""
+    """Prompts of one request, causal: contiguous, then over pages, which have no bar."""
     found: dict[Case, Bar | None] = {backward_case(fixed(1, tokens)): HALF_OF_FA4 for tokens in (8 * K, 16 * K)}
     for heads, head_dim in ((64, 64), (16, 256)):
         found[backward_case(fixed(1, 8 * K), num_heads=heads, head_dim=head_dim)] = HALF_OF_FA4
@@ -39,25 +39,25 @@ def backward_cases() -> dict[Case, Bar | None]:
 
 
 def backward_descriptor(inputs: Inputs, attention: ck.PagedAttentionDescriptor) -> ck.PagedAttentionBackwardDescriptor:
-    """The descriptor of a case whose attention is described."""
+    """The backward's descriptor of a case; attention: the descriptor of its forward."""
     if inputs.pages is not None:
         attention = replace(attention, num_pages=len(inputs.sets[0].k), max_pages=inputs.pages.table.shape[1])
     return ck.PagedAttentionBackwardDescriptor(attention)
 
 
 def dout_of(inputs: Inputs, index: int) -> Tensor:
-    """The gradient of out on set `index`, normal."""
+    """The gradient of out on set `index`: normal random values."""
     q = inputs.sets[index].q
     generator = torch.Generator(q.device).manual_seed(index)
     return torch.randn(q.shape, device=q.device, generator=generator).to(q.dtype)
 
 
 def judge_backward(inputs: Inputs, index: int, call: Callable[[], Gradients], tolerance: Tolerance) -> GateResult:
-    """The verdict on a result on set `index`: every row of the first and the last request and KV head by itself, beside f64.
+    """The verdict on a result on set `index`: each row of the first and last request and KV head by itself, against f64.
 
-    A row's error in 2-norm is bounded by ulps of the exact row, by what an out does that is off by an ulp, as out is where a
-    backward is given it, and by what f32 leaves where large terms cancel: dQ of a row with one key is zero. used: the largest
-    part of its allowance that a row has used, above 1 where it fails.
+    A row's error in 2-norm may be the sum of some ulps of the exact row, of the change by an out that is off by one ulp, as the
+    out given to a backward is, and of the rest that f32 leaves if large terms cancel: dQ of a row with one key is zero. used: the
+    largest part of its allowance that a row has used; above 1 it fails.
     """
     case, result, worst, where = inputs.case, call(), 0.0, ""
     gradients = Inputs(case, (InputSet(result.dq, result.dk, result.dv),), inputs.pages)
@@ -79,10 +79,10 @@ def judge_backward(inputs: Inputs, index: int, call: Callable[[], Gradients], to
 
 
 def exact_gradients(inputs: Inputs, index: int, row: int, head: int) -> tuple[Gradients, Gradients]:
-    """(dq [q_len, group, head_dim], dk and dv [tokens, head_dim] of a request and KV head, f64; how far an out moves them).
+    """(gradients, how far an out's rounding moves them) of a request and KV head, f64.
 
-    dS = P (dP - delta), delta = rowsum(dout * out) (FlashAttention-2, Dao 2023, section 3.1). Moved: 2-norms of rows, of an out
-    whose every element is off by an ulp, one independent of the other.
+    dq [q_len, group, head_dim], dk and dv [tokens, head_dim]. dS = P (dP - delta), delta = rowsum(dout * out) (FlashAttention-2,
+    Dao 2023, section 3.1). Moved: 2-norms of rows, for an out whose elements are each off by an ulp, independently.
     """
     group, scale = inputs.case.num_heads // inputs.case.num_kv_heads, inputs.softmax_scale
     mine, given = slice(head * group, (head + 1) * group), inputs.sets[index].q
@@ -99,7 +99,7 @@ def exact_gradients(inputs: Inputs, index: int, row: int, head: int) -> tuple[Gr
         exact.dq[rows] = torch.einsum("gnt,td->ngd", dscores, k)
         exact.dk.add_(torch.einsum("gnt,ngd->td", dscores, q[rows]))
         exact.dv.add_(torch.einsum("gnt,ngd->td", weights, dout[rows]))
-        off = torch.finfo(given.dtype).eps * scale * terms.norm(dim=-1)  # what delta is off by, [n, group]
+        off = torch.finfo(given.dtype).eps * scale * terms.norm(dim=-1)  # the error of delta, times scale, [n, group]
         moved.dq[rows] = off * torch.einsum("gnt,td->ngd", weights, k).norm(dim=-1)
         moved.dk.add_(torch.einsum("gnt,ng->t", weights.square(), (off * q[rows].norm(dim=-1)).square()))
     return exact, moved._replace(dk=moved.dk.sqrt())

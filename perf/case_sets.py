@@ -1,4 +1,4 @@
-"""The sets of cases that are measured, and the bars of those that have one."""
+"""The sets of cases that are measured, and the bars of the cases that have one."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ EIGHT_BIT_SHAPES: tuple[tuple[int, int, int, Rows | Spread, Bar], ...] = (
     (8, 1, 128, fixed(64, 8 * K), Bar("us", 36.0)),
     (32, 8, 128, fixed(1, 8 * K), Bar("us", 9.5)),
     (32, 8, 128, fixed(1, 128 * K), Bar("us", 67.0)),
-    (32, 8, 128, LOG_UNIFORM, Bar("ratio", 166 / 154)),  # the bar beside the read of the lengths it was measured with
+    (32, 8, 128, LOG_UNIFORM, Bar("ratio", 166 / 154)),  # relative to the read of the lengths it was measured with
 )
 STORAGE: tuple[tuple[EightBit, Scale | None], ...] = (("e4m3", None), ("e5m2", None), ("int8", "token-f16"))
 
@@ -68,7 +68,7 @@ STORAGE: tuple[tuple[EightBit, Scale | None], ...] = (("e4m3", None), ("e5m2", N
 APPEND_TOKENS = ((64, Bar("us", 4.0)), (8 * K, Bar("ratio", 1 / 0.85)))
 APPEND_STORAGE: tuple[tuple[EightBit | None, Scale | None], ...] = ((None, None), ("e4m3", None), ("int8", "token-f16"))
 
-# heads, KV heads, head_dim, rows: where FlashAttention-3, FlashInfer and XQA were measured side by side, in bf16 and e4m3
+# heads, KV heads, head_dim, rows: shapes on which FlashAttention-3, FlashInfer and XQA were measured, in bf16 and e4m3
 PEERS_SHAPES: tuple[tuple[int, int, int, Rows | Spread], ...] = (
     *((32, 8, 128, rows) for rows in (fixed(1, 8 * K), fixed(1, 128 * K), fixed(8, 8 * K))),
     (64, 8, 128, fixed(16, 4 * K)),
@@ -108,7 +108,7 @@ RAGGED_LENGTHS: tuple[Rows | Spread, ...] = (
 
 
 def throughput_cases() -> dict[Case, Bar]:
-    """Rows of one length, beside the read of their bytes."""
+    """Rows of one length, compared with the read of their bytes."""
     cases = {
         Case(heads, kv_heads, dim, page, fixed(batch, tokens), dtype): bar
         for dtype in DTYPES
@@ -130,7 +130,7 @@ def latency_cases() -> dict[Case, Bar]:
 
 
 def ragged_cases() -> dict[Case, Bar]:
-    """Rows of unequal lengths, and short ones, beside the read of their bytes."""
+    """Rows of unequal lengths, and short rows, compared with the read of their bytes."""
     cases: dict[Case, Bar] = {}
     for page in (16, 64):
         cases |= {Case(*heads, 128, page, rows): RAGGED_BAR for heads in RAGGED_HEADS for rows in RAGGED_LENGTHS}
@@ -149,7 +149,7 @@ def eight_bit_cases() -> dict[Case, Bar]:
 
 
 def mqa_cases() -> dict[Case, Bar | None]:
-    """Groups of 12 to 128 query heads, over 16 bits and over e4m3, which has no bar."""
+    """Groups of 12 to 128 query heads per KV head, over 16 bits and over e4m3, which has no bar."""
     kv_dtypes: tuple[EightBit | None, ...] = (None, "e4m3")
     return {
         Case(heads, kv_heads, dim, 16, rows, kv_dtype=kv_dtype): None if kv_dtype else bar
@@ -166,7 +166,7 @@ def append_cases() -> dict[Case, Bar]:
 
 
 def peers_cases() -> tuple[Case, ...]:
-    """Ours beside the peers: a 16-bit cache and an e4m3 one without scales."""
+    """Our kernels next to the peers: over a 16-bit cache and an e4m3 cache without scales."""
     kv_dtypes: tuple[EightBit | None, ...] = (None, "e4m3")
     return tuple(Case(*shape[:3], page, shape[3], kv_dtype=d) for shape, d, page in product(PEERS_SHAPES, kv_dtypes, (16, 64)))
 
@@ -190,7 +190,7 @@ def all_bars() -> dict[Case, Bar]:
 
 
 def bar_of(case: Case) -> Bar | None:
-    """What a case must reach, if anything."""
+    """The bar of a case, if it has one."""
     return all_bars().get(case)
 
 

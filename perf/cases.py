@@ -1,9 +1,10 @@
-"""One case: a shape, the lengths of its rows, what its caches store, and the bar that it may have to meet.
+"""One case: a shape, the lengths of its rows, the type that its caches store, and the bar that it may have to meet.
 
-A name says everything about its case, in FlashInfer's scheme: gqa_paged_decode_h32_kv8_d128_ps16_bf16_kve4m3_b64_l8k. That of
-an append is kv_append_kv8_d128_ps16_bf16_kve4m3_t8k; those of attention have what decode has not before the rows, as four query
-rows a request (gqa_paged_attention_h32_kv8_d128_ps16_bf16_q4_b64_l8k) or a soft cap (..._softcap50_b64_l8k). A mixed batch has
-the most query rows that its plan serves there, and those of each group with its rows: ..._q2048_ragged_b61_60x4k-q1+1x8k-q2048.
+A name says everything about its case, in FlashInfer's scheme: gqa_paged_decode_h32_kv8_d128_ps16_bf16_kve4m3_b64_l8k. An append's
+name is kv_append_kv8_d128_ps16_bf16_kve4m3_t8k. A name of attention has, before the rows, the options that decode lacks, such as
+four query rows per request (gqa_paged_attention_h32_kv8_d128_ps16_bf16_q4_b64_l8k) or a soft cap (..._softcap50_b64_l8k). A mixed
+batch has there the most query rows that its plan serves, and each group's query rows after its tokens:
+..._q2048_ragged_b61_60x4k-q1+1x8k-q2048.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ DTYPES: tuple[Dtype, ...] = ("bf16", "f16")
 LAYOUTS: tuple[Layout, ...] = ("HND", "NHD")
 OPERATIONS: tuple[Operation, ...] = ("decode", "attention", "append", "weights", "backward")
 READ, COPY, WGMMA = "read", "copy", "wgmma"
-FLOORS = (READ, COPY, WGMMA)  # the providers without a result, one of which gives the time that a case's others are divided by
-PLAIN = "ours-plain"  # the provider that is our plain decode over the caches of a case of attention
-PARTS = "ours-parts"  # the provider that serves the parts of a mixed batch one behind the other, each by a plan of its own
-LONG_QUERY = 256  # query rows from which on the tensor core limits a case, not the memory
-BALANCE = 190  # the same of a mixed batch, in FLOP a byte: of an H200 at 1.6 GHz (132 SMs x 4096 a clock) that reads 4.5 TB/s
-BACKWARD_FLOP = 2.5  # times those of the forward: five products for its two
-SLOT_BYTES = 8  # of a token's slot
-WEIGHT_BYTES = 4  # of a weight
+FLOORS = (READ, COPY, WGMMA)  # the providers without a result; a case's other times are divided by the time of one of them
+PLAIN = "ours-plain"  # the provider that is our plain decode over the caches of an attention case
+PARTS = "ours-parts"  # the provider that serves the parts of a mixed batch one after the other, each by a plan of its own
+LONG_QUERY = 256  # from so many query rows on, the tensor core limits a case, not the memory
+BALANCE = 190  # for a mixed batch, the limit in FLOP per byte: an H200 at 1.6 GHz (132 SMs x 4096 per clock) that reads 4.5 TB/s
+BACKWARD_FLOP = 2.5  # times the forward's FLOP: five products in place of two
+SLOT_BYTES = 8  # bytes of a token's slot
+WEIGHT_BYTES = 4  # bytes of a weight
 TABLE_FORMATS: tuple[TableFormat, ...] = ("dense", "csr")
 
 ELEMENT_BYTES = {"f32": 4, "bf16": 2, "f16": 2, "e4m3": 1, "e5m2": 1, "int8": 1}
@@ -91,7 +92,7 @@ class Mixed:
     """A batch whose requests differ in their query rows: groups of (requests, tokens, query rows), in the order of the groups.
 
     ((60, 4096, 1), (1, 8192, 2048)) is 60 decode rows and then a chunk of a prompt. Requests of fewer query rows come first, as
-    engines order a batch; so those of one number of query rows are neighbours. Raises ValueError for another order.
+    engines order a batch, so requests with equally many query rows are neighbours. Raises ValueError for another order.
     """
 
     groups: tuple[tuple[int, int, int], ...]
@@ -110,7 +111,7 @@ class Mixed:
         return tuple(q_rows for requests, _, q_rows in self.groups for _ in range(requests))
 
     def parts(self) -> dict[int, Rows]:
-        """The lengths of the requests of each number of query rows, in the order of the groups."""
+        """For each number of query rows, the lengths of the requests that have it, in the order of the groups."""
         found = groupby(self.groups, key=lambda group: group[2])
         return {q_rows: Rows(tuple(group[:2] for group in groups), seed=None) for q_rows, groups in found}
 
@@ -127,18 +128,18 @@ class Mixed:
 class Case:
     """One decode step: a query token for each row, over a paged or contiguous cache.
 
-    Or its weights, several tokens, their backward, an append.
+    Or, by `operation`: the step's attention weights, attention of several query rows, its backward, or an append.
 
-    operation: an append stores one token a row, so that batch_size is the number of tokens; its num_heads is num_kv_heads.
-    page_size is 0 and table_format "none" for a contiguous cache, whose rows all have one length. kv_dtype: what K and V are
-    stored as where that is not q's dtype. kv_scale: the scales of both, one for the tensor, each KV head, or each token and
-    KV head (f32, or f16 where it says so); None: the stored values are the real ones.
+    operation: an append stores one token per row, so that batch_size is the number of tokens; its num_heads is num_kv_heads.
+    page_size is 0 and table_format "none" for a contiguous cache, whose rows all have one length. kv_dtype: the type of K and V
+    if it is not q's dtype. kv_scale: the scales of both, one for the tensor, each KV head, or each token and KV head (f32, or
+    f16 for "token-f16"); None: the stored values are the real ones.
 
-    The others are of "attention". q_len: query rows a request, the last ones of its tokens, each of which sees no later one;
-    None: one, as in decode; of a mixed batch, which is ragged, the most that the plan is described for. query: how q is handed
-    over, uniform where it is None. window_left: tokens before its own that a query row sees. softcap: of the scores. alibi,
-    sinks: whether each head has a slope, a logit in the denominator. tree_mask: which of the new tokens each query row sees is
-    given bit by bit.
+    The other fields belong to "attention". q_len: query rows per request, which are its last tokens, and each sees no later one;
+    None: one row, as in decode; for a mixed batch, which is ragged, the most rows that the plan is described for. query: how q is
+    handed over; None stands for uniform. window_left: tokens before its own that a query row sees. softcap: of the scores.
+    alibi, sinks: whether each head has a slope, and a logit in the denominator. tree_mask: whether a bit mask says which new
+    tokens each query row sees.
     """
 
     num_heads: int
@@ -162,7 +163,7 @@ class Case:
 
     @property
     def floor(self) -> str:
-        """The provider that does nothing but what limits the case: it moves as many bytes, or multiplies as much."""
+        """The provider that does only the work that limits the case: it moves as many bytes, or multiplies as much."""
         if self.operation == "append":
             return COPY
         return WGMMA if self.long else READ
@@ -186,7 +187,7 @@ class Case:
 
     @property
     def score_labels(self) -> tuple[str, ...]:
-        """The query rows of a case of attention and what changes its scores, as its name has them."""
+        """The query rows and score modifiers of an attention case, as its name has them."""
         found = {
             f"q{self.q_len}": self.q_len,
             str(self.query): self.query,
@@ -208,7 +209,7 @@ class Case:
 
     @property
     def mixed(self) -> bool:
-        """Whether its requests may differ in their query rows."""
+        """Whether the case's requests may differ in their query rows."""
         return isinstance(self.lengths, Mixed)
 
     def query_rows(self) -> tuple[int, ...]:
@@ -217,7 +218,7 @@ class Case:
 
     @property
     def q_rows(self) -> int:
-        """Query rows of a request; of a mixed batch the most that one has."""
+        """Query rows of a request; in a mixed batch, the most that a request has."""
         return max(self.lengths.query_rows()) if isinstance(self.lengths, Mixed) else self.q_len or 1
 
     def requests(self) -> tuple[tuple[int, int], ...]:
@@ -231,27 +232,27 @@ class Case:
 
     @property
     def tflop(self) -> float:
-        """Of both products, of the pairs of a query row and a key that it sees: its request's keys up to its own.
+        """TFLOP of both products, over all pairs of a query row and a key that it sees: its request's keys up to its own.
 
-        Of the backward BACKWARD_FLOP times as many, however many it makes.
+        For the backward BACKWARD_FLOP times as many, however many products it makes.
         """
         pairs = sum(n * (length - n) + n * (n + 1) // 2 for length, n in self.requests())
         return 4e-12 * self.num_heads * self.head_dim * pairs * (BACKWARD_FLOP if self.operation == "backward" else 1)
 
     def tflops(self, us: float) -> float:
-        """The rate of a call that takes so long."""
+        """The rate, in TFLOP/s, of a call that takes `us` microseconds."""
         return 1e6 * self.tflop / us
 
     @property
     def long(self) -> bool:
-        """Whether the tensor core limits it, not the memory: of a mixed batch, whether its FLOP take longer than its bytes."""
+        """Whether the tensor core limits the case, not the memory; for a mixed batch, whether FLOP take longer than bytes."""
         if self.mixed:
             return 1e12 * self.tflop >= BALANCE * self.kv_bytes
         return self.q_rows >= LONG_QUERY
 
     @property
     def query_shape(self) -> tuple[int, ...]:
-        """Of q, and of the result."""
+        """The shape of q, and of the result."""
         heads = (self.num_heads, self.head_dim)
         if self.mixed:
             return (sum(self.query_rows()), *heads)
@@ -259,9 +260,9 @@ class Case:
 
     @property
     def plain(self) -> Case:
-        """Decode of one query row a request, without modifiers, over the caches of a case of attention.
+        """Decode of one query row per request, without modifiers, over the caches of an attention case.
 
-        With a window it is over as many of a row's tokens as the window holds. Raises ValueError where those differ by the row.
+        With a window, a row has at most as many tokens as the window holds. Raises ValueError for a window over a Spread.
         """
         lengths = self.lengths
         if isinstance(lengths, Mixed):
@@ -275,9 +276,9 @@ class Case:
         return Case(self.num_heads, self.num_kv_heads, self.head_dim, self.page_size, lengths, **own)
 
     def parts(self) -> tuple[Case, ...]:
-        """A case of uniform query rows for each number of them in a mixed batch, in its order; of another case itself alone.
+        """For a mixed batch, a case of uniform query rows for each number of query rows, in order; else the case itself alone.
 
-        That of one query row is decode, with the batch's modifiers.
+        The part of one query row is decode, with the batch's modifiers.
         """
         if not isinstance(self.lengths, Mixed):
             return (self,)
@@ -286,10 +287,10 @@ class Case:
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes of K, V and their scales that a step has to read: of the live tokens only.
+        """Bytes of K, V and their scales that a step has to read, for live tokens only.
 
-        Of attention: of those that some query row sees, and q and the result. Of an append: what it has to read and to write. Of
-        weights: K alone and its scales, and the result. Of the backward: q, out and the gradients of both besides; dK and dV.
+        Attention: tokens that some query row sees, and q and the result. An append: all that it reads and writes. Weights: K and
+        its scales, and the result. The backward: K, V, dK and dV, and q, out and the gradients of both.
         """
         tokens = self.tokens()
         if self.window_left is not None:
@@ -308,19 +309,19 @@ class Case:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of a result of weights, f32: for as many keys as the longest row has, of each head and the mean; of each page."""
+        """Bytes of the f32 weights, their mean and the pages' masses, for as many keys per row as the longest row has."""
         keys = max(self.tokens())
         pages = -(-keys // self.page_size) if self.page_size else 0
         return WEIGHT_BYTES * self.batch_size * (keys * (self.num_heads + 1) + pages)
 
     @property
     def query_bytes(self) -> int:
-        """Bytes of q, and of the result."""
+        """Bytes of q; the result has as many."""
         return math.prod(self.query_shape) * ELEMENT_BYTES[self.dtype]
 
     @property
     def cache_bytes(self) -> int:
-        """Bytes of K, V and their scales of all tokens, those outside a window too."""
+        """Bytes of K, V and their scales for all tokens, including those outside a window."""
         return self._stored_bytes(sum(self.tokens()))
 
     def _stored_bytes(self, tokens: int) -> int:
@@ -332,10 +333,10 @@ class Case:
 
 @dataclass(frozen=True)
 class Bar:
-    """What a case must reach: at most `limit` times the time of its floor and `plus` us ("ratio"), or `limit` us ("us").
+    """The time that a case must reach: at most `limit` times its floor's time plus `plus` us ("ratio"), or `limit` us ("us").
 
-    beside: the provider whose time in the same run stands for the floor's in a ratio. peer: a provider that it must not be
-    slower than besides. read_share: how much of the floor's time is added to that, for bytes that `beside` does not move.
+    beside: the provider whose time in the same run replaces the floor's in a ratio. peer: a provider that the case must also not
+    be slower than. read_share: the share of the floor's time that is added to `beside`'s, for bytes that `beside` does not move.
     """
 
     metric: Literal["ratio", "us"]
@@ -346,7 +347,7 @@ class Bar:
     read_share: float | None = None
 
     def met(self, us: float, read_us: float | None, others: Mapping[str, float] | None = None) -> bool | None:
-        """Whether `us` meets the bar; None when that needs a time that there is none of. others: by provider."""
+        """Whether `us` meets the bar; None if a time that this needs is missing. others: times by provider."""
         if self.metric == "us":
             return us <= self.limit
         others = others or {}
@@ -360,7 +361,7 @@ class Bar:
         return False if False in parts else None if None in parts else True
 
     def fields(self) -> dict[str, object]:
-        """What a record says of it."""
+        """The fields that a record has of the bar: those that are not None."""
         return {name: value for name, value in vars(self).items() if value is not None}
 
     def __str__(self) -> str:
@@ -383,7 +384,7 @@ def fixed(batch: int, tokens: int) -> Rows:
 
 
 def append_case(tokens: int, **changes: Any) -> Case:
-    """An append of so many tokens with 8 heads of 128, bf16, to pages of 16."""
+    """An append of `tokens` tokens with 8 heads of 128, bf16, to pages of 16."""
     shape: dict[str, Any] = {"num_heads": 8, "num_kv_heads": 8, "head_dim": 128, "page_size": 16, "table_format": "none"}
     return Case(**shape | changes, lengths=fixed(tokens, 1), operation="append")
 
@@ -395,7 +396,7 @@ def weights_case(rows: Rows | Spread, **changes: Any) -> Case:
 
 
 def backward_case(rows: Rows, **changes: Any) -> Case:
-    """The backward of as many query rows as a request has keys, 32/8 heads of 128, bf16, contiguous; rows of one length."""
+    """The backward of prompts with as many query rows as keys, 32/8 heads of 128, bf16, contiguous; rows have one length."""
     shape: dict[str, Any] = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128, "page_size": 0, "q_len": rows.groups[0][1]}
     table = {} if changes.get("page_size") else {"table_format": "none"}
     return Case(**shape | table | changes, lengths=rows, operation="backward")
@@ -408,6 +409,6 @@ def attention_case(rows: Rows | Mixed, **changes: Any) -> Case:
 
 
 def mixed_case(*groups: tuple[int, int, int], max_q_len: int | None = None, **changes: Any) -> Case:
-    """Attention of a mixed batch of (requests, tokens, query rows), by a plan for up to `max_q_len` rows, as many as one has."""
+    """Attention of a mixed batch of (requests, tokens, query rows). max_q_len: the plan's; by default the most in the batch."""
     batch = Mixed(groups)
     return attention_case(batch, q_len=max_q_len or max(batch.query_rows()), query="ragged", **changes)

@@ -1,10 +1,10 @@
-"""Whether a time changed between two revisions: a ratio with its interval, and a verdict that many cases share.
+"""Whether a time changed between two revisions: a ratio with its interval, and a verdict that is decided over many cases.
 
-Code that is the same on both sides is the control of a comparison. The median ratio of the read kernel (of an append: of the
-copy; of long queries: of the WGMMA loop) is the drift of the machine from one run to the other and is divided out; their spread
-around it is the A/A noise. Not every kernel follows it: one that waits for latency or arithmetic keeps its time where only the
-memory is faster. How far unchanged kernels follow is what the peers show, and a change is called only where no drift of theirs
-would explain it.
+Code that is the same on both sides is the control of a comparison. The median ratio of the read kernel (for an append, of the
+copy; for long queries, of the WGMMA loop) is the machine's drift from one run to the other and is divided out; the spread of the
+ratios around the median is the A/A noise. Not every kernel follows the drift: one that waits for latency or arithmetic keeps its
+time if only the memory is faster. The peers show how far unchanged kernels follow, and a change is called only if no drift of
+theirs would explain it.
 """
 
 from __future__ import annotations
@@ -23,29 +23,29 @@ from perf.history import Key, Revision
 from perf.measure import DEVICE, IN_STREAM
 from perf.records import Record
 
-FALSE_DISCOVERIES = 0.05  # their expected share among the calls
+FALSE_DISCOVERIES = 0.05  # the expected share of wrong ones among the called changes
 CONFIDENCE = 0.95
 RESAMPLES = 2000
-MIN_CONTROLS = 5  # cases of the read kernel on both sides; with fewer the noise is taken to be what makes FLOOR the threshold
-FOLLOWERS = (20, 80)  # percentiles of the peers' ratios between which an unchanged kernel's drift is taken to lie
-COMPARED = (DEVICE, IN_STREAM)  # metrics
-NORMAL_MAD = 1.4826  # standard deviation over median absolute deviation, of a normal distribution
-SPREAD = 2 * stats.norm.ppf(0.8)  # p20 to p80 in standard deviations, of a normal distribution
+MIN_CONTROLS = 5  # cases of the read kernel on both sides; with fewer, the assumed noise makes FLOOR the threshold
+FOLLOWERS = (20, 80)  # percentiles of the peers' ratios: an unchanged kernel's drift is assumed to lie between them
+COMPARED = (DEVICE, IN_STREAM)  # the metrics that are compared
+NORMAL_MAD = 1.4826  # standard deviation over median absolute deviation, in a normal distribution
+SPREAD = 2 * stats.norm.ppf(0.8)  # p20 to p80 in standard deviations, in a normal distribution
 
-OURS = "ours"  # and what begins with it
+OURS = "ours"  # our providers' names begin with it
 
 Verdict = Literal["slower", "faster", "same"]
 
 
 @dataclass(frozen=True)
 class Control:
-    """What unchanged code says of two revisions, in logarithms of the ratio new over base.
+    """How unchanged code differs between two revisions, in logarithms of the ratio new over base.
 
-    floor: the kernel that does nothing but what limits its cases. drift: the median over its cases; noise: the standard deviation
-    around it, from the median absolute deviation. deviations: each case's distance from the drift. With fewer than MIN_CONTROLS
-    cases the drift is 0 and the noise assumed. low, high: between which an unchanged kernel's own drift lies, the floor's
-    included. peers: how many times of peers that rests on; with fewer than MIN_CONTROLS a kernel may follow the floor's drift or
-    not at all.
+    floor: the kernel that does only the work that limits its cases. drift: the median over its cases; noise: the standard
+    deviation around the drift, from the median absolute deviation. deviations: each case's distance from the drift. With fewer
+    than MIN_CONTROLS cases the drift is 0 and the noise assumed. low, high: the range of an unchanged kernel's own drift, which
+    includes the floor's. peers: how many of the peers' times the range rests on; with fewer than MIN_CONTROLS a kernel may follow
+    the floor's drift or not at all.
     """
 
     floor: str
@@ -66,12 +66,11 @@ class Control:
         return self.cases >= MIN_CONTROLS
 
     def noise_of(self, name: str) -> float:
-        """The noise of a case: at least what its own control was off by, so that a disturbed case calls nothing."""
+        """The noise of a case: at least the deviation of its own control, so that a disturbed case calls no change."""
         return max(self.noise, abs(self.deviations.get(name, 0.0)) if self.trusted else 0.0)
 
     def changed(self, log: float) -> tuple[float, float]:
-        """What is left of the logarithm of a ratio: after the drift between low and high that explains most of it, and after the
-        floor's."""
+        """(a ratio's logarithm less the drift in low..high that explains most of it, the logarithm less the floor's drift)."""
         return log - min(max(log, self.low), self.high), log - self.drift
 
 
@@ -79,10 +78,10 @@ class Control:
 class Comparison:
     """A provider's time on one case at two revisions.
 
-    ratio: new over base, the floor's drift divided out, with its 95% interval low..high. least: the ratio that is left whichever
-    drift of unchanged kernels is divided out (see Control). p: of that, two-sided, then adjusted for the number of cases by
-    `decide`. threshold: the change of `least` that is called. sampled: whether both sides hold the time of every replay; else
-    the interval rests on percentiles.
+    ratio: new over base, the floor's drift divided out, with its 95% interval low..high. least: the ratio that remains whichever
+    drift of unchanged kernels is divided out (see Control). p: the two-sided p-value of `least`, later adjusted by `decide` for
+    the number of cases. threshold: the change of `least` that is called. sampled: whether both sides hold the time of every
+    replay; if not, the interval rests on percentiles.
     """
 
     name: str
@@ -103,7 +102,7 @@ class Comparison:
 
 
 def control(base: Revision, new: Revision, metric: str = DEVICE, floor: str = READ) -> Control:
-    """What the floor of some cases (read of decode, copy of an append, wgmma of long queries) and unchanged peers say."""
+    """The control from the floor of some cases (decode: read; append: copy; long queries: wgmma) and from unchanged peers."""
     logs = {key: log_of(base, new, key) for key in new.runs if key.metric == metric and unchanged(base, new, key, floor)}
     floors = {key.name: log for key, log in logs.items() if key.provider == floor}
     peers = [log for key, log in logs.items() if key.provider not in FLOORS]
@@ -117,7 +116,7 @@ def control(base: Revision, new: Revision, metric: str = DEVICE, floor: str = RE
 
 
 def unchanged(base: Revision, new: Revision, key: Key, floor: str) -> bool:
-    """Whether both sides time the same code on a case that `floor` is the floor of: not this package's, and of one version."""
+    """Whether both sides time the same code, not this package's and of one version, on a case whose floor is `floor`."""
     sides = base.timed(key), new.timed(key)
     if not all(sides) or key.provider.startswith(OURS) or sides[1][0].case.floor != floor:
         return False
@@ -130,17 +129,17 @@ def log_of(base: Revision, new: Revision, key: Key) -> float:
 
 
 def median_us(revision: Revision, key: Key) -> float:
-    """The median microseconds over every replay of a case, provider and metric at a revision."""
+    """The median microseconds over all replays of a case, provider and metric at a revision."""
     return float(np.median(pooled(revision.timed(key))))
 
 
 def pooled(records: Sequence[Record]) -> np.ndarray:
-    """Microseconds of every replay of some runs."""
+    """Microseconds of each replay of some runs."""
     return np.concatenate([samples(record) for record in records])
 
 
 def samples(record: Record) -> np.ndarray:
-    """Microseconds of each replay; where a record holds percentiles only, the quantiles of the log-normal that fits them."""
+    """Microseconds of each replay; if a record holds only percentiles, the quantiles of the log-normal that fits them."""
     assert record.us is not None
     if record.us.samples:
         return np.asarray(record.us.samples)
@@ -150,7 +149,7 @@ def samples(record: Record) -> np.ndarray:
 
 
 def compare(base: Revision, new: Revision, key: Key, controlled: Control) -> Comparison:
-    """One case and provider that has a time at both revisions, not yet decided."""
+    """Compares a case and provider that has a time at both revisions; the verdict is not yet decided."""
     sides = new.timed(key), base.timed(key)
     new_us, base_us = (pooled(side) for side in sides)
     log = math.log(np.median(new_us) / np.median(base_us))
@@ -179,12 +178,12 @@ def compare(base: Revision, new: Revision, key: Key, controlled: Control) -> Com
 
 
 def log_ratio(new: np.ndarray, base: np.ndarray, axis: int = -1) -> np.ndarray:
-    """The logarithm of the ratio of the medians, as scipy's bootstrap wants it."""
+    """The logarithm of the ratio of the medians, in the form that scipy's bootstrap calls."""
     return np.log(np.median(new, axis=axis) / np.median(base, axis=axis))
 
 
 def decide(comparisons: Sequence[Comparison]) -> list[Comparison]:
-    """The verdicts: a change is called beyond the threshold, with at most FALSE_DISCOVERIES wrong calls among all expected."""
+    """The verdicts: a change is called beyond the threshold; the expected share of wrong calls is at most FALSE_DISCOVERIES."""
     if not comparisons:
         return []
     adjusted = stats.false_discovery_control([comparison.p for comparison in comparisons], method="bh")
@@ -195,7 +194,7 @@ def decide(comparisons: Sequence[Comparison]) -> list[Comparison]:
 
 
 def verdict(comparison: Comparison, p: float) -> Verdict:
-    """What a comparison with the adjusted p-value `p` says."""
+    """The verdict on a comparison with the adjusted p-value `p`."""
     if p > FALSE_DISCOVERIES:
         return "same"
     if comparison.least > 1 + comparison.threshold:
@@ -210,7 +209,7 @@ class Controls:
         self.made: dict[tuple[str, ...], Control] = {}
 
     def of(self, base: Revision, new: Revision, key: Key) -> Control:
-        """The control of a time at two revisions: of its metric and of its case's operation."""
+        """The control of a time at two revisions: for its metric and its case's floor."""
         floor = new.timed(key)[0].case.floor
         pair = (base.label, new.label, key.metric, floor)
         if pair not in self.made:
@@ -221,7 +220,7 @@ class Controls:
 def compare_revisions(
     known: Sequence[Revision], new: Revision, providers: Sequence[str], metrics: Sequence[str] = COMPARED
 ) -> list[Comparison]:
-    """Every time of `providers` against the known revision beside which it is slowest (Control.changed), decided."""
+    """Every time of `providers` against the known revision next to which it is slowest (Control.changed), decided."""
     controls, comparisons = Controls(), []
     for key in new.runs:
         bases = [base for base in known if base.timed(key)]
@@ -233,7 +232,7 @@ def compare_revisions(
 
 
 def changes(history: Sequence[Revision]) -> list[Comparison]:
-    """Every time of the history against the revision before it that has one, oldest first, decided together."""
+    """Every time of the history against the last earlier revision that has one, oldest first, decided together."""
     controls, comparisons = Controls(), []
     before: dict[Key, Revision] = {}
     for new in history:

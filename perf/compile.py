@@ -1,7 +1,7 @@
-"""python -m perf.compile FOLDER: the kernels that perf.run would compile on a GPU, compiled here, where none is needed.
+"""python -m perf.compile FOLDER: compiles the kernels that perf.run would compile on a GPU; needs no GPU itself.
 
-A GPU that is rented by the minute then times from the first: perf.run there, with CUTE_KERNELS_CACHE=FOLDER. The keys of kernels
-say which source and which compiler they are of, so a folder of another state is not used.
+A GPU that is rented by the minute then starts timing at once: call perf.run there with CUTE_KERNELS_CACHE=FOLDER. A kernel's key
+depends on the source and the compiler that made it, so a folder of another state is not used.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ console = Console(width=200, highlight=False)
 
 
 def specs_for(cases: list[Case], providers: list[str], gpu: str) -> list[KernelSpec]:
-    """What our providers among `providers` run for `cases` on a GPU, each once. Raises ValueError for an unknown name."""
+    """The specs that our providers among `providers` run for `cases` on a GPU, each once. ValueError for an unknown name."""
     if gpu not in PRETEND:
         raise ValueError(f"gpu: {gpu!r} is none of {', '.join(PRETEND)}")
     ours = [provider for provider in providers_of(providers) if isinstance(provider, Ours)]

@@ -1,4 +1,4 @@
-"""python -m perf.configs: the configuration that a plan chooses beside others, on this GPU. Nothing is recorded."""
+"""python -m perf.configs: times the configuration that a plan chooses next to others, on this GPU. Nothing is recorded."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ console = Console(width=None if sys.stdout.isatty() else 200)
 class Compared:
     """One case's times.
 
-    times: of each configuration that gave a right result, the plan's choice first. again: the choice a second time in the same
-    rounds, which is the noise. wrong: a line for each configuration that crashed or was wrong.
+    times: of each configuration that gave a right result, the plan's choice first. again: the choice's second time in the same
+    rounds, which shows the noise. wrong: one line for each configuration that crashed or was wrong.
     """
 
     case: Case
@@ -50,7 +50,7 @@ class Compared:
     wrong: tuple[str, ...] = ()
 
     def table(self) -> Table:
-        """One row a configuration, with its median over that of the plan's choice."""
+        """One row per configuration, with its median over that of the plan's choice."""
         table = Table(title=self.case.name)
         for column in (*KNOBS, "median us", "p20", "p80", "of the choice", ""):
             table.add_column(column, justify="right")
@@ -74,7 +74,7 @@ def compare(
     device: torch.device,
     provider: Callable[[DecodeConfig], Provider] = Configured,
 ) -> Compared:
-    """Time `configs` interleaved, the first of them twice. Each passes the correctness gate first. Raises DeviceFailed."""
+    """Times `configs` interleaved, the first of them twice. Each passes the correctness gate first. Raises DeviceFailed."""
     inputs = make_inputs(task.case, device, limits.memory_bytes, limits.rotated_bytes)
     contenders, wrong = gated(configs, inputs, limits, clock, provider)
     if configs[0] not in contenders:
@@ -139,7 +139,8 @@ def main(
 def to_compare(task: Task, facts: DeviceFacts, given: Sequence[DecodeConfig]) -> tuple[list[DecodeConfig], list[str]]:
     """(the configurations to time, a line for each that is left out because a plan would not take it).
 
-    First what a plan on this device chooses, its table of tuned plans included, then `given`, or all that the heuristic ranks.
+    First comes the choice of a plan on this device, which uses its table of tuned plans, then `given`, or all configurations
+    that the heuristic ranks.
     """
     chosen = explain(task.problem, facts).chosen.config or task.heuristic
     fitting, left_out = [chosen], []

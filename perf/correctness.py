@@ -1,7 +1,7 @@
 """The correctness gate: nothing is timed before its results on all input sets were compared with f64.
 
-Every row and every head is judged by itself, against what PyTorch's own attention in the same dtype is off by there: an
-allowance that belongs to another row, head or set covers nothing.
+Every row and every head is judged by itself, against the error of PyTorch's own attention in the same dtype for that row and
+head: the allowance of one row, head or set never covers another.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from perf.inputs import Inputs, Reference
 from perf.scores import Scores
 
 LSE_TOLERANCE = 1e-5
-CHUNK = 2**25  # elements of K that are compared with at once: 256 MiB in f64, beside as much of V
+CHUNK = 2**25  # elements of K that are used at once: 256 MiB in f64, next to as much of V
 
 
 @dataclass(frozen=True)
 class Tolerance:
-    """What the error of one row and head may be; the defaults are the rule for this package's own results.
+    """The error that one row and head may have; the defaults are the rule for this package's own results.
 
-    The 2-norm of out - f64: `norm_factor` times that of same-dtype PyTorch, plus `norm_ulps` ulp of the output in 2-norm (eps
-    times the 2-norm of the f64 vector). Each element: `element_factor` times PyTorch's largest error in that row and head, plus
-    `element_ulps` ulp at its largest value. relative: a share of the 2-norm, and of the largest value, on top.
+    The 2-norm of out - f64 may be `norm_factor` times that of same-dtype PyTorch, plus `norm_ulps` ulp of the output in 2-norm
+    (eps times the 2-norm of the f64 vector). Each element's error may be `element_factor` times PyTorch's largest error in that
+    row and head, plus `element_ulps` ulp at its largest value. relative: an added share of the 2-norm, and of the largest value.
     """
 
     norm_factor: float = 1.25
@@ -41,19 +41,19 @@ OURS = Tolerance()
 OURS_F32 = Tolerance(
     norm_ulps=4, element_ulps=6
 )  # products by parts: exp2 and a reciprocal cost 4 ulp of 2**-24 (docs/design.md)
-EXACT = Tolerance(0, 0, 0, 0)  # of an append: every byte
+EXACT = Tolerance(0, 0, 0, 0)  # for an append: every byte must be equal
 PEERS = Tolerance(4, 8, 4, 8)  # their own choices of precision: this catches wrong answers only
 FP8_QUERY = replace(PEERS, relative=0.1)  # peers that round q, or q and P, to e4m3: 0.02 to 0.035 was measured
 
 
 @dataclass(frozen=True)
 class GateResult:
-    """The errors of the worst rows and heads (None where nothing could be compared), the verdict, and why it failed.
+    """The errors of the worst rows and heads (None if nothing could be compared), the verdict, and why it failed.
 
     used: the largest part of its allowance that any row and head has used; above 1 it fails. error, torch_error: max |out - f64|
-    of that row and head, and the same of PyTorch. relative_error: the largest 2-norm of out - f64 over that of f64. lse_error:
-    the largest |lse - f64| / max(1, |f64|). tolerance: what was asked. Of an append, error is the number of wrong bytes, and
-    the others are None.
+    of that row and head, and the same for PyTorch. relative_error: the largest 2-norm of out - f64 over that of f64. lse_error:
+    the largest |lse - f64| / max(1, |f64|). tolerance: the one asked for. For an append, error is the number of wrong bytes, and
+    the other errors are None.
     """
 
     error: float | None
@@ -67,7 +67,7 @@ class GateResult:
 
 
 def check(inputs: Inputs, index: int, out: torch.Tensor, lse: torch.Tensor | None, tolerance: Tolerance) -> GateResult:
-    """Compare a result on set `index` with f64, every row and head.
+    """Compares a result on set `index` with f64, every row and head.
 
     out: of the case's query_shape, or with the query rows of all requests in one axis; lse: f32 [query rows, num_heads], base e,
     or None. Every element has to be finite.
@@ -85,14 +85,14 @@ def check(inputs: Inputs, index: int, out: torch.Tensor, lse: torch.Tensor | Non
 def judge_attention(
     inputs: Inputs, index: int, call: Callable[[], tuple[torch.Tensor, torch.Tensor | None]], tolerance: Tolerance
 ) -> GateResult:
-    """`check` of what `call` gives."""
+    """Runs `call`, and returns `check` of its result."""
     return check(inputs, index, *call(), tolerance)
 
 
 def judge(reference: Reference, out: torch.Tensor, lse: torch.Tensor | None, tolerance: Tolerance, where: str) -> GateResult:
     """The verdict on a result: whether each row and head keeps to its own allowance, which NaN never does.
 
-    where: what the result is of, in words.
+    where: the result's origin in words, for the reason.
     """
     difference = out.double() - reference.out
     norm, largest = difference.norm(dim=-1), difference.abs().amax(-1)
@@ -131,20 +131,20 @@ def judge(reference: Reference, out: torch.Tensor, lse: torch.Tensor | None, tol
 
 
 def over(error: float | torch.Tensor, limit: float | torch.Tensor) -> str:
-    """That an error exceeds a limit, with three digits of both, or as many as tell them apart."""
+    """The text "error exceeds limit", with three digits of both, or as many as tell them apart."""
     error, limit = float(error), float(limit)
     digits = next((n for n in range(3, 17) if f"{error:.{n}g}" != f"{limit:.{n}g}"), 17)
     return f"{error:.{digits}g} exceeds {limit:.{digits}g}"
 
 
 def worst(values: torch.Tensor) -> tuple[tuple[int, int], str]:
-    """Where the largest value of [batch, num_heads] is, and that in words. NaN is larger than any number."""
+    """The index of the largest value of [batch, num_heads], also in words. NaN is larger than any number."""
     row, head = divmod(int(values.argmax()), values.shape[1])
     return (row, head), f"row {row}, head {head}"
 
 
 def worst_of(results: Sequence[GateResult]) -> GateResult:
-    """One result for several input sets: the first that failed, else that nearest to failing, with the largest errors of all."""
+    """One result for several input sets: the first that failed, else the one nearest to failing, with the largest errors."""
     failed = next((result for result in results if not result.passed), None)
     if failed is not None:
         return failed
@@ -155,14 +155,14 @@ def worst_of(results: Sequence[GateResult]) -> GateResult:
 
 
 def reference_of(inputs: Inputs, index: int) -> Reference:
-    """What set `index` has to give. It depends on the inputs alone: computed once, and kept and dropped with them."""
+    """The result that set `index` must have. It depends on the inputs alone: computed once, and kept and dropped with them."""
     if index not in inputs.references:
         inputs.references[index] = make_reference(inputs, index)
     return inputs.references[index]
 
 
 def make_reference(inputs: Inputs, index: int) -> Reference:
-    """The reference of one set: of a mixed batch, that of one part behind the other."""
+    """The reference of one set; for a mixed batch, the references of its parts one after the other."""
     found = [attended(part, index) for part in inputs.parts()]
     out, lse, theirs = (torch.cat(results) for results in zip(*found, strict=True))
     error = theirs.double() - out
@@ -170,7 +170,7 @@ def make_reference(inputs: Inputs, index: int) -> Reference:
 
 
 def attended(inputs: Inputs, index: int) -> tuple[torch.Tensor, ...]:
-    """(out, lse, what same-dtype PyTorch gives) of one set of uniform query rows, CHUNK elements of K and of V at a time.
+    """(out, lse, same-dtype PyTorch's out) of one set of uniform query rows, CHUNK elements of K and of V at a time.
 
     out and lse are in f64; the query rows of all requests are in one axis.
     """
@@ -197,7 +197,7 @@ def chunks(case: Case) -> Iterator[tuple[list[int], slice]]:
     for row, tokens in enumerate(case.tokens()):
         by_length.setdefault(tokens, []).append(row)
     for tokens, rows in by_length.items():
-        width = max(case.head_dim, case.packed_rows)  # a token's values, or its scores where those are more
+        width = max(case.head_dim, case.packed_rows)  # a token's values, or its scores if there are more of them
         vectors = max(1, CHUNK // (max(tokens, 1) * width))  # pairs of a row and a KV head
         heads = min(case.num_kv_heads, vectors)
         step = max(1, vectors // case.num_kv_heads)
@@ -217,7 +217,7 @@ def attention_f64(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_sca
 
 
 def one_row_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float) -> tuple[torch.Tensor, ...]:
-    """(out, lse, what same-dtype PyTorch gives) of q [requests, 1, num_heads, head_dim]; out and lse in f64."""
+    """(out, lse, same-dtype PyTorch's out) of q [requests, 1, num_heads, head_dim]; out and lse in f64."""
     operands = (q[:, 0], k, v, softmax_scale)
     return tuple(result[:, None] for result in (*attention_f64(*operands), same_dtype(*operands)))
 
@@ -225,10 +225,10 @@ def one_row_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax
 def modified_attention(
     scores: Scores, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float
 ) -> tuple[torch.Tensor, ...]:
-    """The same of several query rows or of modified scores: q [requests, q rows, num_heads, head_dim].
+    """one_row_attention for several query rows or modified scores: q [requests, q rows, num_heads, head_dim].
 
-    Same-dtype PyTorch computes in f32, on operands of q's dtype, and rounds once, as its math backend does: that has no soft cap
-    and no sinks, and takes ALiBi's bias rounded to q's dtype.
+    Same-dtype PyTorch computes in f32, on operands of q's dtype, and rounds once, as its math backend does. The math backend
+    itself has no soft cap and no sinks, and takes ALiBi's bias rounded to q's dtype.
     """
     exact = scores.attention(torch.float64, q, k, v, softmax_scale)
     theirs, _ = scores.attention(torch.float32, q, k.to(q.dtype), v.to(q.dtype), softmax_scale)
@@ -236,14 +236,14 @@ def modified_attention(
 
 
 def same_dtype(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float) -> torch.Tensor:
-    """What PyTorch's math backend makes of the same operands in q's dtype; the query heads of a KV head are its query rows."""
+    """The out of PyTorch's math backend on the operands in q's dtype; query heads of one KV head become its query rows."""
     grouped = q.unflatten(-2, (k.shape[-3], -1))
     with sdpa_kernel(SDPBackend.MATH):
         return F.scaled_dot_product_attention(grouped, k.to(q.dtype), v.to(q.dtype), scale=softmax_scale).flatten(-3, -2)
 
 
 def ulp(magnitude: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The distance of neighbouring numbers of `dtype` at each f64 `magnitude`, at least that at the smallest normal number."""
+    """The distance of neighbouring `dtype` numbers at each f64 `magnitude`; below the smallest normal number, its distance."""
     finfo = torch.finfo(dtype)
-    _, exponent = torch.frexp(magnitude.clamp_min(finfo.tiny))  # of a mantissa in [0.5, 1)
+    _, exponent = torch.frexp(magnitude.clamp_min(finfo.tiny))  # the exponent for a mantissa in [0.5, 1)
     return torch.ldexp(torch.full_like(magnitude, finfo.eps), exponent - 1)

@@ -18,8 +18,10 @@ from perf.run import split
 
 
 class Format(str, Enum):
-    """github: the array that github-action-benchmark reads as customSmallerIsBetter. workloads: a JSON object a line, each
-    with the name of FlashInfer's definition, the axes that vary under it, and the times."""
+    """github: the array that github-action-benchmark reads as customSmallerIsBetter.
+
+    workloads: one JSON object per line, with the name of FlashInfer's definition, the axes that vary under it, and the times.
+    """
 
     github = "github"
     workloads = "workloads"
@@ -64,7 +66,7 @@ def workload(record: Record) -> dict[str, object]:
 
 
 def export(records: Iterable[Record], providers: Sequence[str], kind: Format) -> str:
-    """The newest time of each case and provider as text. Raises ValueError where there is none."""
+    """The newest time of each case and provider as text. Raises ValueError if there is none."""
     cases = newest_of(records).values()
     timed = [case[provider] for case in cases for provider in providers if provider in case and case[provider].us]
     if not timed:

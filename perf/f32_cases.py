@@ -1,4 +1,4 @@
-"""q, caches and out in f32: decode beside the read of its bytes, verify of 4 drafts, and a prompt that products limit."""
+"""q, caches and out in f32: decode, compared with the read of its bytes; 4 query rows; and a prompt that products limit."""
 
 from __future__ import annotations
 

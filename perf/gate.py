@@ -57,7 +57,7 @@ def main(
 
 
 def sides(records: Sequence[Record], new: str, run: Path | None) -> tuple[list[Revision], Revision]:
-    """What is known, oldest first, and the new side. Raises ValueError where there is none, or records of several GPUs."""
+    """(the known revisions, oldest first; the new side). Raises ValueError if either is missing, or for several GPUs' records."""
     gpus = by_gpu(records)
     if len(gpus) != 1:
         raise ValueError(f"results: hold {len(gpus)} GPUs ({', '.join(gpus)}); times of one GPU are compared")
@@ -85,7 +85,7 @@ def find(history: Sequence[Revision], commit: str, name: str) -> Revision:
 
 
 def lost_times(bases: Sequence[Revision], new: Revision, providers: Sequence[str]) -> list[Record]:
-    """The newest records without a device time of cases that had one."""
+    """The newest records without a device time, for cases that had one."""
     records = [
         new.newest(key)
         for key in new.runs
@@ -95,7 +95,7 @@ def lost_times(bases: Sequence[Revision], new: Revision, providers: Sequence[str
 
 
 def table(comparisons: Sequence[Comparison]) -> Table:
-    """One row a case, the slowest first."""
+    """One row per case, the most slowed first."""
     grid = Table(title="new over base")
     for column in ("case", "provider", "metric", "base"):
         grid.add_column(column, overflow="fold")
@@ -114,7 +114,7 @@ def table(comparisons: Sequence[Comparison]) -> Table:
 
 
 def summary(bases: Sequence[Revision], new: Revision, comparisons: Sequence[Comparison], lost: Sequence[Record]) -> Text:
-    """What the comparison rests on, which cases lost their time, and how many changed."""
+    """A summary: the data that the comparison rests on, the cases that lost their time, and how many changed."""
     text, controls = Text(), Controls()
     for base in bases:
         keys = [Key(entry.name, entry.provider, entry.metric) for entry in comparisons if entry.base == base.label]

@@ -1,4 +1,4 @@
-"""The records of one GPU as a history: what each revision measured, oldest first."""
+"""The records of one GPU as a history: the records of each revision, oldest first."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from perf.records import Record
 
 
 class Key(NamedTuple):
-    """What is measured again and again: a metric of a provider on a case, by its name."""
+    """The subject of repeated measurements: a metric of a provider on a case, which is named."""
 
     name: str
     provider: str
@@ -23,8 +23,8 @@ class Key(NamedTuple):
 class Revision:
     """The records of one state of the checkout. label: its commit, shortened, and whether it was changed since.
 
-    time: that of its first record. runs: the records of each case, provider and metric, oldest first: more than one where it
-    was measured again.
+    time: the time of its first record. runs: the records of each case, provider and metric, oldest first: several if it was
+    measured again.
     """
 
     label: str
@@ -41,12 +41,12 @@ class Revision:
 
     @property
     def machines(self) -> frozenset[str | None]:
-        """The physical GPUs that it was measured on; None among them where a record does not name its own."""
+        """The physical GPUs that the revision was measured on; None among them if a record does not name its GPU."""
         return frozenset(record.machine for of_key in self.runs.values() for record in of_key)
 
 
 def revision(label: str, records: Iterable[Record]) -> Revision:
-    """`records` as one revision. Raises ValueError where none is of device time."""
+    """`records` as one revision. Raises ValueError if none is of device time."""
     ordered = sorted(records, key=lambda record: record.time)
     if not any(record.metric == DEVICE for record in ordered):
         raise ValueError(f"{label}: holds no record of device time")

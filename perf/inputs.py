@@ -1,6 +1,6 @@
 """Fresh random inputs of a case: one page table and several caches, as the layers of a model have them.
 
-A step over one cache after another finds nothing of it in L2, because together the caches exceed it many times.
+Steps use one cache after another, and find none of a cache in L2, because together the caches exceed L2 many times.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from perf.cases import Case
 from perf.scores import NO_OPERANDS, ScoreOperands, make_operands
 from perf.storage import fill, quantize_normal, raw, scale_of
 
-ROTATED_BYTES = 600 * 2**20  # of K and V over all sets: ten times the 60 MB L2 of an H200
+ROTATED_BYTES = 600 * 2**20  # bytes of K and V over all sets: ten times the 60 MB L2 of an H200
 MIN_SETS = 2
 SPARE_PAGES = 1  # pages that no table names
 DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
@@ -24,10 +24,10 @@ DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
 
 @dataclass(frozen=True)
 class Reference:
-    """What one input set has to give, and how far same-dtype PyTorch is from it, f64.
+    """The result that one input set must have, and how far same-dtype PyTorch is from it, f64.
 
-    out: [query rows, num_heads, head_dim], of all requests in their order. The others have no head_dim: lse (natural
-    log), norm and largest (2-norm and largest magnitude of out), torch_norm and torch_largest (the same of PyTorch's error).
+    out: [query rows, num_heads, head_dim], of all requests in their order. The other tensors have no head_dim: lse (natural
+    log), norm and largest (2-norm and largest magnitude of out), torch_norm and torch_largest (the same for PyTorch's error).
     """
 
     out: torch.Tensor
@@ -79,9 +79,9 @@ class Pages:
 
 @dataclass(frozen=True)
 class Inputs:
-    """What providers run on: the sets to rotate over, and the page table they share (None for a contiguous case).
+    """The inputs of providers: the sets to rotate over, and the page table that all sets share (None for a contiguous case).
 
-    operands: what changes the scores, of all sets. references: what the correctness gate has computed of each set, by its index.
+    operands: the tensors that modify scores, for all sets. references: the correctness gate's reference of each set, by index.
     """
 
     case: Case
@@ -100,7 +100,7 @@ class Inputs:
         return torch.tensor([0, *ends], dtype=torch.int32, device=self.sets[0].q.device)
 
     def plain(self) -> Inputs:
-        """The same caches for `case.plain`: the last query row of each request, and under a window the first tokens of a row."""
+        """The same caches for `case.plain`: each request's last query row, and under a window the first tokens of each row."""
         case = self.case.plain
         sets = tuple(replace(s, q=self._last_rows(s.q)) for s in self.sets)
         pages = self.pages
@@ -109,15 +109,15 @@ class Inputs:
         return Inputs(case, sets, pages)
 
     def _last_rows(self, q: torch.Tensor) -> torch.Tensor:
-        """The last query row of each request: [batch, num_heads, head_dim]. Of one row a request q itself."""
+        """The last query row of each request: [batch, num_heads, head_dim]. With one row per request, q itself."""
         if self.case.mixed and self.case.q_rows > 1:
             return q[self.qo_indptr()[1:].long() - 1]
         return q.view(self.case.batch_size, self.case.q_rows, *q.shape[-2:])[:, -1].contiguous()
 
     def parts(self) -> tuple[Inputs, ...]:
-        """Those of each of `case.parts`, over the same pages: q is a view of this q's rows.
+        """The inputs of each of `case.parts`, over the same pages: q is a view of this q's rows.
 
-        Raises ValueError for contiguous keys and for a tree, of which no mixed batch is made.
+        Raises ValueError for a mixed batch with contiguous keys or with a tree.
         """
         if not self.case.mixed:
             return (self,)
@@ -132,7 +132,7 @@ class Inputs:
         return tuple(found)
 
     def fill_unused(self, value: float) -> None:
-        """Write `value` to every slot that no row owns, in all caches and scales per token (see storage.fill)."""
+        """Writes `value` to every slot that no row owns, in all caches and scales per token (see storage.fill)."""
         if self.pages is None:
             return
         for s in self.sets:
@@ -148,9 +148,9 @@ class Inputs:
         return k[0], v[0]
 
     def rows(self, index: int, rows: list[int], heads: slice = slice(None)) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V of some rows of one length of set `index`, and of the KV heads `heads`: [rows, heads, tokens, head_dim].
+        """K and V of some rows of one length in set `index`, for the KV heads `heads`: [rows, heads, tokens, head_dim].
 
-        They are what the stored elements stand for: 16-bit ones as they are, 8-bit ones times their scales, in f64.
+        Returns real values: 16-bit elements as they are, 8-bit elements times their scales, in f64.
         """
         s = self.sets[index]
         return self._real(s.k, s.k_scale, rows, heads), self._real(s.v, s.v_scale, rows, heads)
@@ -180,10 +180,10 @@ class Inputs:
 
 
 def num_sets(kv_bytes: int, memory_bytes: int, rotated_bytes: int, set_bytes: int | None = None) -> int:
-    """How many sets to rotate over: at least two and `rotated_bytes`, within `memory_bytes`.
+    """How many sets to rotate over: at least two, and as many as read `rotated_bytes`, within `memory_bytes`.
 
-    kv_bytes: what a step reads of a set; set_bytes: what a set takes, where that is more. Where memory is short, one set is
-    enough if it exceeds `rotated_bytes` by itself. Raises MemoryError if that does not fit.
+    kv_bytes: bytes that a step reads of a set; set_bytes: bytes that a set takes, if that is more. If memory is short, one set
+    is enough if it exceeds `rotated_bytes` by itself. Raises MemoryError if the sets do not fit.
     """
     set_bytes = kv_bytes if set_bytes is None else set_bytes
     wanted = max(MIN_SETS, -(-rotated_bytes // kv_bytes))
@@ -198,7 +198,7 @@ def num_sets(kv_bytes: int, memory_bytes: int, rotated_bytes: int, set_bytes: in
 def make_inputs(case: Case, device: torch.device, memory_bytes: int, rotated_bytes: int = ROTATED_BYTES) -> Inputs:
     """Random q, K, V and scales for `case` with NaN in every unused slot (127 in int8); the same numbers each time.
 
-    memory_bytes: what K and V of all sets may take; rotated_bytes: what they have to exceed. Raises MemoryError (num_sets).
+    memory_bytes: bytes that K and V of all sets may take; rotated_bytes: bytes that they must exceed. MemoryError: see num_sets.
     """
     lengths = case.tokens()
     pages = make_pages(case, device) if case.page_size else None
@@ -234,7 +234,7 @@ def make_inputs(case: Case, device: torch.device, memory_bytes: int, rotated_byt
 
 
 def make_pages(case: Case, device: torch.device) -> Pages:
-    """The page table of a paged case; which pages a row gets is drawn at random from the pool."""
+    """The page table of a paged case; a row's pages are drawn at random from the pool."""
     lengths = torch.tensor(case.tokens(), dtype=torch.int64)
     counts = -(-lengths // case.page_size)
     indptr = torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)])
@@ -256,7 +256,7 @@ def make_pages(case: Case, device: torch.device) -> Pages:
 
 
 def first_tokens(pages: Pages, case: Case) -> Pages:
-    """The page table of the same pages for rows of as many tokens as `case` has, of which each row has more."""
+    """The page table of the same pages for the row lengths of `case`, none longer than those of `pages`."""
     seq_lens = torch.tensor(case.tokens(), dtype=torch.int32)
     counts = -(-seq_lens // case.page_size)
     indptr = torch.cat([torch.zeros(1, dtype=torch.int32), counts.cumsum(0, dtype=torch.int32)])

@@ -1,4 +1,4 @@
-"""One case: prepare and gate each provider, pick its fastest candidate, then time all of them interleaved."""
+"""Measures one case: prepares and gates each provider, picks its fastest candidate, then times all providers interleaved."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from perf.providers.base import Candidate, NotSupported, Provider
 from perf.record import machine, ratio_field
 from perf.timing import Clock, Preceded, Rotation, Timing, added, host_time
 
-HOST_BYTES = 64 * 2**20  # host time does not depend on the size: it is taken on cases up to this one
+HOST_BYTES = 64 * 2**20  # host time does not depend on the size: it is taken on cases up to this size
 HOST_CHUNKS = 10  # pauses in which the device catches up, so that the launch queue never fills
 DEVICE = "device"
 IN_STREAM = "in_stream"
@@ -39,9 +39,9 @@ class DeviceFailed(Exception):
 class Limits:
     """How much is measured.
 
-    replays: of a measurement; trials: replays that choose among a provider's candidates. memory_bytes: what K and V of all
-    sets may take; rotated_bytes: what they have to exceed. host_calls: calls of a host time; 0 records none.
-    in_stream: replays of a time behind another kernel; 0 records none.
+    replays: of a measurement; trials: replays that choose among a provider's candidates. memory_bytes: bytes that K and V of
+    all sets may take; rotated_bytes: bytes that they must exceed. host_calls: calls of a host time; 0 records none.
+    in_stream: replays for the time after another kernel; 0 records none.
     """
 
     replays: int
@@ -54,12 +54,12 @@ class Limits:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of one provider on one case; a record is made of it.
+    """The outcome of one provider on one case; a record is made of it.
 
-    metric: "device"; "in_stream", what a call adds to a stream behind a kernel that writes its q; or "device." or "host." and
-    a step. us: microseconds of one call. Without it, `not_supported`, `error` or a failed gate says why. floor_us, others: those
-    of the case's floor, and of every provider, of the same metric in the same run. strict: whether a failure makes the run
-    fail. machine: as record.machine has it, read while what is timed was replayed.
+    metric: "device"; "in_stream", the time that a call adds to a stream after a kernel that writes its q; or "device." or "host."
+    and a step. us: microseconds of one call. If absent, `not_supported`, `error` or a failed gate says why. floor_us, others: the
+    microseconds of the case's floor, and of every provider, by the same metric in the same run. strict: whether a failure makes
+    the run fail. machine: as record.machine has it, read during the replays.
     """
 
     case: Case
@@ -78,12 +78,12 @@ class Outcome:
 
     @property
     def ratio_to_floor(self) -> float | None:
-        """Its time over that of the case's floor, the same metric of the same case in the same run."""
+        """The time over that of the case's floor, by the same metric in the same run."""
         return None if self.us is None or self.floor_us is None else self.us.median / self.floor_us
 
     @property
     def ratio_to_plain(self) -> float | None:
-        """Its time over that of plain decode on the same caches, the same metric in the same run."""
+        """The time over that of plain decode on the same caches, by the same metric in the same run."""
         plain = self.others.get(PLAIN)
         return None if self.us is None or plain is None else self.us.median / plain
 
@@ -94,23 +94,23 @@ class Outcome:
 
     @property
     def bar(self) -> Bar | None:
-        """What the case asks of this outcome: of the device time of a plan's own choice."""
+        """The case's bar, if this outcome is the device time of a plan's own choice."""
         return bar_of(self.case) if self.provider == "ours" and self.metric == DEVICE else None
 
     @property
     def bar_met(self) -> bool | None:
-        """Whether the bar is met; None where there is no bar, or no time to hold against it."""
+        """Whether the bar is met; None if there is no bar, or no time to compare with it."""
         return None if self.bar is None or self.us is None else self.bar.met(self.us.median, self.floor_us, self.others)
 
     @property
     def reason(self) -> str:
-        """Why there is no time; empty where there is one."""
+        """The reason why there is no time; empty if there is one."""
         if self.gate is not None and not self.gate.passed:
             return self.gate.reason
         return self.error or (f"not supported: {self.not_supported}" if self.not_supported else "")
 
     def fields(self) -> dict[str, object]:
-        """The part of a record that is this outcome's: what is None is left out."""
+        """This outcome's part of a record; fields that are None are left out."""
         fields = {
             "provider": self.provider,
             "version": self.version,
@@ -138,9 +138,9 @@ class Contender:
 
 
 def measure(case: Case, providers: Sequence[Provider], limits: Limits, clock: Clock, device: torch.device) -> list[Outcome]:
-    """Measure `providers` on one case; those that may read unused slots are prepared last, after the NaN is cleared.
+    """Measures `providers` on one case; those that may read unused slots are prepared last, after NaN is cleared there.
 
-    A provider that fails leaves an outcome and does not stop the others. Raises DeviceFailed where the device is lost.
+    A provider that fails leaves an outcome and does not stop the others. Raises DeviceFailed if the device is lost.
     """
     strict = {provider.name: provider.tolerance in (OURS, EXACT) for provider in providers}
     pairs = [(provider, Outcome(case, provider.name, provider.version(), strict[provider.name])) for provider in providers]
@@ -166,7 +166,7 @@ def measure(case: Case, providers: Sequence[Provider], limits: Limits, clock: Cl
 
 @contextmanager
 def surviving(blank: Outcome, contenders: Sequence[Contender]) -> Iterator[None]:
-    """Inside, contenders are timed together. Raises DeviceFailed, with `blank` as the outcome, where the device is lost."""
+    """A context to time contenders together. Raises DeviceFailed, with `blank` as the outcome, if the device is lost."""
     try:
         yield
     except RuntimeError as error:
@@ -175,14 +175,14 @@ def surviving(blank: Outcome, contenders: Sequence[Contender]) -> Iterator[None]
 
 
 def beside_the_floor(outcomes: Iterable[Outcome]) -> list[Outcome]:
-    """The outcomes of one metric of a case, each with the times of all, that of the case's floor by itself."""
+    """The outcomes of one metric of a case, each with the times of all providers, and the floor's time as floor_us."""
     found = list(outcomes)
     times = {outcome.provider: outcome.us.median for outcome in found if outcome.us}
     return [replace(outcome, floor_us=times.get(outcome.case.floor), others=times) for outcome in found]
 
 
 def enter(provider: Provider, blank: Outcome, inputs: Inputs | AppendInputs, limits: Limits, clock: Clock) -> Contender | Outcome:
-    """Prepare, gate and capture one provider: a contender, or the outcome that says why it is none."""
+    """Prepares, gates and captures one provider: returns a contender, or the outcome that says why there is none."""
     try:
         reason = provider.available()
         if reason:
@@ -229,7 +229,7 @@ def fastest(rotations: Sequence[Rotation], replays: int, clock: Clock) -> int:
 
 
 def in_stream_outcomes(contenders: Sequence[Contender], inputs: Inputs, limits: Limits, clock: Clock) -> list[Outcome]:
-    """What each contender's calls add to a stream in which another kernel, which writes the call's q, runs before each.
+    """The time that each contender's calls add to a stream in which a kernel that writes the call's q runs before each call.
 
     Replays of such pairs are interleaved with replays of the writing kernels alone; the difference within a round is a sample.
     """
@@ -252,12 +252,12 @@ def in_stream_outcomes(contenders: Sequence[Contender], inputs: Inputs, limits: 
 
 
 def writer(q: torch.Tensor) -> Callable[[], object]:
-    """A small kernel that writes `q`, with what it holds. A graph has copy_ of a contiguous tensor as no kernel but a memcpy."""
+    """A small kernel that writes q's own values to q. In a graph, copy_ of a contiguous tensor is a memcpy and no kernel."""
     return partial(torch.mul, q.clone(), 1, out=q)
 
 
 def beyond(blank: Outcome, together: Timing, alone: Timing) -> Outcome:
-    """The outcome of calls that were timed together with others, whose time alone is taken off."""
+    """The outcome of calls that were timed together with others; the others' time alone is subtracted."""
     try:
         return replace(blank, us=added(together, alone))
     except ValueError as lost:
@@ -265,7 +265,7 @@ def beyond(blank: Outcome, together: Timing, alone: Timing) -> Outcome:
 
 
 def step_outcomes(contender: Contender, limits: Limits, clock: Clock) -> list[Outcome]:
-    """The device and the host time of each step that the contender names, one outcome each; host times of small cases only."""
+    """The device and host times of the steps that the contender names, one outcome each; host times for small cases only."""
     candidate, blank = contender.candidate, replace(contender.outcome, gate=None, floor_us=None, others={}, detail=None)
     timed: list[tuple[str, Callable[[], Timing]]] = [
         (f"{DEVICE}.{step}", partial(device_time, call, limits.replays, clock)) for step, call in candidate.device.items()
@@ -286,7 +286,7 @@ def device_time(call: Callable[[], object], replays: int, clock: Clock) -> Timin
 
 
 def timed_outcome(blank: Outcome, time_of: Callable[[], Timing], clock: Clock) -> Outcome:
-    """What `time_of` says of a step, or the error that it raised."""
+    """The outcome of a step: the time that `time_of` returns, or the error that it raised."""
     try:
         return replace(blank, us=time_of())
     except Exception as error:
@@ -294,7 +294,7 @@ def timed_outcome(blank: Outcome, time_of: Callable[[], Timing], clock: Clock) -
 
 
 def failed(blank: Outcome, error: Exception, clock: Clock) -> Outcome:
-    """The outcome of a provider that raised `error`. Raises DeviceFailed where the device did not survive it."""
+    """The outcome of a provider that raised `error`. Raises DeviceFailed if the device did not survive it."""
     outcome = replace(blank, error=f"{type(error).__name__}: {error}")
     try:
         clock.synchronize()

@@ -8,20 +8,20 @@ from perf.cases import PARTS, PLAIN, Bar, Case, EightBit, attention_case, fixed,
 
 K = 1024
 STORAGE: tuple[tuple[int, EightBit | None], ...] = ((16, None), (16, "e4m3"), (64, None), (64, "e4m3"))  # page size, KV dtype
-CHUNK = (1, 8 * K, 2 * K)  # a request, its tokens, of which so many are new
+CHUNK = (1, 8 * K, 2 * K)  # one request, its tokens, and how many of them are new
 DECODE_BATCH = ((60, 4 * K, 1), CHUNK)
 VERIFY_BATCH = ((60, 4 * K, 4), CHUNK)
 THREE_KINDS = ((40, 4 * K, 1), (20, 4 * K, 4), CHUNK)
 PARTS_BAR = Bar("ratio", 1.0, beside=PARTS)
 
-# requests, tokens: one query row each, through a plan for as many as a chunk has
+# requests, tokens: one query row each, through a plan for as many query rows as a chunk has
 DECODE_ROWS = ((60, 4 * K), (64, 8 * K), (64, K), (8, 8 * K), (1, 8 * K))
 LARGE_PAGES_TOO = (DECODE_ROWS[1], DECODE_ROWS[-1])
 ALONE_BAR = Bar("ratio", 1.0, 1.5, beside=PLAIN)
 
 
 def mixed_cases() -> dict[Case, Bar | None]:
-    """Batches with a chunk, held against their parts; decode rows alone, against plain decode; the chunk alone, without a bar."""
+    """Batches with a chunk, compared with their parts; decode rows alone, with plain decode; the chunk alone, without a bar."""
     found: dict[Case, Bar | None] = {}
     for batch, (page, kv_dtype) in product((DECODE_BATCH, VERIFY_BATCH, THREE_KINDS), STORAGE):
         if batch != THREE_KINDS or page == 16:

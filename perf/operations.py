@@ -16,11 +16,11 @@ from perf.weights import judge_weights
 
 @dataclass(frozen=True)
 class Procedure:
-    """What measuring an operation takes. Its floor, which the readers of records need too, is `Case.floor`.
+    """The functions that measure an operation. Its floor, which the readers of records need too, is `Case.floor`.
 
-    make(case, device, memory_bytes, rotated_bytes): the inputs that providers run on. Raises MemoryError. judge(inputs, index,
-    call, tolerance): runs `call` on set `index` and compares what it gives. has_query: whether a kernel before may write its q,
-    behind which it is timed in a stream.
+    make(case, device, memory_bytes, rotated_bytes): makes the providers' inputs. Raises MemoryError. judge(inputs, index, call,
+    tolerance): runs `call` on set `index` and judges the result. has_query: whether a preceding kernel may write the operation's
+    q, so that it is also timed in a stream after such a kernel.
     """
 
     make: Callable[..., Any]

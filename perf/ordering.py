@@ -8,7 +8,7 @@ USUAL_HEADS = (32, 8, 128)
 
 
 def reading_order(case: Case) -> tuple[object, ...]:
-    """A key to sort by: operation, mixed batches last, then batch, longest row and query rows; of those the usual heads first."""
+    """A sort key: operation, mixed batches last, then batch, longest row and query rows; among equals the usual heads first."""
     heads = (case.num_heads, case.num_kv_heads, case.head_dim)
     tokens = case.tokens()
     size = (case.batch_size, max(tokens, default=0), sum(tokens), case.q_rows)

@@ -41,14 +41,14 @@ LIBRARY = re.compile(r"(?:(?P<owner>.+)'s )?FA3, sha256 of the \.so (?P<digest>\
 KV_DTYPES = ("bf16", *get_args(EightBit))
 MAX_CASES = 13
 PAGES = (16, 64)  # page sizes to choose cases from: the first that has any
-LONG_PAGES = (0, 64)  # those of long queries, 0 contiguous: on others they are within some percent of these
+LONG_PAGES = (0, 64)  # page sizes for long queries, 0 for contiguous: other page sizes are within some percent of these
 
 WIDTH, MARGIN = 900, 32
 BARS_LEFT, BARS_RIGHT = 172, 716
 VALUE_RIGHT, US_RIGHT = 800, WIDTH - MARGIN
 STEP, BAR, GROUP_GAP = 14, 10, 16
 TOP, FOOTER, LABEL_STEP, NOTE_STEP = 146, 76, 15, 17
-LABEL_CHARACTERS = 21  # of a line that stays left of the bars
+LABEL_CHARACTERS = 21  # the most characters of a line that stays left of the bars
 STYLE = """
 text { font: 12px system-ui, -apple-system, "Segoe UI", "Helvetica Neue", Arial, sans-serif; fill: #1f2328 }
 .card { fill: #ffffff; stroke: #d8dee4 }
@@ -72,7 +72,7 @@ text { fill: #e6edf3 }
 
 @dataclass(frozen=True)
 class Bar:
-    """One bar. length: what its Measure says of the record; where it is None, `reason` is written in the bar's place."""
+    """One bar. length: its Measure's value for the record; if it is None, `reason` is written in the bar's place."""
 
     record: Record
     length: float | None
@@ -81,11 +81,11 @@ class Bar:
 
 @dataclass(frozen=True)
 class Measure:
-    """What bars show. of: their lengths, None where a record has none; written, with `unit` and so many decimals, below `head`.
+    """The quantity that bars show. of: a record's length, or None; lengths are written with `unit` and decimals below `head`.
 
-    words: what a length is, written after it. axis: the title of the axis. ticks: of the axis, the last of which all bars have
-    room for. limit: a tick and what is written at it, or None. lacking: why a record without a reason of its own has no length.
-    compare: what to compare where the bars of a case are of several runs.
+    words: the meaning of a length, written after it. axis: the title of the axis. ticks: of the axis; all bars have room for the
+    last tick. limit: a tick and its text, or None. lacking: why a record without a reason of its own has no length. compare: the
+    value to compare if the bars of a case are from several runs.
     """
 
     title: str
@@ -106,7 +106,7 @@ class Measure:
 
 
 def newest_of(records: Iterable[Record]) -> Newest:
-    """The newest device time of each case and provider; of equal times the later line's. Cases in order of appearance."""
+    """The newest device time of each case and provider; for equal timestamps the later line. Cases in order of appearance."""
     newest: dict[str, dict[str, Record]] = {}
     for record in records:
         if record.metric != DEVICE:
@@ -118,7 +118,7 @@ def newest_of(records: Iterable[Record]) -> Newest:
 
 
 def share(record: Record) -> float | None:
-    """Bandwidth in percent of the plain read's in the same run. None without both times, and where no read is the floor."""
+    """Bandwidth in percent of the plain read's in the same run. None without both times, and if the floor is no read."""
     return None if record.us is None or record.ratio is None or record.case.long else 100 / record.ratio
 
 
@@ -157,9 +157,9 @@ def bars(of_case: Mapping[str, Record], measure: Measure = READ) -> list[Bar]:
 
 
 def default_cases(newest: Newest, kv_dtype: str = "bf16") -> list[str]:
-    """The decode cases of a bf16 q over such caches, without scales, with pages of 16 (else 64), at most MAX_CASES.
+    """The decode cases of a bf16 q over caches of kv_dtype, without scales, with pages of 16 (else 64), at most MAX_CASES.
 
-    They are those that we and most peers have a time of, barred ones first.
+    We and most peers have a time for each of these cases; cases with a bar come first.
     """
     dtypes = "bf16" if kv_dtype == "bf16" else f"bf16 q, {kv_dtype} KV"
     for page in PAGES:
@@ -175,7 +175,7 @@ def default_cases(newest: Newest, kv_dtype: str = "bf16") -> list[str]:
 
 
 def long_cases(newest: Newest) -> list[str]:
-    """The long queries in bf16 that we and a peer have a time of, contiguous and on pages of LONG_PAGES, at most MAX_CASES."""
+    """The long queries in bf16 that we and a peer have times for, contiguous and on pages of LONG_PAGES, at most MAX_CASES."""
     found = []
     for name, of_case in newest.items():
         timed = [bar.record for bar in bars(of_case, RATE) if bar.length is not None]
@@ -193,7 +193,7 @@ def in_order(newest: Newest, names: Iterable[str]) -> list[str]:
 
 
 def matching_cases(newest: Newest, patterns: Iterable[str]) -> list[str]:
-    """The cases that the globs match, each once, in the order of the globs. Raises ValueError for one that matches none."""
+    """The cases that the globs match, each once, in the order of the globs. Raises ValueError for a glob that matches none."""
     chosen: dict[str, None] = {}
     for pattern in patterns:
         matches = [name for name, of_case in newest.items() if fnmatchcase(name, pattern) and bars(of_case)]
@@ -204,7 +204,7 @@ def matching_cases(newest: Newest, patterns: Iterable[str]) -> list[str]:
 
 
 def draw(cases: Sequence[Sequence[Bar]], measure: Measure = READ) -> str:
-    """The picture of several cases as SVG text: one group of bars a case. A provider without any time gets a line instead.
+    """The picture of several cases as SVG text: one group of bars per case. A provider without any time gets a line instead.
 
     Raises ValueError when no bar has a length.
     """
@@ -298,7 +298,7 @@ def draw_group(
 
 
 def footer(cases: Sequence[Sequence[Bar]], timed: set[str], measure: Measure) -> list[str]:
-    """The lines below the picture: who has no time at all, who rounds q, versions, and where the numbers come from."""
+    """The lines below the picture: providers without any time, providers that round q, versions, and the numbers' origin."""
     every = [bar for case in cases for bar in case]
     absent = {bar.record.provider: bar.reason for bar in reversed(every) if bar.record.provider not in timed}
     shown = [bar.record for bar in every if bar.record.provider in timed]
@@ -320,12 +320,12 @@ def footer(cases: Sequence[Sequence[Bar]], timed: set[str], measure: Measure) ->
 
 
 def named(name: str, version: str) -> str:
-    """A provider with its version, which may begin with its name."""
+    """A provider's name with its version; the version may already begin with the name."""
     return f"{name} {readable(version).removeprefix(name).strip()}"
 
 
 def readable(version: str) -> str:
-    """A version without file names and digests: a library of FlashAttention-3 is named by whose build it is."""
+    """A version without file names and digests: a library of FlashAttention-3 is named by the project that built it."""
     if version == VLLM_LIBRARY:
         return "as vLLM builds it"
     found = LIBRARY.fullmatch(version)
@@ -342,7 +342,7 @@ def gpus(records: Sequence[Record]) -> list[str]:
 def add(
     parent: ElementTree.Element, tag: str, text: str = "", css: str = "", anchor: str = "", **numbers: float
 ) -> ElementTree.Element:
-    """Append an SVG element; the text loses what XML cannot hold, such as control characters."""
+    """Appends an SVG element; characters that XML cannot hold, such as control characters, are dropped from the text."""
     attributes = {name: f"{number:.2f}".rstrip("0").rstrip(".") for name, number in numbers.items()}
     attributes |= {"class": css} if css else {}
     attributes |= {"text-anchor": anchor} if anchor else {}

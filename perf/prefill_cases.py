@@ -1,4 +1,4 @@
-"""Long queries: whole prompts, and chunks of them over what is cached already; the tensor core is their limit."""
+"""Long queries: whole prompts, and chunks of prompts over tokens that are cached already; the tensor core is their limit."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SMALL_PAGE = 1  # no TMA box brings it
 OTHER_HEADS = ((64, 8, 64), (32, 8, 96), (16, 8, 256))
 STORAGE: tuple[tuple[EightBit | None, Scale | None], ...] = (("e4m3", None), ("int8", "token-f16"))
 
-# requests, new tokens of each, and tokens with those that were cached before
+# (requests with all their tokens, including those cached before; new tokens of each request)
 CHUNKS: tuple[tuple[Rows, int], ...] = ((fixed(1, 64 * K), 512), (fixed(1, 32 * K), 2 * K), (fixed(16, 2 * K), 512))
 CHUNK_BAR = Bar("ratio", 1 / 1.05, beside=FA4, peer=FA3)
 
@@ -25,7 +25,7 @@ CHUNK_BAR = Bar("ratio", 1 / 1.05, beside=FA4, peer=FA3)
 def prefill_cases() -> dict[Case, Bar | None]:
     """Prompts of one request, causal: contiguous and over pages, other head_dims, and 8-bit caches.
 
-    Pages of one token and 8 bits have no bar: theirs are other cases of the set.
+    Pages of one token and 8-bit caches have no bar: they are compared with other cases of the set.
     """
     found: dict[Case, Bar | None] = {}
     for tokens in LENGTHS:

@@ -1,7 +1,7 @@
 """A kernel that only reads: the floor that every time is divided by.
 
-It loads two buffers with 16-byte loads that bypass L1 and xors them together. How a GPU reaches its read ceiling depends
-on the size, so there are a few launch shapes, each as a plain launch and with programmatic dependent launch; the caller
+It loads two buffers with 16-byte loads that bypass L1 and xors them together. The launch that reaches a GPU's read ceiling
+depends on the size, so there are a few launch shapes, each as a plain launch and with programmatic dependent launch; the caller
 times all and keeps the fastest. A dependent launch loads nothing before its wait: a decode kernel may not read K and V there
 either.
 """
@@ -22,11 +22,11 @@ WORDS = VECTOR_BYTES // 4
 
 @dataclass(frozen=True)
 class ReadShape:
-    """A launch of the read kernel: `threads` a CTA, each loading `unroll` vectors of K and as many of V in one step.
+    """A launch of the read kernel: `threads` per CTA, each loading `unroll` vectors of K and as many of V in one step.
 
     ctas_per_sm: CTAs of a persistent grid; 0 gives every CTA one tile. ptxas keeps to 32 registers, so an SM holds 2,048
     threads with 4 or 5 loads each in flight: at least 128 KiB. overlap: whether it is launched with programmatic dependent
-    launch, so that its CTAs start while the kernel before it ends.
+    launch, so that its CTAs start while the previous kernel ends.
     """
 
     threads: int
@@ -121,9 +121,9 @@ def _launch(
 
 @lru_cache
 def compile_read(threads: int, unroll: int, overlap: bool = False, dump_options: str = "") -> Callable:
-    """Compile one launch shape for sm_90a: fn(k, v, sink, num_ctas) over int32 tensors [vectors, 4] and [1].
+    """Compiles one launch shape for sm_90a: fn(k, v, sink, num_ctas) over int32 tensors [vectors, 4] and [1].
 
-    overlap: as ReadShape has it. dump_options: further compiler options, such as those that keep the PTX.
+    overlap: as in ReadShape. dump_options: further compiler options, such as those that keep the PTX.
     """
     vectors = cute.sym_int64()
     buffers = [make_fake_tensor(cutlass.Int32, (vectors, WORDS), (WORDS, 1), assumed_align=VECTOR_BYTES) for _ in "kv"]

@@ -1,4 +1,4 @@
-"""One JSON line a case and provider, appended to results/<gpu>.jsonl and never rewritten."""
+"""One JSON line per case and provider, appended to results/<gpu>.jsonl and never rewritten."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ SMI_FIELDS = {
 
 
 def case_fields(case: Case) -> dict[str, object]:
-    """What a record holds of its case: the name, the batch, and every field.
+    """The fields of a record that describe its case: the name, the batch, and every field of the case.
 
-    Left out: those that are None, and the operation of a decode step.
+    Fields that are None, and the operation of a decode step, are left out.
     """
     fields = asdict(case) | {"lengths": {"rule": type(case.lengths).__name__, **asdict(case.lengths)}}
     stored = {name: value for name, value in fields.items() if value is not None and value != "decode"}
@@ -45,12 +45,12 @@ def case_fields(case: Case) -> dict[str, object]:
 
 
 def ratio_field(case: Case) -> str:
-    """The name under which a record has its time over that of the case's floor."""
+    """The name of a record's field that holds its time over the time of the case's floor."""
     return "ratio_to_wgmma" if case.floor == WGMMA else "ratio_to_read"
 
 
 def append(path: Path, record: Mapping[str, object]) -> None:
-    """Append one record as one line."""
+    """Appends one record as one line."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", encoding="utf-8") as file:
         file.write(json.dumps(plain(record), allow_nan=False) + "\n")
@@ -71,7 +71,7 @@ def plain(value: object) -> object:
 
 @cache
 def environment() -> dict[str, object]:
-    """What does not change during a run: commit, versions, host. The commit is PERF_COMMIT where there is no git."""
+    """The facts that do not change during a run: commit, versions, host. Without git the commit is PERF_COMMIT."""
     versions = {"python": platform.python_version(), "cuda": torch.version.cuda}
     return {"schema": SCHEMA, **commit(), "versions": versions | {name: package_version(name) for name in PACKAGES}}
 
@@ -95,9 +95,9 @@ def commit() -> dict[str, object]:
 
 
 def machine(device: torch.device) -> dict[str, object]:
-    """Which GPU it is, its driver, and its clocks, power and temperature right now; empty for another kind of device.
+    """Which GPU `device` is, its driver, and its clocks, power and temperature right now; empty for another kind of device.
 
-    id: the first 12 hexadecimal digits of the SHA-256 of the UUID. The rest is left out where nvidia-smi does not tell.
+    id: the first 12 hexadecimal digits of the SHA-256 of the UUID. Values that nvidia-smi does not tell are left out.
     """
     if device.type != "cuda":
         return {}
@@ -114,7 +114,7 @@ def digest(data: bytes, digits: int) -> str:
 
 
 def number(text: str) -> float | str:
-    """`text` as a number where it is one; a driver version such as 580.95.05 stays text."""
+    """`text` as a number if it is one; a driver version such as 580.95.05 stays text."""
     try:
         return float(text)
     except ValueError:
@@ -127,7 +127,7 @@ def timestamp() -> str:
 
 
 def output(command: list[str]) -> str | None:
-    """What a command prints, or None where it is missing or fails."""
+    """The output of a command, or None if the command is missing or fails."""
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout.strip()
     except (OSError, subprocess.SubprocessError):

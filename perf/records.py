@@ -19,7 +19,7 @@ from perf.record import SCHEMA, ratio_field
 from perf.timing import Timing
 
 T = TypeVar("T")
-PAGED_ONLY = "its cache is paged"  # how a provider refuses a contiguous case, which its library may well serve
+PAGED_ONLY = "its cache is paged"  # a provider's reason to refuse a contiguous case, which its library may well serve
 RESULTS = (DEVICE, IN_STREAM)  # the metrics that time the call whose result is gated
 
 ProblemKind = Literal["truncated", "foreign", "malformed", "no gate", "unknown GPU", "duplicate"]
@@ -27,7 +27,7 @@ ProblemKind = Literal["truncated", "foreign", "malformed", "no gate", "unknown G
 
 @dataclass(frozen=True)
 class Problem:
-    """A line that is not used, and why. Of a duplicate, the later line is used."""
+    """A line that is not used, and why. If a line is repeated, the later one is used."""
 
     path: Path
     line: int
@@ -39,7 +39,7 @@ class Problem:
 
 
 class BadLine(ValueError):
-    """What is wrong with a line."""
+    """The error for a line that is no record; its text says what is wrong."""
 
     def __init__(self, kind: ProblemKind, text: str) -> None:
         self.kind, self.text = kind, text
@@ -48,10 +48,10 @@ class BadLine(ValueError):
 
 @dataclass(frozen=True)
 class Record:
-    """What one provider did on one case. us: microseconds a call; without them `reason` says why.
+    """The result of one provider on one case. us: microseconds per call; without them `reason` says why.
 
-    ratio: the median over that of the case's floor in the same run, where the record has it. kv_dtype: of the cache; k_scale,
-    v_scale: "none" or what carries a scale. bar_met: None where the case has no bar, or no time to hold against it.
+    ratio: the median over that of the case's floor in the same run, if the record has it. kv_dtype: of the cache; k_scale,
+    v_scale: "none", or the granularity of the scales. bar_met: None if the case has no bar, or no time to compare with it.
     fields: the line as it was read.
     """
 
@@ -84,18 +84,18 @@ class Record:
 
     @property
     def run(self) -> tuple[object, ...]:
-        """What records share whose times were taken interleaved: the device, the state of the checkout, the case, the time."""
+        """The values that records share if they were timed interleaved: device, state of the checkout, case and time."""
         return (self.gpu, self.machine, self.revision, self.name, self.time)
 
     @property
     def tflops(self) -> float | None:
-        """The rate of a long query; None where it computes something else, has no time, or is limited by the memory."""
+        """The rate of a long query; None if the record computes something else, has no time, or is limited by the memory."""
         computes = self.us is not None and self.provider not in (PLAIN, READ)
         return self.case.tflops(self.us.median) if self.us and computes and self.case.long else None
 
     @property
     def machine(self) -> str | None:
-        """Which physical GPU it ran on, as a hash of its UUID; None where the record does not say."""
+        """The physical GPU that the record is from, as a hash of its UUID; None if the record does not say."""
         found = self.fields.get("machine")
         return found.get("id") if isinstance(found, Mapping) else None
 
@@ -119,7 +119,7 @@ class Record:
 
     @property
     def dtypes(self) -> str:
-        """The dtype of q, or of what is appended, that of the cache where it differs, and what carries a scale."""
+        """The dtype of q, or of the appended values, the cache's if it differs, and the granularity of the scales."""
         incoming = self.case.dtype if self.case.operation == "append" else f"{self.case.dtype} q"
         dtype = self.case.dtype if self.kv_dtype == self.case.dtype else f"{incoming}, {self.kv_dtype} KV"
         return dtype if self.case.kv_scale is None else f"{dtype}, {self.case.kv_scale} scales"
@@ -130,14 +130,14 @@ class Record:
 
     @property
     def options(self) -> tuple[str, ...]:
-        """What sets a case apart besides its rows, heads, dtypes and pages."""
+        """The options that set a case apart in addition to its rows, heads, dtypes and pages."""
         case = self.case
         tables = tuple(option.upper() for option in (case.layout, case.table_format) if option in ("NHD", "csr"))
         return (*tables, *((case.lengths.kind,) if isinstance(case.lengths, Spread) else ()), *case.score_labels)
 
     @property
     def traits(self) -> tuple[str, ...]:
-        """What sets a case apart besides its rows and heads."""
+        """The traits that set a case apart in addition to its rows and heads."""
         return (self.dtypes, self.pages, *self.options)
 
 
@@ -164,7 +164,7 @@ def read_records(paths: Iterable[Path]) -> tuple[list[Record], list[Problem]]:
 
 
 def parse(line: bytes, path: Path = Path(), number: int = 0) -> Record:
-    """The record in one line. Raises BadLine."""
+    """The record that one line holds. Raises BadLine."""
     try:
         entry = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -229,14 +229,14 @@ def parse_case(entry: Mapping[str, Any]) -> Case:
 
 
 def parse_timing(us: Mapping[str, Any]) -> Timing:
-    """A record's times. `samples` is empty in records older than it."""
+    """A record's times. `samples` is empty in records that are older than this field."""
     times = {name: positive(f"us.{name}", us[name]) for name in ("median", "p20", "p80")}
     samples = tuple(positive("us.samples", sample) for sample in us.get("samples") or ())
     return Timing(**times, replays=int(us["replays"]), samples=samples)
 
 
 def parse_gate(gate: Mapping[str, Any]) -> GateResult:
-    """A record's gate. Raises ValueError where it does not say whether it was passed."""
+    """A record's gate. Raises ValueError if it does not say whether it was passed."""
     names = ("error", "torch_error", "lse_error", "relative_error", "used")
     errors = {name: None if gate.get(name) is None else float(gate[name]) for name in names}
     tolerance = None if gate.get("tolerance") is None else parse_tolerance(gate["tolerance"])
@@ -251,7 +251,7 @@ def parse_tolerance(asked: Mapping[str, float]) -> Tolerance:
 
 
 def check_gpu(record: Record) -> None:
-    """Raises BadLine for a GPU that no model names, or one that is not its file's."""
+    """Raises BadLine for a GPU name without a model, or for a GPU that is not its file's."""
     slug = DeviceFacts("cuda", record.gpu, None, 1).slug
     if slug == "cuda":
         raise BadLine("unknown GPU", f"gpu {record.gpu!r} names no model")
@@ -260,9 +260,9 @@ def check_gpu(record: Record) -> None:
 
 
 def check_gate(record: Record) -> None:
-    """Raises BadLine for a time of a result that no passed gate stands behind.
+    """Raises BadLine for a time whose result passed no gate.
 
-    Host times, the floors, and steps beside the call ("device.plan") have no result.
+    Host times, the floors, and steps other than the call ("device.plan") have no result.
     """
     if record.us is None or record.metric not in RESULTS or record.provider in FLOORS:
         return
@@ -271,7 +271,7 @@ def check_gate(record: Record) -> None:
 
 
 def get(entry: Mapping[str, Any], name: str, kind: type[T]) -> T:
-    """A field of an object. Raises ValueError where it is absent or of another type."""
+    """A field of an object. Raises ValueError if it is absent or of another type."""
     value = entry.get(name)
     if not isinstance(value, kind):
         raise ValueError(f"{name} is {value!r}, not {kind.__name__}")
@@ -286,7 +286,7 @@ def positive(name: str, value: float) -> float:
 
 
 def reason(entry: Mapping[str, Any]) -> str:
-    """Why a record has no time, in words; empty where it does not say."""
+    """Why a record has no time, in words; empty if it does not say."""
     if entry.get("not_supported") == PAGED_ONLY:
         return "not measured here: this provider runs it over pages only"
     texts = {"not supported": entry.get("not_supported"), "failed": entry.get("error")}

@@ -1,4 +1,4 @@
-"""The table that a run ends with."""
+"""The table at the end of a run."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from perf.measure import DEVICE, Outcome
 
 
 def progress(console: Console) -> Progress:
-    """A bar of how many cases are done, and what is being measured."""
+    """A progress bar with the number of finished cases and the current measurement."""
     columns = (SpinnerColumn(), TextColumn("{task.description}"), MofNCompleteColumn(), TimeElapsedColumn())
     return Progress(*columns, console=console)
 
 
 def summary(outcomes: Sequence[Outcome]) -> Table:
-    """One row a case: each provider's microseconds and ratio to the floor, then the bar and whether it is met."""
+    """One row per case: each provider's microseconds and ratio to the floor, then the bar and whether it is met."""
     device = [outcome for outcome in outcomes if outcome.metric == DEVICE]
     providers = list(dict.fromkeys(outcome.provider for outcome in device))
     table = Table(title="device time, us (ratio to read; of long queries TFLOPS, ratio to wgmma), relative error")
@@ -38,12 +38,11 @@ def summary(outcomes: Sequence[Outcome]) -> Table:
 
 
 def cell(outcome: Outcome) -> Text:
-    """A provider's time, its rate of long queries, its ratio to the floor, and its relative error in percent; or one word for why
-    there is none."""
+    """A provider's time, rate (long queries), ratio to the floor and relative error in percent; or one word why there is none."""
     if outcome.us is None:
         word = "-" if outcome.not_supported else "error" if outcome.error else "wrong"
         return Text(word, style="red" if word != "-" else "dim")
-    less = outcome.case.long and outcome.provider == PLAIN  # which has one query row of the case's
+    less = outcome.case.long and outcome.provider == PLAIN  # PLAIN has only one of the case's query rows
     rate = [f"{outcome.case.tflops(outcome.us.median):.0f} TFLOPS"] if outcome.case.long and not less else []
     beside = [] if outcome.ratio_to_floor is None or less else [f"{outcome.ratio_to_floor:.3f}"]
     ratio = f" ({', '.join(rate + beside)})" if rate or beside else ""
@@ -53,7 +52,7 @@ def cell(outcome: Outcome) -> Text:
 
 
 def verdict(row: Iterable[Outcome]) -> Text:
-    """The bar of a case and what became of it: of the first outcome that has one, the plan's own choice."""
+    """The bar of a case and whether it is met, from the first outcome that has one, the plan's own choice."""
     for outcome in row:
         if outcome.bar is not None:
             word, style = {True: ("met", "green"), False: ("missed", "red"), None: ("not measured", "yellow")}[outcome.bar_met]

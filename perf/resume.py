@@ -1,4 +1,4 @@
-"""What a run that is made in several calls still has to do, and whether there is time for one more case."""
+"""A run in several calls: the cases that it still has to do, and whether there is time for one more."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from perf.records import Record
 
 
 def unfinished(cases: Sequence[Case], records: Iterable[Record], providers: Iterable[str], commit: str) -> list[Case]:
-    """The cases that lack a record of some provider, in one run at the unchanged `commit`; those never tried come first.
+    """The cases that lack a record of some provider, in one run at the unchanged `commit`; cases never tried come first.
 
-    A reason for the absence of a time is a record too. Only records of one run count together: its providers were interleaved.
+    A record with a reason in place of a time counts too. Only records of one run count together: its providers were interleaved.
     """
     wanted = set(providers)
     tried: dict[str, dict[object, set[str]]] = {}
@@ -27,7 +27,7 @@ def unfinished(cases: Sequence[Case], records: Iterable[Record], providers: Iter
 
 @dataclass
 class Deadline:
-    """Stops a run between cases: before one that would end too late if it took as long as the longest so far.
+    """Stops a run between cases: before a case that would end too late if it took as long as the longest so far.
 
     seconds: from now on; None never ends. The first case is always measured.
     """
@@ -42,7 +42,7 @@ class Deadline:
         self._start = self.clock()
 
     def allows_another(self) -> bool:
-        """Whether there is time for a case. Asked before each one: the time between two answers is what a case takes."""
+        """Whether there is time for a case. Called before each case: the time between two calls is the time of a case."""
         now = self.clock()
         if self._last is not None:
             self._longest = max(self._longest, now - self._last)

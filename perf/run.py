@@ -1,4 +1,4 @@
-"""python -m perf.run: gate, time and record cases by provider."""
+"""python -m perf.run: gates, times and records cases by provider."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def main(
 
 
 def still_to_run(cases: list[Case], competitors: list[Provider], paths: list[Path]) -> list[Case]:
-    """The cases without complete records at this commit; in a changed checkout all of them, since nothing names its state."""
+    """The cases without complete records at this commit; in a changed checkout all cases, since nothing names its state."""
     facts = environment()
     if facts["commit"] is None or facts["dirty"]:
         console.print("[yellow]--resume: the checkout is not a commit, so no record counts and every case is measured")
@@ -100,7 +100,7 @@ def still_to_run(cases: list[Case], competitors: list[Provider], paths: list[Pat
 
 
 def compile_ahead(competitors: list[Provider], cases: list[Case]) -> None:
-    """Let the competitors that can compile for all cases at once do so."""
+    """Lets the competitors that can compile for all cases at once do so."""
     for provider in competitors:
         if cases and isinstance(provider, CompilesAhead) and provider.available() is None:
             start = time.perf_counter()
@@ -112,7 +112,7 @@ def compile_ahead(competitors: list[Provider], cases: list[Case]) -> None:
 def run_cases(
     cases: list[Case], competitors: list[Provider], limits: Limits, device: torch.device, path: Path, deadline: Deadline
 ) -> tuple[list[Outcome], int]:
-    """Measure the cases and append their records as soon as they are known: (outcomes, cases left over).
+    """Measures the cases and appends their records as soon as they are known: (outcomes, number of cases left over).
 
     The deadline ends the run early, and so does a lost device.
     """
@@ -145,7 +145,7 @@ def run_cases(
 
 
 def required(name: str, text: str) -> list[str]:
-    """The words of an option. Raises ValueError where it has none."""
+    """The words of an option. Raises ValueError if it has none."""
     words = split(text)
     if not words:
         raise ValueError(f"{name}: {text!r} names nothing")

@@ -1,4 +1,4 @@
-"""What changes the scores of a case of attention: the tensors that it takes, and the same in plain PyTorch, for the reference.
+"""The score modifiers of an attention case: their tensors, and the modified scores in plain PyTorch, for the reference.
 
 A score is scaled, then capped, then biased, then masked. Query row i of n of a request with T tokens stands at T - n + i.
 """
@@ -19,7 +19,7 @@ NO_SCORE = float("-inf")
 
 @dataclass(frozen=True)
 class ScoreOperands:
-    """alibi_slopes, sinks: f32 [num_heads]. tree_mask: int32 [batch * q_len, words]. Each is None where the case has none.
+    """alibi_slopes, sinks: f32 [num_heads]. tree_mask: int32 [batch * q_len, words]. Each is None if the case has none.
 
     Bit j of a row of the mask says whether the row sees new token j of its own request.
     """
@@ -29,7 +29,7 @@ class ScoreOperands:
     tree_mask: torch.Tensor | None = None
 
     def given(self) -> dict[str, torch.Tensor]:
-        """Those that there are, by name."""
+        """The operands that are not None, by name."""
         return {name: tensor for name, tensor in vars(self).items() if tensor is not None}
 
 
@@ -37,7 +37,7 @@ NO_OPERANDS = ScoreOperands()
 
 
 def make_operands(case: Case, device: torch.device) -> ScoreOperands:
-    """The tensors of a case; the same each time. Sinks are numbers that bf16 has, since a peer takes them so."""
+    """The tensors of a case; the same each time. Sinks are numbers that bf16 holds exactly, since a peer takes them in bf16."""
     slopes = sinks = tree = None
     if case.alibi:
         slopes = 2.0 ** (-8.0 / case.num_heads * torch.arange(1, case.num_heads + 1))
@@ -52,7 +52,7 @@ def make_operands(case: Case, device: torch.device) -> ScoreOperands:
 
 
 def tree_rows(count: int, draw: random.Random) -> list[int]:
-    """The drafts that each of `count` drafts of a random tree sees, as bits: itself and those on its way from the root."""
+    """The drafts that each of `count` drafts of a random tree sees, as bits: itself and the drafts on its path from the root."""
     seen: list[int] = []
     for token in range(count):
         parent = seen[draw.randrange(token)] if token else 0
@@ -61,7 +61,7 @@ def tree_rows(count: int, draw: random.Random) -> list[int]:
 
 
 def chain_rows(count: int) -> list[int]:
-    """The same where each draft follows the one before it: a causal mask."""
+    """The same for drafts that each follow the previous one: a causal mask."""
     return [(2 << token) - 1 for token in range(count)]
 
 
@@ -97,7 +97,7 @@ def visible(case: Case, operands: ScoreOperands, rows: list[int], tokens: int, d
 
 @dataclass(frozen=True)
 class Scores:
-    """What becomes of the scores of some requests of one length, for some query heads."""
+    """The score modifiers for some requests of one length and some query heads."""
 
     case: Case
     operands: ScoreOperands
@@ -120,7 +120,7 @@ class Scores:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Attention computed in `dtype`: q [requests, q rows, heads, head_dim], k and v [requests, KV heads, tokens, head_dim].
 
-        Returns out as q is, and lse [requests, q rows, heads] (natural log), both in `dtype`. Every row sees a key.
+        Returns out in q's shape, and lse [requests, q rows, heads] (natural log), both in `dtype`. Every row sees a key.
         """
         requests, q_rows, heads, _ = q.shape
         grouped = q.to(dtype).transpose(1, 2).unflatten(1, (k.shape[1], -1)).flatten(2, 3)  # [.., KV heads, group x rows, ..]

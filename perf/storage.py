@@ -1,4 +1,4 @@
-"""What 8-bit caches of a case hold: normal values, quantised as the package does it, and what stands in slots of no row."""
+"""The contents of a case's 8-bit caches: normal values, quantised as the package does it, and fill values in unused slots."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from cute_kernels.kv.scale import NAMED_SCALES
 from cute_kernels.kv.types import KVDtype
 from perf.cases import Case
 
-INT8_RANGE = 4.0  # standard deviations that int8 holds where one scale serves many tokens
-DEAD_INT8 = 127  # int8 has no NaN: a value that shows where it is used
+INT8_RANGE = 4.0  # standard deviations that int8 holds if one scale serves many tokens
+DEAD_INT8 = 127  # int8 has no NaN: this value shows in a result that uses it
 CHUNK = 2**26  # elements that are quantised at once, in f32
 
 
 def scale_of(case: Case) -> KVScale:
-    """What carries a scale of K, and one of V."""
+    """The KVScale of a case's K and V."""
     return NAMED_SCALES[case.kv_scale or "none"]
 
 
 def storage(case: Case) -> dict[str, Any]:
-    """The fields of a descriptor that say what the caches store."""
+    """The fields of a descriptor that say how the caches store K and V."""
     scale = scale_of(case)
     return {"kv_dtype": case.kv_dtype and KVDtype(case.kv_dtype), "k_scale": scale, "v_scale": scale}
 
@@ -33,7 +33,7 @@ def storage(case: Case) -> dict[str, Any]:
 def quantize_normal(
     slots: torch.Tensor, kv_dtype: KVDtype, kv_scale: KVScale, normal: Callable[..., torch.Tensor]
 ) -> torch.Tensor | None:
-    """Fill a cache, as a view [pages, page_size, num_kv_heads, head_dim], with 16-bit normal(*shape) values, quantised.
+    """Fills a cache, as a view [pages, page_size, num_kv_heads, head_dim], with 16-bit normal(*shape) values, quantised.
 
     Returns the random scales: f32 [1] or [num_kv_heads], per token [pages, page_size, num_kv_heads], or None for none.
     """
@@ -70,12 +70,12 @@ def spread(normal: torch.Tensor) -> torch.Tensor:
 
 
 def raw(tensor: torch.Tensor) -> torch.Tensor:
-    """8-bit elements as bytes, which every operation of torch takes; others as they are."""
+    """8-bit elements as bytes, which every operation of torch takes; other elements as they are."""
     return tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
 
 
 def fill(slots: torch.Tensor, where: torch.Tensor, value: float) -> None:
-    """Write `value` as the dtype of `slots` has it, DEAD_INT8 for NaN in int8, where the mask over its first two axes says."""
+    """Writes `value`, in int8 DEAD_INT8 for NaN, to the slots that the mask `where` over the first two axes selects."""
     if slots.dtype == torch.int8:
         slots[where] = DEAD_INT8 if math.isnan(value) else round(value)
     elif slots.dtype.itemsize == 1:

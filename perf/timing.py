@@ -26,7 +26,7 @@ T = TypeVar("T")
 class Timing:
     """Microseconds of one call over `replays` replays: median, 20th and 80th percentile.
 
-    samples: that of each replay in the order of time, to 0.1 ns; empty in records older than it.
+    samples: the time of each replay in chronological order, to 0.1 ns; empty in records that are older than this field.
     """
 
     median: float
@@ -44,9 +44,9 @@ def summarize(replay_us: Sequence[float], calls: int) -> Timing:
 
 
 def added(whole: Timing, part: Timing) -> Timing:
-    """What one call adds to `part`: replay by replay, the difference of two rotations of as many calls timed interleaved.
+    """The time that one call adds to `part`: replay by replay, the difference of two interleaved rotations of as many calls.
 
-    Raises ValueError where a difference is not positive: then it is lost in the noise.
+    Raises ValueError if a difference is not positive: then it is lost in the noise.
     """
     differences = [a - b for a, b in zip(whole.samples, part.samples, strict=True)]
     if min(differences) <= 0:
@@ -56,7 +56,7 @@ def added(whole: Timing, part: Timing) -> Timing:
 
 @dataclass(frozen=True)
 class Preceded:
-    """A call right behind another, on one stream."""
+    """A call right after another call, on one stream."""
 
     before: Callable[[], object]
     call: Callable[[], object]
@@ -70,16 +70,16 @@ class Clock(Protocol):
     """How device time is taken; a rotation is whatever `capture` returns."""
 
     def capture(self, calls: Sequence[Callable[[], object]]) -> Rotation:
-        """Make one replayable rotation of `calls`, one for each input set. Each call first runs eagerly."""
+        """Makes one replayable rotation of `calls`, one for each input set. Each call first runs eagerly."""
 
     def times(self, rotations: Sequence[Rotation], replays: int) -> list[Timing]:
-        """Time each rotation `replays` times, interleaved."""
+        """Times each rotation `replays` times, interleaved."""
 
     def under_load(self, rotations: Sequence[Rotation], query: Callable[[], T]) -> T:
-        """The answer of `query`, during which the rotations are replayed, untimed."""
+        """Returns the answer of `query`, which runs while the rotations are replayed, untimed."""
 
     def synchronize(self) -> None:
-        """Wait for the device. Raises what went wrong on it."""
+        """Waits for the device. Raises the error that occurred on it."""
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ class GraphClock:
             while not answer.done():
                 for rotation in rotations:
                     rotation.replay()
-                self.synchronize()  # so that no long queue is left behind
+                self.synchronize()  # so that no long queue remains
         return answer.result()
 
     def synchronize(self) -> None:
@@ -134,7 +134,7 @@ def timed_event() -> torch.cuda.Event:
 
 @dataclass(frozen=True)
 class HostRounds:
-    """How often a host time is taken, `pause_s` seconds apart: what else a core has to do only adds, for a while."""
+    """How often a host time is taken, `pause_s` seconds apart: a core's other work only adds time, and only for a while."""
 
     count: int = 4
     pause_s: float = 0.05
@@ -143,9 +143,9 @@ class HostRounds:
 def host_time(
     call: Callable[[], object], calls: int, chunk: int, synchronize: Callable[[], None], rounds: HostRounds | None = None
 ) -> Timing:
-    """Host time of one call: the round of the smallest median.
+    """Host time of one call: the round with the smallest median.
 
-    A round is `calls` of them in chunks short enough not to fill the launch queue, synchronised in between.
+    A round makes `calls` calls, in chunks short enough not to fill the launch queue, synchronised in between.
     """
     rounds, found = rounds or HostRounds(), []
     call()

@@ -1,4 +1,4 @@
-"""Times configurations on this GPU for `python -m cute_kernels tune`; cute_kernels.tuning decides what the times mean."""
+"""Times configurations on this GPU for `python -m cute_kernels tune`; attention/choice/tuning.py decides what the times mean."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from perf.resume import Deadline
 from perf.run import CASES_LEFT, WRONG, split
 from perf.timing import Clock, GraphClock
 
-Save = Callable[[Sequence[tuple[Finding, Cell]]], None]  # told every finding of the run so far
+Save = Callable[[Sequence[tuple[Finding, Cell]]], None]  # is given every finding of the run so far
 
 
 @dataclass(frozen=True)
@@ -47,9 +47,9 @@ class Task:
 
 @dataclass(frozen=True)
 class Tuned:
-    """What came of a task. finding: None where the heuristic's own configuration has no time, for `reason`.
+    """The outcome of a task. finding: None if the heuristic's own configuration has no time, for `reason`.
 
-    tried: configurations timed. wrong: what each configuration was rejected for that crashed or gave a wrong result.
+    tried: how many configurations were timed. wrong: the reason for each configuration that crashed or gave a wrong result.
     """
 
     task: Task
@@ -60,7 +60,7 @@ class Tuned:
 
     @property
     def summary(self) -> str:
-        """One line: both times, and what becomes of it."""
+        """One line: both times, and the result."""
         if self.finding is None:
             return f"{self.task.case.name}: not tuned: {self.reason}"
         f = self.finding
@@ -70,7 +70,7 @@ class Tuned:
 
 
 def task_of(case: Case, facts: DeviceFacts) -> Task:
-    """The task of a case on such a device. Raises Unsupported where no variant with configurations serves it."""
+    """The task of a case on such a device. Raises Unsupported if no variant with configurations serves it."""
     problem = descriptor(case).problem
     with tuned.forced(None):
         chosen = explain(problem, facts).chosen
@@ -80,7 +80,7 @@ def task_of(case: Case, facts: DeviceFacts) -> Task:
 
 
 def specs_of(task: Task, device: torch.device, configs: Sequence[DecodeConfig]) -> list[KernelSpec]:
-    """What the plans of a task's configurations compile, and the plan of the heuristic's."""
+    """The specs that the plans of a task's configurations compile, and that of the heuristic's choice."""
     facts, specs = DeviceFacts.of(device), []
     for config in (task.heuristic, *configs):
         with tuned.forced(config):
@@ -89,7 +89,7 @@ def specs_of(task: Task, device: torch.device, configs: Sequence[DecodeConfig]) 
 
 
 def task_or_reason(case: Case, facts: DeviceFacts) -> Task | str:
-    """The task of a case, or why there is none."""
+    """The task of a case, or the reason why there is none."""
     try:
         return task_of(case, facts)
     except Unsupported as unsupported:
@@ -97,7 +97,7 @@ def task_or_reason(case: Case, facts: DeviceFacts) -> Task | str:
 
 
 def tunable(cases: Iterable[Case]) -> tuple[list[Case], list[str]]:
-    """The cases that a plan can tell apart, and why the others are left out."""
+    """(the cases that a plan can tell apart, the reasons why the other cases are left out)."""
     kept: dict[tuple[object, ...], Case] = {}
     left_out = []
     for case in cases:
@@ -123,9 +123,9 @@ def tune_task(
     device: torch.device,
     provider: Callable[[DecodeConfig], Provider] = Configured,
 ) -> tuple[Tuned, dict[DecodeConfig, float]]:
-    """What came of a task, and each configuration's time in the short trial. Raises DeviceFailed.
+    """(the outcome of a task, each configuration's time in the short trial). Raises DeviceFailed.
 
-    Every configuration passes the correctness gate first. The heuristic's is timed twice in the last round: that is the noise.
+    Every configuration passes the correctness gate first. The last round times the heuristic's choice twice: that is the noise.
     """
     try:
         inputs = make_inputs(task.case, device, limits.memory_bytes, limits.rotated_bytes)
@@ -147,9 +147,9 @@ def tune_task(
 def gated(
     configs: Iterable[DecodeConfig], inputs: Inputs, limits: Limits, clock: Clock, provider: Callable[[DecodeConfig], Provider]
 ) -> tuple[dict[DecodeConfig, Contender], tuple[str, ...]]:
-    """The configurations that gave a right result, each once and captured, and a line for each that crashed or did not.
+    """The configurations that gave a right result, each once and captured, and a line for each that crashed or was wrong.
 
-    Those that cannot serve the case are in neither. Raises DeviceFailed.
+    Configurations that cannot serve the case are in neither. Raises DeviceFailed.
     """
     contenders: dict[DecodeConfig, Contender] = {}
     wrong = []
@@ -172,7 +172,7 @@ def tune(
     console: Console,
     provider: Callable[[DecodeConfig], Provider] = Configured,
 ) -> list[Tuned]:
-    """Tune the tasks one after the other, each known to `save` as soon as it is done; the deadline ends it early."""
+    """Tunes the tasks one after the other, and calls `save` after each; the deadline ends the run early."""
     spans = cells([(task.problem, task.arch) for task in tasks])
     groups: dict[object, Group] = {}
     done: list[Tuned] = []
@@ -205,7 +205,7 @@ def tune(
 
 
 def save_table(path: Path, gpu: str, before: Sequence[tuned.Entry], commit: str) -> Save:
-    """What writes the table at `path`: the entries `before`, brought up to date with the findings so far."""
+    """A Save that writes the table at `path`: the entries `before`, updated by the findings so far."""
 
     def save(found: Sequence[tuple[Finding, Cell]]) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -215,10 +215,10 @@ def save_table(path: Path, gpu: str, before: Sequence[tuned.Entry], commit: str)
 
 
 def tune_cases(patterns: str, out: Path | None, minutes: float, limits: Limits, share: float, console: Console) -> int:
-    """The command: tune what sets and globs name on the current GPU, write <out>/<gpu>.json, and return the exit code.
+    """The command: tunes the cases that sets and globs name on the current GPU, writes <out>/<gpu>.json, returns the exit code.
 
-    out: None for the folder that plans are read from. share: of the free device memory, for the caches, in place of what
-    `limits` says. Raises InvalidArgument for a pattern that names nothing, Unsupported without a GPU.
+    out: None for the folder that plans are read from. share: the share of the free device memory for the caches, which replaces
+    the memory in `limits`. Raises InvalidArgument for a pattern that names nothing, Unsupported without a GPU.
     """
     deadline = Deadline(60 * minutes if minutes else None)
     try:

@@ -1,4 +1,4 @@
-"""Attention weights: the cases with their bars, what a run is given, and the gate, weight by weight against f64."""
+"""Attention weights: the cases with their bars, a run's inputs, and the gate, weight by weight against f64."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from perf.storage import storage
 
 K = 1024
 STORAGE: tuple[tuple[EightBit | None, Scale | None], ...] = ((None, None), ("e4m3", None), ("int8", "token-f16"))
-LONG_BAR = Bar("ratio", 1.15)  # beside the read of K and as many bytes as the result has
+LONG_BAR = Bar("ratio", 1.15)  # relative to a read of K and of as many bytes as the result has
 ROWS = (
     fixed(64, 8 * K),
     fixed(128, 4 * K),
@@ -24,7 +24,7 @@ ROWS = (
     Spread("loguniform", 64, 128, 32 * K),
 )
 BARRED = ROWS[:2]
-WEIGHT_TOLERANCE = 1e-5  # of a weight, times the largest of 1 and what its score is summed from: as an lse has
+WEIGHT_TOLERANCE = 1e-5  # relative, times the largest of 1 and the terms that a weight's score is summed from: as for an lse
 
 
 def weights_cases() -> dict[Case, Bar | None]:
@@ -37,7 +37,7 @@ def weights_cases() -> dict[Case, Bar | None]:
 
 
 def weights_descriptor(case: Case) -> ck.AttentionWeightsDescriptor:
-    """The descriptor of a case: weights in f32, their mean, and of a paged cache the mass of each page."""
+    """The descriptor of a case: weights in f32, their mean, and for a paged cache the mass of each page."""
     stored = storage(case)
     return ck.AttentionWeightsDescriptor(
         batch_size=case.batch_size,
@@ -56,9 +56,9 @@ def weights_descriptor(case: Case) -> ck.AttentionWeightsDescriptor:
 
 
 def judge_weights(inputs: Inputs, index: int, call: Callable[[], ck.AttentionWeights], tolerance: Tolerance) -> GateResult:
-    """The verdict on a result on set `index`: every weight, every mean and every mass by itself, beside f64.
+    """The verdict on a result on set `index`: every weight, mean and mass by itself, against f64.
 
-    used: the largest part of its allowance that one has used, above 1 where it fails.
+    used: the largest part of its allowance that any of them has used; above 1 it fails.
     """
     result, worst, where = call(), 0.0, ""
     for row in range(inputs.case.batch_size):
@@ -75,7 +75,7 @@ def judge_weights(inputs: Inputs, index: int, call: Callable[[], ck.AttentionWei
 
 
 def exact_weights(inputs: Inputs, index: int, row: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(weights of a row, how far each may be off), f64 [num_heads, longest row]."""
+    """(the weights of a row, the error allowed to each), f64 [num_heads, longest row]."""
     case, length = inputs.case, inputs.case.tokens()[row]
     group = case.num_heads // case.num_kv_heads
     q, k = inputs.sets[index].q[row].double(), inputs.row(index, row)[0].double().repeat_interleave(group, 0)
@@ -88,7 +88,7 @@ def exact_weights(inputs: Inputs, index: int, row: int) -> tuple[torch.Tensor, t
 
 
 def output_of(name: str, weights: torch.Tensor, page_size: int) -> torch.Tensor:
-    """The output of that name of a row's weights [num_heads, keys]."""
+    """The output `name` that follows from a row's weights [num_heads, keys]."""
     if name == "weights":
         return weights
     mean = weights.mean(0)
@@ -96,6 +96,6 @@ def output_of(name: str, weights: torch.Tensor, page_size: int) -> torch.Tensor:
 
 
 def page_sums(mean: torch.Tensor, page_size: int) -> torch.Tensor:
-    """[keys] summed over each page."""
+    """The sums of `mean` [keys] over each page."""
     pages = -(-len(mean) // page_size)
     return torch.nn.functional.pad(mean, (0, pages * page_size - len(mean))).view(pages, page_size).sum(-1)

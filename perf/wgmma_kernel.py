@@ -1,9 +1,9 @@
-"""A kernel that only multiplies: the floor of what the tensor core limits.
+"""A kernel that only multiplies: the floor of cases that the tensor core limits.
 
 Each SM has a CTA whose warpgroups run wgmma after wgmma on two tiles in shared memory, which are loaded once: nothing is loaded,
-waited for or stored in the loop. How fast that is follows from the clock that the power limit leaves, and that from the bits that
-change: so the tiles hold random numbers. The accumulators of some CTAs are stored at the end, which a launch says: of none where
-it is timed.
+waited for or stored in the loop. The speed follows from the clock that the power limit allows, and that clock from the bits that
+change, so the tiles hold random numbers. At the end the first CTAs store their accumulators, as many as the launch says: none
+if it is timed.
 """
 
 from collections.abc import Callable
@@ -22,8 +22,8 @@ from cute_kernels.device.attend.warpgroup_mma import descriptors, make_mma_of, w
 from cute_kernels.device.elements import ELEMENT_TYPES
 
 ELEMENT_TYPE = "bf16"
-THREADS = 32 * WARPGROUP  # of a warpgroup
-DEPTH = 64  # of k in a turn of the loop: 128 bytes, the widest swizzle of a wgmma's operands
+THREADS = 32 * WARPGROUP  # threads of a warpgroup
+DEPTH = 64  # the extent of k in a turn of the loop: 128 bytes, the widest swizzle of a wgmma's operands
 STAGES = 2  # pairs of tiles that the turns alternate between
 VECTOR = 8  # elements of a 16-byte copy
 UNDER_WAY = 1  # turns whose products may be running when the next turn starts its own
@@ -38,7 +38,7 @@ class LoopShape:
 
     @property
     def rows(self) -> int:
-        """Of A, those of all warpgroups."""
+        """Rows of A, of all warpgroups together."""
         return self.warpgroups * WARPGROUP_M
 
     @property
@@ -47,12 +47,12 @@ class LoopShape:
 
     @property
     def operand_shapes(self) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
-        """Of A and B, [stage, row or column, k]."""
+        """The shapes of A and B, [stage, row or column, k]."""
         return (STAGES, self.rows, DEPTH), (STAGES, self.columns, DEPTH)
 
     @property
     def turn_flop(self) -> int:
-        """Of a CTA in a turn of the loop: a multiplication and an addition for each row, column and k."""
+        """FLOP of a CTA in a turn of the loop: a multiplication and an addition for each row, column and k."""
         return 2 * self.rows * self.columns * DEPTH
 
     @property
@@ -60,7 +60,7 @@ class LoopShape:
         return f"{self.warpgroups} warpgroups x m{WARPGROUP_M}n{self.columns}k{MMA_K}"
 
     def turns(self, flop: float, sm_count: int) -> int:
-        """Turns after which `sm_count` CTAs have done as nearly so many operations as a whole number gives, and at least one."""
+        """The turns, at least one, after which `sm_count` CTAs have done as nearly `flop` operations as whole turns allow."""
         return max(1, round(flop / (sm_count * self.turn_flop)))
 
 
@@ -135,9 +135,9 @@ def _launch(
 
 @lru_cache
 def compile_loop(shape: LoopShape, dump_options: str = "") -> Callable:
-    """Compile one shape for sm_90a: fn(a, b, out, num_ctas, turns, stored).
+    """Compiles one shape for sm_90a: fn(a, b, out, num_ctas, turns, stored).
 
-    a, b: bf16, of LoopShape.operand_shapes. out: f32 [CTA, row, column], where the first `stored` CTAs write their accumulators.
+    a, b: bf16, of LoopShape.operand_shapes. out: f32 [CTA, row, column], to which the first `stored` CTAs write accumulators.
     dump_options: as in read_kernel.
     """
     bf16 = ELEMENT_TYPES[ELEMENT_TYPE]

@@ -1,4 +1,4 @@
-"""paged_attention() for torch.autograd: forward and backward of one call by their plans."""
+"""paged_attention() for torch.autograd: plans compute the forward and the backward of one call."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ WITHOUT = {
 
 
 class Call(NamedTuple):
-    """What a call of paged_attention was given beside tensors that have gradients.
+    """The arguments of a paged_attention call, except the tensors that have gradients.
 
-    tables: a PageTable's operands, table_format the table's; extras: qo_indptr and alibi_slopes.
+    tables: a PageTable's operands; table_format: the table's format; extras: qo_indptr and alibi_slopes.
     """
 
     tables: tuple[Tensor | None, Tensor | None, Tensor | None]
@@ -35,7 +35,7 @@ class Call(NamedTuple):
 
 
 def wants_gradients(*tensors: object) -> bool:
-    """Whether autograd records, and one of these is to have a gradient."""
+    """Whether autograd records, and one of these tensors requires a gradient."""
     return torch.is_grad_enabled() and any_requires(*tensors)
 
 
@@ -48,7 +48,7 @@ def any_requires(*tensors: object) -> bool:
 
 
 def refuse_recording(call: str, **tensors: object) -> None:
-    """Raises Unsupported where autograd records, and one of the tensors of a call that has no backward is to have a gradient."""
+    """Raises Unsupported if autograd records and a tensor requires a gradient: `call` names a call that has no backward."""
     if not torch.is_grad_enabled():
         return
     rule = f"{call} has no backward, paged_attention has one; torch.no_grad() is what inference wants"
@@ -62,8 +62,8 @@ def differentiable_attention(
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) of paged_attention. out has gradients, lse has none.
 
-    others: operands that must be absent, or must not ask for a gradient. Raises Unsupported for what has no backward, also where
-    no variant on this device serves it (a traced call, whose tensors have no addresses, says that when its backward runs);
+    others: operands that must be absent. Raises Unsupported for operands that have no backward, also if no variant on this
+    device serves the backward (a traced call, whose tensors have no addresses, raises this when its backward runs);
     InvalidArgument for outputs that are given.
     """
     for name in ("out", "lse"):
@@ -95,7 +95,7 @@ def _of_8_bits(name: str, stored: KVDtype) -> str:
 
 
 class PagedAttention(torch.autograd.Function):
-    """Attention and its backward, each by the plan of its tensors' problem."""
+    """Attention and its backward; each runs the plan for the problem that its tensors have."""
 
     @staticmethod
     def forward(ctx: Any, q: Any, k: Any, v: Any, sinks: Any, *rest: Any) -> Any:
@@ -107,14 +107,14 @@ class PagedAttention(torch.autograd.Function):
         run: Any = torch_ops.paged_attention if torch_ops.traced(*operands) else plan_cache.run_attention
         run(*operands, call.table_format, *call.options)
         ctx.save_for_backward(q, k, v, out, lse, table0, table1, table2, indptr, slopes, sinks)
-        ctx.kinds = (call.table_format, *call.options[:-2])  # what a backward has no use for: max_seq_len, kv_dtype
+        ctx.kinds = (call.table_format, *call.options[:-2])  # a backward has no use for the last two: max_seq_len, kv_dtype
         ctx.mark_non_differentiable(lse)
         return out, lse
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Any, _: Any) -> Any:
-        """The gradients of q, K, V and the sinks; those of keys that no query row sees are zeros. They have none themselves."""
+        """The gradients of q, K, V and sinks; zeros for keys that no query row sees. Gradients of gradients are not supported."""
         q, k, v, out, lse, *tables, indptr, slopes, sinks = ctx.saved_tensors
         dq, dk, dv = q.new_zeros(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
         dsinks = None if sinks is None else torch.empty_like(sinks)

@@ -1,4 +1,4 @@
-"""The descriptor of an append: what is written where, and how it is stored. Frozen and self-validating."""
+"""The descriptor of an append: which values are written, where, and how they are stored. Frozen and self-validating."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ from ..kv.types import QUERY_DTYPES, KVDtype, KVLayout, StorageFields, cache_typ
 APPEND_DTYPES = (torch.float16, torch.bfloat16)
 INDEX_TYPES: dict[torch.dtype, IndexType] = {torch.int32: "i32", torch.int64: "i64"}
 ANGLE_BYTES = 4  # cosines and sines are f32
-MAX_ROWS = 2**31 - 1024  # (token, head) rows of a launch are counted in int32, with those that its last CTAs lack
+MAX_ROWS = 2**31 - 1024  # (token, head) rows of a launch are counted in int32, with the surplus rows of its last CTAs
 
 
 @dataclass(frozen=True)
 class KVAppendDescriptor(StorageFields):
     """An append of K and V of at most `num_tokens` tokens to a paged cache. Frozen and hashable: it is a cache key.
 
-    num_tokens is a maximum: a run appends as many tokens as its tensors have, since engines append another number each
-    step. dtype: of the incoming K and V, f16 or bf16. kv_dtype, v_dtype, k_scale, v_scale, layout and num_pages are those of a
-    PagedDecodeDescriptor that reads the caches: kv_dtype is what they store, `dtype` itself (the default), e4m3, e5m2 or
-    int8, v_dtype V's where it differs; real value = stored * scale. Without scales fp8 saturates; per "tensor" and "head",
-    values are divided by the scales that a run is given; per "token", scales are computed from the values and written. 16-bit
-    caches take no scales, int8 must have some.
+    num_tokens is a maximum: a run appends as many tokens as its tensors have, since an engine's count differs from step to
+    step. dtype: f16 or bf16, of the incoming K and V. kv_dtype, v_dtype, k_scale, v_scale, layout and num_pages are those of a
+    PagedDecodeDescriptor that reads the caches. kv_dtype is the type that the caches store: `dtype` itself (the default), e4m3,
+    e5m2 or int8; v_dtype is V's type if it differs. Real value = stored * scale. Without scales fp8 saturates; per "tensor" and
+    "head", values are divided by the scales that a run is given; per "token", scales are computed from the values and written.
+    16-bit caches take no scales, int8 caches must have scales.
 
-    table_format: "none", where a run is given a slot for each token, int32 or int64 as slot_dtype says; "dense" or "csr",
-    where it is given a PageTable and each row's last token is appended. rotary: of K, and of q in the same launch.
-    alignment_bytes: 2, 4, 8 or 16, what strides and pointers of the incoming K, V and q are multiples of, None for what compact
-    ones have; those of the caches are in `layout`, and beside a cache of 16 bits at least 2.
+    table_format: with "none" a run is given one slot per token, int32 or int64 as slot_dtype says; with "dense" or "csr" it is
+    given a PageTable, and each row's last token is appended. rotary: the embedding of K, and of q in the same launch.
+    alignment_bytes: 2, 4, 8 or 16; strides and pointers of the incoming K, V and q are multiples of it, and None stands for the
+    alignment of compact tensors. The caches' alignment is in `layout`, and is at least 2 for a cache of 16 bits.
 
     Raises InvalidProblem for an extent or a choice that breaks its rule, then Unsupported for a dtype, a pair of
-    them or a head_dim above 256.
+    dtypes, a head_dim above 256 or too many (token, head) rows.
     """
 
     num_tokens: int
@@ -111,12 +111,12 @@ class KVAppendDescriptor(StorageFields):
 
     @property
     def stored(self) -> tuple[KVDtype, KVDtype]:
-        """What K and V are stored as, never None."""
+        """The types that K and V are stored as, never None."""
         return self._stored(self.dtype)
 
     @property
     def scales(self) -> tuple[KVScale, KVScale]:
-        """K's and V's."""
+        """The scales of K and of V."""
         return self.k_scale, self.v_scale
 
     @property
@@ -126,14 +126,14 @@ class KVAppendDescriptor(StorageFields):
 
     @property
     def cache_type(self) -> str:
-        """The short name of what the caches store: "int8", or "e4m3/f16" where K's and V's differ."""
+        """The short name of the type that the caches store: "int8", or "e4m3/f16" if K's and V's differ."""
         return cache_type(*self.stored)
 
     @property
     def columns(self) -> int:
         """Neighbouring columns that one access of a kernel moves, at most 8.
 
-        What the alignment of K, V, q and the caches allows, and what a rotary embedding treats alike.
+        The alignment of K, V, q and the caches allows these columns, and a rotary embedding treats them alike.
         """
         incoming = vector_bytes(self.head_dim * self.dtype.itemsize, self.alignment_bytes) // self.dtype.itemsize
         sizes = [stored.element_bytes for stored in self.stored]
@@ -144,7 +144,7 @@ class KVAppendDescriptor(StorageFields):
 
     @property
     def angle_bytes(self) -> int:
-        """What strides and pointer of the cos_sin_cache are multiples of, where there is a rotary embedding."""
+        """Bytes that strides and pointer of the cos_sin_cache are multiples of, if there is a rotary embedding."""
         half = self.rotary is not None and self.rotary.pairing == "half"
         return min(16, ANGLE_BYTES * angle_columns(self.columns, half))
 
@@ -168,7 +168,7 @@ class KVAppendDescriptor(StorageFields):
 
 
 def _check_conversion(name: str, stored: KVDtype, dtype: torch.dtype, scale_name: str, scale: KVScale) -> None:
-    """That values of `dtype` can be stored so."""
+    """Raises Unsupported if values of `dtype` cannot be stored as `stored` with this scale."""
     if stored not in EIGHT_BIT:
         if stored != QUERY_DTYPES[dtype]:
             raise Unsupported([f"{name} = {stored.value}: must be dtype's, {QUERY_DTYPES[dtype].value}, or have 8 bits"])
@@ -179,7 +179,7 @@ def _check_conversion(name: str, stored: KVDtype, dtype: torch.dtype, scale_name
 
 
 def _check_alignment(name: str, stored: KVDtype, alignment_bytes: int | None) -> None:
-    """Checks that the caches' alignment is no less than an element: a kernel moves whole ones."""
+    """Checks that the caches' alignment is no less than an element: a kernel moves whole elements."""
     if alignment_bytes is not None and alignment_bytes < stored.element_bytes:
         rule = f"must be at least {stored.element_bytes}, the bytes of an element, where {name} = {stored.value}"
         raise InvalidProblem("layout.alignment_bytes", alignment_bytes, rule)

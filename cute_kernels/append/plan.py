@@ -51,8 +51,8 @@ class KVAppendPlan(FlaggingPlan):
     ) -> KVAppendPlan:
         """The first variant that serves `descriptor` on `device` (default: the current GPU, else the CPU), compiled.
 
-        Raises Unsupported with every reason when none does, or not the one that `preference` forces; CompileFailed when
-        it cannot be compiled, also inside a graph capture.
+        Raises Unsupported with every reason when no variant does, or when the one that `preference` forces does not;
+        CompileFailed when the variant cannot be compiled, also inside a graph capture.
         """
         return selected(cls, KVAppendDescriptor, descriptor, device, preference)
 
@@ -83,31 +83,32 @@ class KVAppendPlan(FlaggingPlan):
         positions: Tensor | None = None,
         stream: torch.cuda.Stream | None = None,
     ) -> Tensor | None:
-        """Launches on the current or the given stream; writes the tokens' slots of both caches, and nothing else of them.
+        """Launches on the current or the given stream; writes the tokens' slots of both caches, and no other slot.
 
         k, v: [tokens, num_kv_heads, head_dim] of the descriptor's dtype, at most num_tokens tokens, any strides with a unit
         last one. k_cache, v_cache: 4-D in the descriptor's layout, any strides with a unit last one, also interleaved in one
         allocation; uint8 or torch's fp8 for fp8.
 
-        slots, table_format "none": [tokens] of slot_dtype, any stride, flat positions page * page_size + slot; a negative one
-        skips its token. Else a PageTable of as many rows as tokens, whose lengths count the new token: it is a row's last, and a
-        row of length 0 has none. Slots that are not skipped must differ: where two tokens share one, either may win, K and V
-        apart.
+        slots, table_format "none": [tokens] of slot_dtype, any stride, flat positions page * page_size + slot; a negative slot
+        skips its token. Otherwise slots is a PageTable with one row per token. A row's length counts the new token, which is the
+        row's last; a row of length 0 has no new token. Slots that are not skipped must differ: if two tokens share one, either
+        may win, for K and V separately.
 
-        k_scale, v_scale: as PagedDecodePlan.run takes them: those per tensor and head are read, those per token written.
+        k_scale, v_scale: as PagedDecodePlan.run takes them; scales per tensor and head are read, scales per token are written.
 
         With a rotary embedding: cos_sin_cache f32 [max_position, rotary_dim], the cosines first, and positions [tokens] of
-        position_dtype. K is rotated and rounded to its dtype before it is stored. q [tokens, rotary.num_heads, head_dim], where
-        num_heads is not 0, is rotated to q_out, which is allocated where it is not given, may be q, and is returned.
+        position_dtype. K is rotated and rounded to its dtype before it is stored. If rotary.num_heads is not 0, q
+        [tokens, rotary.num_heads, head_dim] is rotated into q_out, which is returned; q_out may be q, and is allocated if absent.
 
-        A slot at or past num_pages * page_size, a row whose length or last page is not the table's or the cache's, or a position
-        that cos_sin_cache lacks, is no place for a token: it is skipped (q passes unrotated) and recorded for `status`; under
-        PlanPreference(validate=True) it raises InvalidArgument, which synchronises. The position of a skipped token is no fault.
-        A scale that f16 lacks is recorded, or raised, in the same way, and the token is stored, saturated (docs/numerics.md).
+        A token is skipped, and recorded for `status`, if its slot is at or past num_pages * page_size, its row's length does not
+        fit the table, its row's last page is not in the cache, or cos_sin_cache lacks its position; under
+        PlanPreference(validate=True) it raises InvalidArgument, which synchronises. The position of a token that its slot or row
+        skips is no fault. A q row stays unrotated only if cos_sin_cache lacks its position. A scale that f16 cannot hold is
+        recorded, or raised, in the same way, and the token is stored, saturated (docs/numerics.md).
 
-        What is stored is what `apply_rotary` and `quantize_kv` give, bit for bit but for the payload of a NaN. Allocates nothing
-        else, does not synchronise. Raises, before anything is written, InvalidProblem (an extent), InvalidArgument (type, dtype,
-        device, overlap, a slot), MisalignedOperand, Unsupported (strides); then LaunchFailed.
+        The stored values are those of `apply_rotary` and `quantize_kv`, bit for bit except the payload of a NaN. Allocates
+        nothing else, does not synchronise. Raises, before anything is written, InvalidProblem (an extent), InvalidArgument (type,
+        dtype, device, overlap, a slot), MisalignedOperand, Unsupported (strides); then LaunchFailed.
         """
         tables = slot_operands(self.descriptor, slots)
         if q_out is None and isinstance(q, Tensor):
@@ -144,7 +145,7 @@ class KVAppendPlan(FlaggingPlan):
 
 
 def _launch_of(spec: AppendSpec | None, descriptor: KVAppendDescriptor) -> Launch:
-    """The callable behind a chosen variant, compiled now; the CPU variant where there is no spec."""
+    """The callable that launches a chosen variant, compiled now; the CPU variant if there is no spec."""
     if spec is None:
         from .reference import cpu_variant
 

@@ -1,4 +1,4 @@
-"""The semantics of an append in PyTorch, also its CPU variant: which slot a token takes, and what is stored there."""
+"""The semantics of an append in PyTorch, also its CPU variant: which slot a token takes, and which values are stored there."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def rotated_k(d: KVAppendDescriptor, operands: Operands) -> Tensor:
 
 
 def appended_slots(d: KVAppendDescriptor, operands: Operands) -> Tensor:
-    """int64 [tokens]: where each token goes; negative where it is skipped, or its slot, page, length or position is bad."""
+    """int64 [tokens]: each token's slot; negative if it is skipped, or if its slot, page, length or position is bad."""
     num_pages = operands.k_cache.shape[0]
     if d.table_format == "none":
         slots = operands.table0.long()
@@ -106,7 +106,7 @@ def first_error(d: KVAppendDescriptor, operands: Operands) -> tuple[str, Fault] 
 
 
 def _first_bad_scale(d: KVAppendDescriptor, operands: Operands) -> tuple[str, Fault] | None:
-    """The first token that is appended with a scale which f16 has no place for, K's before V's."""
+    """The first appended token whose scale f16 cannot hold; K's tokens are checked first, then V's."""
     for name, stored, kind in zip(("k", "v"), d.stored, d.scales, strict=True):
         if kind != KVScale.TOKEN_F16:
             continue

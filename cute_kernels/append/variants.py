@@ -1,4 +1,4 @@
-"""What each variant of an append serves on which device, and every reason why not."""
+"""Which appends each variant serves on which device, and every reason why not."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _offer(descriptor: KVAppendDescriptor, arch: Arch, target: Target) -> Offer:
 
 
 def kernel_spec(descriptor: KVAppendDescriptor, arch: Arch, target: Target) -> AppendSpec:
-    """The compile key of `descriptor`: what changes generated code, and no more."""
+    """The compile key of `descriptor`: exactly the fields that change generated code."""
     d = descriptor
     k_stored, v_stored = d.stored
     rotary = rotary_spec(d.rotary)
@@ -54,7 +54,7 @@ def kernel_spec(descriptor: KVAppendDescriptor, arch: Arch, target: Target) -> A
 
 
 def rotary_spec(rotary: Rotary | None) -> RotarySpec | None:
-    """What a settled rotary embedding changes of the code."""
+    """The part of the compile key for a settled rotary embedding, if any."""
     if rotary is None or rotary.rotary_dim is None:
         return None
     position_type = INDEX_TYPES[rotary.position_dtype]

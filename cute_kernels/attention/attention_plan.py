@@ -1,4 +1,4 @@
-"""The plan of attention with several query rows a request: select -> can_implement -> workspace_size -> run."""
+"""The plan of attention with several query rows per request: select -> can_implement -> workspace_size -> run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class PagedAttentionPlan(AttentionPlan):
-    """Attention of several query rows a request over a paged or a contiguous cache, with masks and score modifiers."""
+    """Attention of several query rows per request over a paged or a contiguous cache, with masks and score modifiers."""
 
     _operation = "paged_attention"
     _looks_for_shortcuts = False
@@ -56,19 +56,20 @@ class PagedAttentionPlan(AttentionPlan):
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """Launches on the current or the given stream and returns (out, lse): all rows of requests are written, no others.
 
-        q, out: as the descriptor's query_format says, any strides with a unit last one: a q [batch, heads, q_len, head_dim] is
-        `q.transpose(1, 2)`. lse: f32 [total_q, num_heads], of uniform rows [batch * q_len, num_heads]. Caches: in the
+        q, out: as the descriptor's query_format says, any strides with a unit last one: pass a q [batch, heads, q_len, head_dim]
+        as `q.transpose(1, 2)`. lse: f32 [total_q, num_heads], for uniform rows [batch * q_len, num_heads]. Caches: in the
         descriptor's layout, or as its table_format says. Rows of q, out and lse at and past qo_indptr[batch] are padding:
         nothing is read or written there.
 
-        On the plan's device, each where the descriptor says so and None elsewhere: qo_indptr int32 [batch + 1], ragged rows;
-        tree_mask int32 [total_q, ceil(max_q_len / 32)]; alibi_slopes and sinks f32 [num_heads]. k_scale, v_scale: as
-        PagedDecodePlan.run takes them; over a contiguous cache one a token is [batch, num_kv_heads, max_len] whatever the
-        layout, packed [total_k, num_kv_heads].
+        These lie on the plan's device, each given if the descriptor says so and None if not: qo_indptr int32 [batch + 1], for
+        ragged rows; tree_mask int32 [total_q, ceil(max_q_len / 32)]; alibi_slopes and sinks f32 [num_heads]. k_scale, v_scale:
+        as PagedDecodePlan.run takes them; scales per token of a contiguous cache are [batch, num_kv_heads, max_len] whatever
+        the layout, of a packed one [total_k, num_kv_heads].
 
-        workspace, stream, synchronisation and errors are as in PagedDecodePlan.run. A qo_indptr that decreases, is negative or
-        ends past total_q at a request leaves it without query rows, one that gives it more than max_q_len leaves it the first;
-        both are recorded for `status`, as is other bad metadata. Under PlanPreference(validate=True) they raise InvalidArgument.
+        workspace, stream, synchronisation and errors are as in PagedDecodePlan.run. If qo_indptr decreases, is negative or ends
+        past total_q at a request, that request has no query rows; if it gives a request more than max_q_len rows, the first
+        max_q_len count. Both faults are recorded for `status`, as is other bad metadata. Under PlanPreference(validate=True) they
+        raise InvalidArgument.
         """
         check_page_table(self._rules.problem.table_format, page_table)
         operands = Operands(q, k_cache, v_cache, *page_table.operands, k_scale, v_scale, out, lse, workspace)

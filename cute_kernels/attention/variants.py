@@ -61,7 +61,7 @@ def _evaluate(
     reasons = [*device_reasons(variant, facts), *unread]
     if variant.arch == "cpu" or unread:
         return Candidate(variant.name, variant.arch, "rejected" if reasons else "fits", tuple(reasons))
-    target = variant.target(facts) or variant.targets[-1][1]  # on another device: finds the reasons in addition to the device
+    target = variant.target(facts) or variant.targets[-1][1]  # on another device: to list what else is lacking
     config, source = (given, "heuristics") if given else _config(variant.arch, target, problem, facts, preference)
     spec = kernel_spec(problem, variant.arch, target, config, partition="invariant" if preference.batch_invariant else "balanced")
     num_ctas = grid_ctas_of(problem, spec, facts.sm_count, config.ctas_per_sm)
@@ -124,7 +124,7 @@ def _config(
     preference: PlanPreference,
     partition: Partition = "balanced",
 ) -> tuple[DecodeConfig, str]:
-    # on a part of the device, a grid of two CTAs per SM may get one SM for each CTA
+    # on a part of the device, a grid for two CTAs per SM may spread over more SMs, one CTA on each
     most = heuristics.MOST_CTAS_PER_SM if preference.sm_count is None else 1
     if preference.batch_invariant:
         dealt: Partition = "dealt" if partition == "dealt" else "balanced"  # rows that a workspace keeps whole have one choice

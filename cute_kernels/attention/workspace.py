@@ -16,13 +16,13 @@ WORD_BYTES = 16
 def workspace_regions(
     problem: DecodeProblem, num_ctas: int, partition: Partition, state_words: int
 ) -> tuple[WorkspaceRegion, ...]:
-    """The regions of a grid of `num_ctas` CTAs. There are none where rows stay whole, or where the batch or its seq_len is 0.
+    """The regions of a grid of `num_ctas` CTAs. There are none if rows stay whole, or if the batch or its max_seq_len is 0.
 
     Lengths that a run decides do not matter.
 
-    partial_states: words of 16 bytes [SLOTS num_ctas, state_words], out, lse and marks of a unit's packed rows
-    (KernelSpec.state_words, device/combine/partials.py). announcements: i32 [num_ctas], of CTAs that have started, where the
-    combine of a row is divided between them. The last region ends on a cache line.
+    partial_states: words of 16 bytes [SLOTS num_ctas, state_words], which hold out, lse and marks of a unit's packed rows
+    (KernelSpec.state_words, device/combine/partials.py). announcements: i32 [num_ctas], of CTAs that have started; there are
+    some if CTAs divide the combine of a row between them. The last region ends on a cache line.
     """
     slots = SLOTS[partition] * num_ctas
     if slots == 0 or problem.batch_size == 0 or problem.max_seq_len == 0:  # a hint is never 0: no launch has a key
@@ -35,7 +35,7 @@ def workspace_regions(
 
 
 def joined(regions: Iterable[tuple[WorkspaceRegion, ...]]) -> tuple[WorkspaceRegion, ...]:
-    """The regions of several phases, one behind the other; those of further phases carry their number."""
+    """The regions of several phases, one after the other; from the second phase on, their names end in the phase's number."""
     begin, found = 0, []
     for number, own in enumerate(regions):
         suffix = f"_{number}" if number else ""

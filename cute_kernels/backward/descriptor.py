@@ -1,4 +1,4 @@
-"""What the backward of attention is asked for, as a frozen and self-validating value."""
+"""The descriptor of attention's backward: its problem, as a frozen and self-validating value."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from ..kv.types import QUERY_DTYPES
 
 @dataclass(frozen=True)
 class PagedAttentionBackwardDescriptor:
-    """The backward of what a PagedAttentionDescriptor describes. Frozen and hashable: a cache key.
+    """The backward of the attention that a PagedAttentionDescriptor describes. Frozen and hashable: it is a cache key.
 
     attention: q, K and V of one dtype, without scales and without a tree mask; caches that are scaled or of 8 bits have no
-    gradient: Unsupported. An alibi_slopes has none either. Sinks have.
+    gradient and raise Unsupported. alibi_slopes have no gradient either; sinks have one.
 
-    shared_pages: whether a page may be an entry of two requests, or twice one of a request, so that its gradients sum; None
-    stands for True over pages. Without it a page that is shared after all has the gradient of one of its entries. With it a
-    paged problem has num_pages and max_pages, from which the workspace is sized, where a GPU is to serve it.
+    shared_pages: whether a page may be an entry of two requests, or twice an entry of one request, so that its gradients sum;
+    None stands for True if the cache is paged. If False, a page that is shared after all gets the gradient of one of its entries.
+    If True, a GPU needs num_pages and max_pages in `attention`, since they size the workspace.
 
-    unread: what dk_cache and dv_cache hold, after a run, of tokens that no query row may see (those past a length, before
-    every window, on a page of no request): "zeros", or "untouched", what they held. A token whose request has some query row
-    that may see it, by causality and windows, is always written.
+    unread: the values that dk_cache and dv_cache hold, after a run, for tokens that no query row may see (tokens past a length,
+    before every window, or on a page of no request): "zeros", or "untouched" for the values they held. A token whose request
+    has some query row that may see it, by causality and windows, is always written.
 
     max_total_q: the most rows of a ragged q, batch_size * max_q_len by default; the workspace has f32 [max_total_q, num_heads].
 
@@ -61,12 +61,12 @@ class PagedAttentionBackwardDescriptor:
 
     @property
     def problem(self) -> DecodeProblem:
-        """What the choice of a kernel depends on."""
+        """The problem that the choice of a kernel depends on."""
         return self.attention.general_problem
 
     @property
     def most_rows(self) -> int:
-        """Query rows of all requests at most."""
+        """The most query rows that all requests together may have."""
         return self.max_total_q or self.attention.batch_size * self.attention.max_q_len
 
     @property
@@ -76,7 +76,7 @@ class PagedAttentionBackwardDescriptor:
 
     @property
     def nodes(self) -> int:
-        """Entries of all requests at most, where pages are shared."""
+        """The most page-table entries that all requests together may have; used if pages are shared."""
         return self.attention.batch_size * (self.attention.max_pages or 0)
 
     def __str__(self) -> str:

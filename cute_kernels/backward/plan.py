@@ -31,7 +31,7 @@ NO_WORKSPACE = (None,) * 5  # delta, ranges and chains
 
 
 class AttentionGradients(NamedTuple):
-    """What a run wrote. dsinks: None where there are no sinks."""
+    """The tensors that a run wrote. dsinks: None if there are no sinks."""
 
     dq: Tensor
     dk_cache: Tensor
@@ -79,7 +79,7 @@ class PagedAttentionBackwardPlan(FlaggingPlan):
     ) -> None:  # fmt: skip
         """Checks shapes, dtypes, strides, alignment, devices and overlap as `run` does; raises its typed errors.
 
-        Gradients that are not given are taken to be new ones.
+        Gradients that are not given count as new tensors.
         """
         check_page_table(self.descriptor.attention.table_format, page_table)
         refuse_unknown(given, Given.__annotations__)
@@ -95,20 +95,20 @@ class PagedAttentionBackwardPlan(FlaggingPlan):
     ) -> AttentionGradients:  # fmt: skip
         """Launches on the current or the given stream and returns (dq, dk_cache, dv_cache, dsinks).
 
-        dout: the gradient of out. q, k_cache, v_cache, page_table, qo_indptr, alibi_slopes, sinks: those of the run of attention
-        that returned out and lse (f32 [total_q, num_heads], in the descriptor's lse_base). q, dout, out and dq have one shape, a
-        unit last stride, and other strides and an address that are multiples of gcd(16, bytes of a head) bytes.
+        dout: the gradient of out. q, k_cache, v_cache, page_table, qo_indptr, alibi_slopes, sinks: the operands of the attention
+        run that returned out and lse (f32 [total_q, num_heads], in the descriptor's lse_base). q, dout, out and dq have one
+        shape, a unit last stride, and other strides and an address that are multiples of gcd(16, bytes of a head) bytes.
 
-        dq: q's shape, written in every query row of a request; rows of none are not read, and keep their bits. dk_cache,
-        dv_cache: the caches' shapes, any strides that a cache may have; the descriptor's `unread` says what tokens hold that no
-        query row may see. dsinks: f32 [num_heads], beside sinks. Those that are not given are allocated, zeros where a run
-        writes none, and nothing else is. workspace: as PagedDecodePlan.run.
+        dq: q's shape; every query row that belongs to a request is written, other rows are not read and keep their bits.
+        dk_cache, dv_cache: the caches' shapes, any strides that a cache may have; the descriptor's `unread` says which values
+        tokens get that no query row may see. dsinks: f32 [num_heads], given only with sinks. Gradients that are not given are
+        allocated, with zeros wherever a run does not write; nothing else is allocated. workspace: as in PagedDecodePlan.run.
 
         No host-device synchronisation; the same bits in every run. With an out or lse of another run the gradients mean
         nothing: a weight, exp(score - lse), is then held to at most 2, so that finite operands give finite sums. Raises, before
         anything is written, InvalidProblem (an extent), InvalidArgument (type, dtype, device, overlap), MisalignedOperand,
-        Unsupported (strides), WorkspaceTooSmall; then LaunchFailed. Bad metadata is masked and recorded for `status` as by
-        PagedAttentionPlan; under PlanPreference(validate=True) it raises InvalidArgument, which synchronises.
+        Unsupported (strides), WorkspaceTooSmall; then LaunchFailed. Bad metadata is masked and recorded for `status` as
+        PagedAttentionPlan does; under PlanPreference(validate=True) it raises InvalidArgument, which synchronises.
         """
         check_page_table(self.descriptor.attention.table_format, page_table)
         extras = (qo_indptr, alibi_slopes, sinks, dq, dk_cache, dv_cache, dsinks, workspace)
@@ -119,7 +119,7 @@ class PagedAttentionBackwardPlan(FlaggingPlan):
         return AttentionGradients(operands.dq, operands.dk_cache, operands.dv_cache, operands.dsinks)
 
     def _with_outputs(self, operands: Operands) -> Operands:
-        """The same with new tensors for gradients that are not given."""
+        """The same operands, with new tensors for gradients that are not given."""
         wanted = ("dq", "dk_cache", "dv_cache", *(("dsinks",) if self.descriptor.attention.sinks else ()))
         if all(getattr(operands, name) is not None for name in wanted):
             return operands
@@ -145,7 +145,7 @@ class PagedAttentionBackwardPlan(FlaggingPlan):
         if self._check_workspace and operands.workspace is not None:
             self._refuse_capture("check_workspace")
             check_clean(operands.workspace, self._workspace_regions)
-        if self.descriptor.unread == "zeros":  # of what some row may see the launch then writes over
+        if self.descriptor.unread == "zeros":  # the launch then overwrites every token that some query row may see
             for gradient in (operands.dk_cache, operands.dv_cache):
                 gradient.zero_()
         if passage is not Passage.DIRECT:
@@ -162,7 +162,7 @@ class PagedAttentionBackwardPlan(FlaggingPlan):
             operands.workspace[: self._workspace_bytes].zero_()
 
     def _write_nothing(self, passage: Passage, operands: Operands) -> None:
-        """Where there is no key, or no query row: zeros in dq of the requests' rows and in dsinks."""
+        """Serves a run without keys or without query rows: zeros dsinks, and dq in the requests' rows."""
         if operands.dsinks is not None:
             operands.dsinks.zero_()
         if passage is Passage.EMPTY:
@@ -188,7 +188,7 @@ class PagedAttentionBackwardPlan(FlaggingPlan):
 
 
 def _launch_of(spec: BackwardSpec | None, descriptor: PagedAttentionBackwardDescriptor) -> Launch:
-    """The callable behind a chosen variant, compiled now; the CPU variant where there is no spec."""
+    """The callable that launches a chosen variant, compiled now; the CPU variant if there is no spec."""
     if spec is None:
         from .reference import cpu_variant
 

@@ -1,8 +1,8 @@
 """The backward of attention in plain PyTorch, query row by query row, without autograd. In f32 it is also the CPU variant.
 
 With P = exp(S - lse), dP = dout V^T and delta = rowsum(dout * out): dS = P (dP - delta), times 1 - tanh^2 under a soft cap;
-dV += P^T dout, dQ = dS K and dK += dS^T Q, both times softmax_scale; a sink's gradient is -exp(sink - lse) delta. Which keys a
-query row sees, and what bad metadata masks, are as in attention/reference.py.
+dV += P^T dout, dQ = dS K and dK += dS^T Q, both times softmax_scale; a sink's gradient is -exp(sink - lse) delta. As in
+attention/reference.py: which keys a query row sees, and how bad metadata is masked.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .descriptor import PagedAttentionBackwardDescriptor
 
 
 class Sums(NamedTuple):
-    """Gradients as they are summed, in the reference's dtype: of the caches, and of the sinks; and which tokens are read."""
+    """Sums of the gradients of the caches and of the sinks, in the reference's dtype; read: which tokens are read."""
 
     dk: Tensor
     dv: Tensor
@@ -35,7 +35,7 @@ class Sums(NamedTuple):
 
 
 class RowGradients(NamedTuple):
-    """What one query row gives: dq [num_heads, head_dim], dk and dv [keys, num_kv_heads, head_dim], dsinks [num_heads]."""
+    """One query row's gradients: dq [num_heads, head_dim], dk and dv [keys, num_kv_heads, head_dim], dsinks [num_heads]."""
 
     dq: Tensor
     dk: Tensor
@@ -84,7 +84,7 @@ def _add_request(
     sums: Sums,
     dtype: torch.dtype,
 ) -> None:
-    """Writes dq of a request, and adds what its rows give to the sums. mine: its part of q; extent: its query rows and keys."""
+    """Writes a request's dq, and adds its rows' gradients to the sums. mine: its part of q; extent: its query rows and keys."""
     count, length = extent
     values = (real_values(cache, None, page_table, place, dtype) for cache in (operands.k_cache, operands.v_cache))
     keys = Keys(place.position, *values)
@@ -105,10 +105,10 @@ def _add_request(
 
 
 def row_gradients(q: Tensor, dout: Tensor, out: Tensor, lse: Tensor, keys: Keys, position: int, scoring: Scoring) -> RowGradients:
-    """What a query row gives, over the keys that it sees, in their dtype. q, dout, out [num_heads, head_dim], lse [num_heads].
+    """A query row's gradients over the keys that it sees, in `keys`' dtype. q, dout, out [num_heads, head_dim], lse [num_heads].
 
     With the lse of the same run a weight passes 1 by no more than that lse's rounding. With the lse of another run a weight is at
-    most 2. With an lse of -inf, that of a row without keys, it is 0.
+    most 2. With an lse of -inf, which a row without keys has, a weight is 0.
     """
     dtype, (num_heads, head_dim) = keys.k.dtype, q.shape
     num_kv_heads = keys.k.shape[1]

@@ -1,4 +1,4 @@
-"""What each variant of attention's backward serves on which device, and every reason why not."""
+"""Which problems of attention's backward each variant can serve on which device, and every reason why it cannot."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _offer(descriptor: PagedAttentionBackwardDescriptor, arch: Arch, target: Tar
 
 
 def kernel_spec(descriptor: PagedAttentionBackwardDescriptor, arch: Arch, target: Target) -> BackwardSpec:
-    """The compile key of `descriptor`: what changes generated code, and no more."""
+    """The compile key of `descriptor`: exactly the fields that change generated code."""
     problem = descriptor.problem
     element = cast(ElementType, problem.element_type)
     num_warps, tile_rows = SHAPES[0]

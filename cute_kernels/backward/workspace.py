@@ -1,4 +1,4 @@
-"""The regions of a backward's workspace, and the tensors that a kernel takes of them."""
+"""The regions of a backward's workspace, and the tensors in them that a kernel takes."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ WORD_BYTES = 4
 
 
 def workspace_regions(descriptor: PagedAttentionBackwardDescriptor) -> tuple[WorkspaceRegion, ...]:
-    """delta: f32 [most_rows, num_heads]; in f16 the ranges of gradients (device/attend/gradient_range.py); where pages are shared
-    their chains (device/kv/chains.py), int32. Each region ends on a cache line.
+    """The regions of the workspace. Each ends on a cache line.
+
+    delta: f32 [most_rows, num_heads]; for f16 the gradients' ranges (device/attend/gradient_range.py); if pages are shared, their
+    chains (device/kv/chains.py), int32.
     """
     d = descriptor.attention
     words = {"delta": descriptor.most_rows * d.num_heads}

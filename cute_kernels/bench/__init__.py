@@ -1,1 +1,1 @@
-"""What this machine does a layer of a model: decode attention, the append of new tokens, and a prompt."""
+"""Times a layer of a model on this machine: decode attention, the append of new tokens, and a prompt."""

@@ -9,19 +9,19 @@ from statistics import median
 import torch
 
 REPLAYS = 21
-CALLS = 8  # in a graph, so that the cost of the two events disappears
+CALLS = 8  # the least calls in a graph, so that the cost of the two events disappears
 CPU_RUNS = 3
 
 Advance = Callable[[], None]
 
 
 def rounds(device: torch.device) -> int:
-    """How often `seconds_of` says that it has advanced."""
+    """How often `seconds_of` calls `advance`."""
     return 1 + (REPLAYS if device.type == "cuda" else CPU_RUNS)
 
 
 def seconds_of(calls: Sequence[Callable[[], object]], device: torch.device, advance: Advance) -> float:
-    """The median time of one call, each on inputs of its own. The first calls, which may compile, are not in it."""
+    """The median time of one call; each call has inputs of its own. The first calls, which may compile, do not count."""
     if device.type != "cuda":
         return _on_cpu(calls, advance)
     graph, captured = capture(calls, device)
@@ -42,7 +42,7 @@ def seconds_of(calls: Sequence[Callable[[], object]], device: torch.device, adva
 def capture(calls: Sequence[Callable[[], object]], device: torch.device | None = None) -> tuple[torch.cuda.CUDAGraph, int]:
     """(one graph of whole rounds of the calls, how many calls it holds: CALLS at least). Each call first runs eagerly.
 
-    device: the current one where it is None.
+    device: None stands for the current one.
     """
     side = torch.cuda.Stream(device)
     side.wait_stream(torch.cuda.current_stream(device))

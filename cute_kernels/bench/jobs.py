@@ -1,4 +1,4 @@
-"""What a layer does in a step, as calls over tensors of this device."""
+"""The work of a layer in a step, as calls over tensors of this device."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from ..kv.types import KVDtype
 from .models import Layers, Model
 
 DTYPE = torch.bfloat16
-L2_BYTES = 256 << 20  # what calls read between two that read the same, so that no cache serves them
+L2_BYTES = 256 << 20  # bytes that calls read before one reads the same bytes again, so that no cache serves it
 
 
 @dataclass(frozen=True)
 class Size:
-    """batch requests of `context` tokens each, their new token included; prompt: tokens of the one prompt."""
+    """`batch` requests of `context` tokens each, including the new token; prompt: tokens of the one prompt."""
 
     batch: int
     context: int
@@ -32,7 +32,7 @@ class Size:
 
 @dataclass(frozen=True)
 class Job:
-    """calls: one for each set of inputs. nbytes: that a call must read and write; flops: of its products; count: layers."""
+    """calls: one per set of inputs. nbytes: bytes that a call must read and write; flops: of its products; count: layers."""
 
     name: str
     calls: tuple[Callable[[], object], ...]
@@ -42,7 +42,7 @@ class Job:
 
 
 class Bench:
-    """The layers of a model on a device, in pages of page_size tokens that kv_dtype stores, None: bf16."""
+    """The layers of a model on a device, with pages of page_size tokens stored as kv_dtype; None stands for bf16."""
 
     def __init__(self, model: Model, size: Size, page_size: int, kv_dtype: KVDtype | None, device: torch.device) -> None:
         self.model, self.size, self.page_size, self.device = model, size, page_size, device
@@ -60,7 +60,7 @@ class Bench:
         self.scales: dict[str, Any] = {} if kv_dtype is None else {"k_scale": one, "v_scale": one}
 
     def jobs(self) -> Iterator[Job]:
-        """What a decode step does in each kind of layer, then a prompt in each."""
+        """The append, then a decode step in each kind of layer, then a prompt in each kind."""
         yield self._append()
         for layers in self.model.layers:
             yield self._decode(layers)
@@ -101,14 +101,14 @@ class Bench:
         return {"window_left": window_left, "softcap": self.model.softcap, "sinks": self.sinks}
 
     def _cache_bytes(self, tokens: int) -> int:
-        """Of K and V of so many tokens of each request."""
+        """Bytes of K and V for `tokens` tokens of each request."""
         return 2 * self.size.batch * tokens * self.model.num_kv_heads * self.model.head_dim * self.stored.itemsize
 
     def _values(self, shape: tuple[int, ...]) -> Tensor:
         return torch.randn(shape, dtype=DTYPE, device=self.device)
 
     def _check_memory(self) -> None:
-        """Raises InvalidArgument where the caches, and the bf16 that they are rounded from, do not fit."""
+        """Raises InvalidArgument if the caches, and the bf16 values that they are rounded from, do not fit."""
         if self.device.type != "cuda":
             return
         free, _ = torch.cuda.mem_get_info(self.device)

@@ -1,4 +1,4 @@
-"""The attention layers of models that are asked for by name."""
+"""The attention layers of models, by the models' names."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..kv.types import KVDtype
 
 
 class Stored(str, Enum):
-    """What a cache under a bf16 q may store."""
+    """The types that a cache may store when q is bf16."""
 
     bf16 = "bf16"
     e4m3 = "e4m3"
@@ -20,13 +20,13 @@ class Stored(str, Enum):
 
     @property
     def eight_bit(self) -> KVDtype | None:
-        """None: q's own dtype."""
+        """The 8-bit type; None for q's own dtype."""
         return None if self is Stored.bf16 else KVDtype(self.value)
 
 
 @dataclass(frozen=True)
 class Layers:
-    """How many alike layers a model has. window: the keys that a row of them sees, its own included; None: all."""
+    """How many layers of one kind a model has. window: keys that a row sees, its own included; None: all."""
 
     count: int
     window: int | None = None
@@ -34,7 +34,7 @@ class Layers:
 
 @dataclass(frozen=True)
 class Model:
-    """Its attention as the config of its checkpoint says. softcap: of scores. sinks: whether each head has one."""
+    """A model's attention as the config of its checkpoint says. softcap: of scores. sinks: whether each head has a sink."""
 
     num_heads: int
     num_kv_heads: int
@@ -58,14 +58,14 @@ MODELS = {
 
 
 def model_named(name: str) -> Model:
-    """Raises InvalidArgument for a name that is not one of MODELS."""
+    """The model `name`. Raises InvalidArgument for a name that is not one of MODELS."""
     if name.lower() not in MODELS:
         raise InvalidArgument("model", f"{name!r} is not one of {', '.join(MODELS)}")
     return MODELS[name.lower()]
 
 
 def tokens_of(text: str) -> int:
-    """8k: 8,192. Raises InvalidArgument for what is no number of tokens from 1 on, with or without a k or an m."""
+    """The number in a text such as 8k, which is 8,192. Raises InvalidArgument for a text without one from 1 on."""
     found = re.fullmatch(r"(\d+)([km]?)", text.strip().lower())
     count = int(found[1]) << {"": 0, "k": 10, "m": 20}[found[2]] if found else 0
     if not 1 <= count < 2**31:

@@ -1,4 +1,4 @@
-"""The command: times what a layer of a model does here, and prints it."""
+"""The command: times a layer of a model here, and prints it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ON_CPU = Size(2, 256, 64)
 
 @dataclass(frozen=True)
 class Measured:
-    """One job, in microseconds a call."""
+    """One job, in microseconds per call."""
 
     job: Job
     us: float
@@ -35,7 +35,7 @@ class Measured:
 def run_bench(
     name: str, batch: int, context: int, page_size: int, kv_dtype: KVDtype | None, as_json: bool, console: Console
 ) -> None:
-    """Raises InvalidArgument for a model that is not known, and for sizes that do not fit."""
+    """Raises InvalidArgument for an unknown model, and for sizes that do not fit."""
     model, device = model_named(name), torch.device("cuda" if torch.cuda.is_available() else "cpu")
     asked = Size(batch, context, min(context, LONGEST_PROMPT))
     size = asked if device.type == "cuda" else Size(*map(min, vars(asked).values(), vars(ON_CPU).values()))
@@ -61,7 +61,7 @@ def run_bench(
 
 
 def _on_cpu(size: Size, asked: Size) -> str:
-    """What was timed without a GPU, and in place of what."""
+    """The sizes that were timed without a GPU, and those asked for."""
     less = []
     if (size.batch, size.context) != (asked.batch, asked.context):
         requests = "1 request" if size.batch == 1 else f"{size.batch} requests"

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from ..errors import InvalidProblem
 
 WEIGHTS = Path(__file__).parent  # model.npz and model.json
-VOCABULARY = 256  # one token a byte
+VOCABULARY = 256  # one token per byte
 
 # attend(layer, q [batch, n, num_heads, head_dim], k, v [batch, n, num_kv_heads, head_dim]) -> the shape of q, f32
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
@@ -91,7 +91,7 @@ class ByteLM(nn.Module):
         self.norm = nn.RMSNorm(config.d_model)
         for name, p in self.named_parameters():
             if p.ndim == 2:
-                last = name.endswith(("project.weight", "down.weight"))  # residual branches start small: 2 a layer
+                last = name.endswith(("project.weight", "down.weight"))  # residual branches, two per layer, start small
                 nn.init.normal_(p, std=0.02 / (2 * config.num_layers) ** 0.5 if last else 0.02)
 
     def forward(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
@@ -109,7 +109,7 @@ def attend_fused(_layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def attend_whole_prefix(_layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Causal attention in f64 over q, k and v rounded to f16, as a decode plan gets them: what the demo is checked against."""
+    """Causal attention in f64 over q, k and v rounded to f16, as a decode plan gets them: the demo is checked against it."""
     n, group_size = q.shape[1], q.shape[2] // k.shape[2]
     q, k, v = (t.half().double().transpose(1, 2) for t in (q, k, v))  # [batch, heads, n, head_dim]
     k, v = (t.repeat_interleave(group_size, dim=1) for t in (k, v))
@@ -133,7 +133,7 @@ def save_model(model: ByteLM, facts: Facts, folder: Path = WEIGHTS) -> None:
 
 
 def load_model(device: str = "cpu", folder: Path = WEIGHTS) -> ByteLM:
-    """The trained model with f32 parameters, on `device`. FileNotFoundError where `folder` has no weights."""
+    """The trained model with f32 parameters, on `device`. Raises FileNotFoundError if `folder` has no weights."""
     config = ModelConfig(**json.loads((folder / "model.json").read_text())["config"])
     model = ByteLM(config)
     with np.load(folder / "model.npz", allow_pickle=False) as arrays:

@@ -1,4 +1,4 @@
-"""The model over a paged KV cache: one new token a row through a PagedDecodePlan, several through a PagedAttentionPlan."""
+"""The model over a paged KV cache: one new token per row through a PagedDecodePlan, several through a PagedAttentionPlan."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ PAGE_SIZE = 16
 
 
 class PagedModel:
-    """The model, and one pool of f16 pages a layer.
+    """The model, and one pool of f16 pages per layer.
 
-    Pools are HND [num_layers, pages, num_kv_heads, page_size, head_dim]. Rows own shuffled pages, the same ones in each layer.
+    Pools are HND [num_layers, pages, num_kv_heads, page_size, head_dim]. Rows own shuffled pages, the same pages in each layer.
     """
 
     def __init__(self, model: ByteLM, batch_size: int, capacity: int, device: str) -> None:
-        """capacity: tokens that a row can hold."""
+        """Allocates the pools. capacity: tokens that a row can hold."""
         config, max_pages = model.config, -(-capacity // PAGE_SIZE)
         self.model, self.device = model, device
         num_pages = batch_size * max_pages
@@ -34,7 +34,7 @@ class PagedModel:
         self.table = pages.view(batch_size, max_pages).to(device)
         self.seq_lens = torch.zeros(batch_size, dtype=torch.int32, device=device)
         self.page_table = ck.PageTable.dense(self.table, self.seq_lens)
-        self.shape: dict[str, Any] = {  # what every descriptor of attention over this cache says
+        self.shape: dict[str, Any] = {  # the fields that every attention descriptor over this cache has
             "batch_size": batch_size,
             "num_heads": config.num_heads,
             "num_kv_heads": config.num_kv_heads,
@@ -46,7 +46,7 @@ class PagedModel:
         }
 
     def prefill(self, prompts: Sequence[bytes]) -> Tensor:
-        """Fills the cache with the prompts, one a row, and returns the logits f32 [batch, 256] of what follows them."""
+        """Fills the cache with the prompts, one per row, and returns the logits f32 [batch, 256] of the next tokens."""
         last = []
         for row, prompt in enumerate(prompts):
             tokens = torch.tensor([list(prompt)], device=self.device)
@@ -63,7 +63,7 @@ class PagedModel:
         self.v_cache[layer, pages, :, slots] = v.half()
 
     def slots(self, rows: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Pages and slots in them, int64 [n] each, of positions [n] of rows [n]."""
+        """(pages, slots within them), int64 [n] each, for positions [n] of rows [n]."""
         return self.table[rows, positions // PAGE_SIZE].long(), positions % PAGE_SIZE
 
     def _attend_prompt(self, rows: Tensor, positions: Tensor, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -72,7 +72,7 @@ class PagedModel:
 
 
 class PagedDecoder(PagedModel):
-    """One new token a row and step, through a PagedDecodePlan."""
+    """One new token per row and step, through a PagedDecodePlan."""
 
     def __init__(self, model: ByteLM, batch_size: int, capacity: int, device: str) -> None:
         super().__init__(model, batch_size, capacity, device)
@@ -84,7 +84,7 @@ class PagedDecoder(PagedModel):
         self.workspace = self.plan.new_workspace()
 
     def step(self, tokens: Tensor) -> Tensor:
-        """Appends one token a row, int64 [batch], and returns the logits f32 [batch, 256] of the next. No host-device sync."""
+        """Appends one token per row, int64 [batch]; returns the logits f32 [batch, 256] of the next. No host-device sync."""
         positions = self.seq_lens.long()
         self.seq_lens += 1
         return self.model(tokens[:, None], positions[:, None], self._attend_paged)[:, 0]
@@ -104,10 +104,10 @@ class PagedDecoder(PagedModel):
 
 
 class PagedVerifier(PagedModel):
-    """Several new tokens a row and step, another number a row, through one run of a PagedAttentionPlan a layer."""
+    """Several new tokens per row and step, their number differing by row, through one PagedAttentionPlan run per layer."""
 
     def __init__(self, model: ByteLM, batch_size: int, capacity: int, device: str, max_new: int, tree_mask: bool = False) -> None:
-        """max_new: new tokens that a row may have in a step. tree_mask: they may be a tree of continuations, not only a chain."""
+        """max_new: the most new tokens of a row in a step. tree_mask: whether they may be a tree of continuations."""
         super().__init__(model, batch_size, capacity, device)
         rows: dict[str, Any] = {"max_q_len": max_new, "query_format": "ragged", "causal": "bottom_right", "tree_mask": tree_mask}
         self.plan = ck.PagedAttentionPlan.select(ck.PagedAttentionDescriptor(**self.shape, **rows), device=device)
@@ -116,15 +116,16 @@ class PagedVerifier(PagedModel):
     def verify(
         self, fed: Sequence[bytes], depths: Sequence[Sequence[int]] | None = None, tree_mask: Tensor | None = None
     ) -> Tensor:
-        """Appends the tokens of `fed`, none or more a row, and returns the logits f32 [total, 256] of what follows each.
+        """Appends the tokens of `fed`, none or more per row, and returns the logits f32 [total, 256] of each one's next token.
 
-        The rows' tokens lie end to end. depths: how many positions a token stands behind its row's first one (None: a chain's
-        0, 1, 2 ...). tree_mask: int32 [total, words], which new tokens of its row each sees (None: those up to itself).
+        The rows' tokens lie end to end. depths: how many positions each token stands after its row's first new token (None: a
+        chain's 0, 1, 2 ...). tree_mask: int32 [total, words], which new tokens of its row each token sees (None: those up to
+        itself).
         """
         counts = torch.tensor([len(tokens) for tokens in fed])
         ends = counts.cumsum(0)
         rows = torch.arange(len(fed)).repeat_interleave(counts)
-        offsets = torch.arange(len(rows)) - (ends - counts)[rows]  # of a token among the new ones of its row
+        offsets = torch.arange(len(rows)) - (ends - counts)[rows]  # a token's index among the new tokens of its row
         tokens = torch.tensor(list(b"".join(fed)), device=self.device)
         turns = offsets if depths is None else torch.tensor([depth for row in depths for depth in row])
         qo_indptr = torch.cat([torch.zeros(1, dtype=torch.int32), ends.int()]).to(self.device)
@@ -135,7 +136,7 @@ class PagedVerifier(PagedModel):
         return self.model(tokens[None], (before + turns)[None], attend)[0]
 
     def drop(self, counts: Sequence[int]) -> None:
-        """Takes the last tokens of each row back, `counts` of them: what the cache holds past a row's length is never read."""
+        """Drops the last counts[i] tokens of each row i: values that the cache holds past a row's length are never read."""
         self.seq_lens -= torch.tensor(counts, dtype=torch.int32, device=self.device)
 
     def _attend_new(

@@ -1,6 +1,6 @@
 """The demo: a small language model continues several prompts at once, every decode step through a paged cache and `plan.run`.
 
-First it samples, one token a step. Then it decodes greedily, and once more with speculation, several tokens a step.
+First it samples, one token per step. Then it decodes greedily, and once more with speculation, several tokens per step.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .speculate import MAX_FED, speculate
 
 TEMPERATURE = 0.5
 MIN_NEW_TOKENS = 3  # the prefill gives the first, the first step warms up, the others are timed
-LINE = 40  # bytes of one row that are printed at a time where the output is not a terminal
+LINE = 40  # bytes of one row that are printed at a time if the output is not a terminal
 
 
 @dataclass(frozen=True)
@@ -47,8 +47,8 @@ REQUESTS = (
     Request(b'"You are mistaken," replied Mr. Darcy; "', 42),
 )
 
-# Text that repeats itself, as what the model puts behind it does. Its two best bytes stay over 0.04 apart at each of 120 greedy
-# steps, in logits; those of two runs differ by at most 0.01.
+# Text that repeats itself, and the model's continuations repeat it too. The logits of the two best bytes stay over 0.04 apart at
+# each of 120 greedy steps; the logits of two runs differ by at most 0.01.
 SPECULATED = (
     (
         b'"So, Miss Eliza, I heard nothing to be sure, and the sake of the subject of the world. '
@@ -64,7 +64,7 @@ SPECULATED = (
 
 @dataclass(frozen=True)
 class Continuation:
-    """What the plan decoded: tokens int64 [batch, n], their scores f32 [batch, n, 256], tokens a second after the first step."""
+    """Decoded tokens int64 [batch, n], their scores f32 [batch, n, 256], and tokens per second after the first step."""
 
     tokens: Tensor
     scores: Tensor
@@ -73,9 +73,9 @@ class Continuation:
 
 @dataclass(frozen=True)
 class Check:
-    """Tokens beside those of a reference: mismatches, the widest score difference and the narrowest top-two margin.
+    """Tokens compared with a reference's: mismatches, the widest score difference and the narrowest top-two margin.
 
-    Where half the margin is wider than the difference, rounding cannot have made another token the best.
+    If half the margin is wider than the difference, rounding cannot have made another token the best.
     """
 
     reference: str
@@ -86,7 +86,7 @@ class Check:
 
 
 class Screen:
-    """Shows the rows as they grow: in place on a terminal, else a line for each LINE bytes of a row, and all rows at the end."""
+    """Shows the rows as they grow: in place on a terminal, else one line per LINE bytes of a row, and all rows at the end."""
 
     def __init__(self, console: Console, prompts: Sequence[bytes]) -> None:
         self.console = console
@@ -97,7 +97,7 @@ class Screen:
             self.live.start()
 
     def show(self, grown: list[bytes]) -> None:
-        """grown: what there is behind each prompt."""
+        """Shows the rows. grown: the text after each prompt."""
         before, self.grown = self.grown, grown
         if self.console.is_terminal:
             self.live.update(self._frame())
@@ -131,7 +131,7 @@ def sampling_noise(requests: Sequence[Request], num_tokens: int, device: str) ->
 def decode(
     decoder: PagedDecoder, prompts: Sequence[bytes], noise: Tensor, screen: Screen, temperature: float = TEMPERATURE
 ) -> Continuation:
-    """Continues the prompts, one a row of the batch; a token is the byte of the best score, logits / temperature + noise."""
+    """Continues the prompts, one per row of the batch; a token is the byte of the best score, logits / temperature + noise."""
     num_tokens, start = noise.shape[1], 0.0
     scores: list[Tensor] = []
     tokens: list[Tensor] = []
@@ -149,10 +149,10 @@ def decode(
 
 
 def check_against_whole_prefix(model: ByteLM, requests: Sequence[Request], noise: Tensor, decoded: Continuation) -> Check:
-    """Compares each token with what plain attention over its whole prefix, without a cache, scores best.
+    """Compares each token with the one that plain attention over its whole prefix, without a cache, scores best.
 
-    One causal pass a row gives the logits of all its prefixes. Where every token is the best after those before it, decoding that
-    recomputes its prefix each step gives the same row, by induction.
+    One causal pass per row gives the logits of all its prefixes. If every token is the best after its prefix, then decoding that
+    recomputes the prefix at each step gives the same row, by induction.
     """
     expected = []
     for row, (request, tokens) in enumerate(zip(requests, decoded.tokens, strict=True)):
@@ -164,9 +164,9 @@ def check_against_whole_prefix(model: ByteLM, requests: Sequence[Request], noise
 
 
 def compare(tokens: Tensor, scores: Tensor, expected: Tensor, reference: str) -> Check:
-    """tokens int64 [batch, n] with their scores f32 [batch, n, 256] beside the scores that the reference gives the same places.
+    """Compares tokens int64 [batch, n] and scores f32 [batch, n, 256] with `expected`, the reference's scores in the same places.
 
-    What a row holds behind its first mismatch is not compared: the texts before it are no longer the same.
+    A row's tokens after its first mismatch are not compared, since their prefixes differ.
     """
     mismatches, difference, margin = [], 0.0, float("inf")
     for row, (ours, theirs) in enumerate(zip(tokens, expected.argmax(-1), strict=True)):
@@ -212,7 +212,7 @@ def validate(requests: Sequence[Request], max_new_tokens: int, context: int) -> 
 
 @contextmanager
 def one_cpu_thread() -> Iterator[None]:
-    """The model's matrices are too small to share: on two busy cores, two threads decode 27 tokens a second and one 900."""
+    """One CPU thread, as the matrices are too small to share: on two busy cores, two threads decode 27 tokens/s, one 900."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -222,7 +222,7 @@ def one_cpu_thread() -> Iterator[None]:
 
 
 def sample(model: ByteLM, requests: Sequence[Request], num_tokens: int, device: str, console: Console) -> Check:
-    """Continues the requests through a PagedDecodePlan, one token a step, and checks them against the whole prefix."""
+    """Continues the requests through a PagedDecodePlan, one token per step, and checks them against the whole prefix."""
     longest = max(len(request.prompt) for request in requests)
     decoder = PagedDecoder(model, len(requests), longest + num_tokens, device)
     console.print(Text(str(decoder.plan.explain())), soft_wrap=True)
@@ -236,7 +236,7 @@ def sample(model: ByteLM, requests: Sequence[Request], num_tokens: int, device: 
 
 
 def speculate_beside_greedy(model: ByteLM, prompts: Sequence[bytes], num_tokens: int, device: str, console: Console) -> Check:
-    """Decodes greedily, one token a step, then again with speculation through a PagedAttentionPlan, and compares the two."""
+    """Decodes greedily, one token per step, then again with speculation through a PagedAttentionPlan; compares both."""
     capacity = max(map(len, prompts)) + num_tokens
     greedy = decode(
         PagedDecoder(model, len(prompts), capacity, device),
@@ -265,11 +265,11 @@ def run_demo(
     requests: Sequence[Request] = REQUESTS,
     console: Console | None = None,
 ) -> int:
-    """Continues `requests` at once, then SPECULATED with speculation; returns 0 where the tokens of both are as they should be.
+    """Continues `requests` at once, then SPECULATED with speculation; returns 0 if the tokens of both pass their checks, else 1.
 
-    Those equal plain attention over the whole prefix, and greedy decoding; else it returns 1. device: "cuda" where there is one,
-    else "cpu". Raises InvalidArgument or Unsupported for a device that is none or is not here, InvalidProblem where a prompt is
-    empty or the text outgrows the context.
+    The tokens of `requests` must equal those of plain attention over the whole prefix, and the speculated tokens those of greedy
+    decoding. device: by default "cuda" if there is one, else "cpu". Raises InvalidArgument or Unsupported for a device that is
+    none or is not here, InvalidProblem if a prompt is empty or the text outgrows the context.
     """
     console = console or Console(highlight=False)
     device = str(resolved_device(device, ANY_VARIANT))

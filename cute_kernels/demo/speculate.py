@@ -1,10 +1,10 @@
-"""Speculation: the next tokens are drafted from text that is there, verified in one step, and kept as far as the model agrees.
+"""Speculation: the next tokens are drafted from earlier text, verified in one step, and kept as far as the model agrees.
 
-Why the tokens are those of greedy decoding: each is the argmax of the model's logits behind the tokens before it, drafted or not.
-Attention of several query rows, and matrices of another height, round in another order than one row's do: the logits of two runs
-behind the same tokens differ, here by at most 0.01. So an argmax is the same wherever the two best logits lie further apart than
-twice that, and the text is, by induction. `run.SPECULATED` are prompts whose greedy decoding keeps 0.04 apart at each step; the
-demo measures and prints both numbers.
+Why the tokens are those of greedy decoding: each is the argmax of the model's logits after its prefix, drafted or not. Attention
+of several query rows, and matrices of another height, round in another order than those of one row: the logits of two runs after
+the same tokens differ, here by at most 0.01. So the argmax is the same wherever the two best logits are more than twice that
+apart, and then the text is the same, by induction. The greedy decoding of the prompts in `run.SPECULATED` keeps the two best
+logits 0.04 apart at each step; the demo measures and prints both numbers.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from .paged import PagedVerifier
 
 LONGEST_MATCH, SHORTEST_MATCH = 8, 3  # bytes at a text's end that are looked up
 LONGEST_DRAFT, SHORTEST_DRAFT = 8, 4
-MAX_FED = 1 + LONGEST_DRAFT  # the token that is known already, and its draft
+MAX_FED = 1 + LONGEST_DRAFT  # the last known token, and its draft
 
 
 @dataclass(frozen=True)
 class Speculation:
-    """What was decoded: tokens int64 [batch, n], their logits f32 [batch, n, 256], and what it took.
+    """Decoded tokens int64 [batch, n], their logits f32 [batch, n, 256], and the steps and time that they took.
 
-    steps: runs of the model after the prefill. row_steps: rows that were still decoding, summed over the steps. The rate is
-    that of the steps after the first.
+    steps: runs of the model after the prefill. row_steps: rows that were still decoding, summed over the steps.
+    tokens_per_second: the rate of the steps after the first.
     """
 
     tokens: Tensor
@@ -41,14 +41,15 @@ class Speculation:
 
     @property
     def tokens_a_step(self) -> float:
-        """Of a row, after the prefill's token; greedy decoding has 1."""
+        """Tokens per step of a row, not counting the prefill's token; greedy decoding has 1."""
         return (self.row_steps + self.accepted) / self.row_steps
 
 
 def look_up(text: bytes, others: Sequence[bytes], room: int) -> bytes:
-    """What followed the longest match of the text's end, in the text itself before the others: 4 to 8 bytes, at most `room`.
+    """Drafts the bytes that followed the longest match of the text's end, in the text itself or else in `others`.
 
-    A match of n bytes drafts n, 4 at least; a draft is shorter where its source ends. Empty where nothing matches.
+    A match of n bytes drafts n bytes, but 4 at least, and `room` at most; a draft is shorter if its source ends. Empty if nothing
+    matches.
     """
     for length in range(min(LONGEST_MATCH, len(text)), SHORTEST_MATCH - 1, -1):
         for source in (text[:-1], *others):
@@ -59,13 +60,13 @@ def look_up(text: bytes, others: Sequence[bytes], room: int) -> bytes:
 
 
 def agreeing(draft: bytes, best: Sequence[int]) -> int:
-    """How many tokens of the draft are the model's own: best[i] is what it puts behind the first i of them."""
+    """How many of the draft's first tokens are the model's own: best[i] is the model's token after the draft's first i."""
     return next((i for i, token in enumerate(draft) if token != best[i]), len(draft))
 
 
 @dataclass
 class Row:
-    """A text that grows by num_tokens bytes behind its prompt; logits f32 [256] of each new one."""
+    """A text that grows by num_tokens bytes after its prompt; logits: f32 [256] for each new byte."""
 
     prompt: bytes
     num_tokens: int
@@ -84,11 +85,14 @@ class Row:
         return self.num_tokens - len(self.grown)
 
     def feed(self, others: Sequence[bytes]) -> bytes:
-        """The last token, which the cache does not hold yet, and a draft; empty where the row is done: it has no query row."""
+        """The last token, which the cache does not hold yet, and a draft; empty if the row is done: it has no query row then."""
         return self.text[-1:] + look_up(self.text, others, self.room - 1) if self.room else b""
 
     def accept(self, fed: bytes, logits: Tensor) -> int:
-        """Takes the draft as far as the model agrees and the model's next token; logits [len(fed), 256] -> rejected tokens."""
+        """Keeps the draft as far as the model agrees, then the model's next token; returns the number of rejected tokens.
+
+        logits: [len(fed), 256].
+        """
         if not fed:
             return 0
         best, draft = logits.argmax(-1).tolist(), fed[1:]
@@ -102,7 +106,7 @@ class Row:
 def speculate(
     verifier: PagedVerifier, prompts: Sequence[bytes], num_tokens: int, show: Callable[[list[bytes]], None]
 ) -> Speculation:
-    """Decodes num_tokens bytes behind each prompt, each the best of its logits; `show` gets all of them after each step."""
+    """Decodes num_tokens bytes after each prompt, each the best of its logits; `show` gets the new texts after each step."""
     first = verifier.prefill(prompts)
     best = first.argmax(-1).tolist()
     rows = [Row(prompt, num_tokens, [logits], bytes([token])) for prompt, logits, token in zip(prompts, first, best, strict=True)]

@@ -1,4 +1,4 @@
-"""Trains the demo's model on the shipped text: `python -m cute_kernels.demo.train` rewrites the weights beside this file.
+"""Trains the demo's model on the shipped text: `python -m cute_kernels.demo.train` rewrites the weights next to this file.
 
 3,800 steps of 2,048 bytes, 12 passes over the text, take 25 minutes on one CPU core.
 """
@@ -44,9 +44,9 @@ class TrainConfig:
 
 
 def load_corpus() -> bytes:
-    """The text, one paragraph a line: wrapped lines joined, emphasis marks, titles and chapter headings left out.
+    """The text, one paragraph per line: wrapped lines are joined, emphasis marks, titles and chapter headings left out.
 
-    Raises MissingDependency where the package is installed without it.
+    Raises MissingDependency if the package is installed without the text.
     """
     if not CORPUS.is_file():
         raise MissingDependency(CORPUS.name, "the text is part of the checkout and not installed: train there")
@@ -56,7 +56,7 @@ def load_corpus() -> bytes:
 
 
 def corpus_parts(device: str = "cpu") -> tuple[Tensor, Tensor]:
-    """The bytes that are trained on and the held-out ones, int64 [n] each."""
+    """(the bytes that are trained on, the held-out bytes), int64 [n] each."""
     text = torch.tensor(list(load_corpus()), device=device)
     cut = int(len(text) * (1 - HELD_OUT))
     return text[:cut], text[cut:]
@@ -64,7 +64,7 @@ def corpus_parts(device: str = "cpu") -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def mean_loss(model: ByteLM, text: Tensor, batch_size: int = 16) -> float:
-    """Nats a byte over text, int64 [n], in windows of the model's context; a rest that fills no window is left out."""
+    """Nats per byte over text, int64 [n], in windows of the model's context; a last part that fills no window is left out."""
     context = model.config.context
     windows = text[: (len(text) - 1) // context * context + 1].unfold(0, context + 1, context)
     losses = [window_loss(model, w) * len(w) for w in windows.split(batch_size)]
@@ -72,13 +72,13 @@ def mean_loss(model: ByteLM, text: Tensor, batch_size: int = 16) -> float:
 
 
 def window_loss(model: ByteLM, windows: Tensor) -> Tensor:
-    """Mean loss, in nats a byte, of predicting windows[:, 1:]; windows int64 [batch, context + 1]."""
+    """Mean loss, in nats per byte, of predicting windows[:, 1:]; windows int64 [batch, context + 1]."""
     logits = whole_prefix_logits(model, windows[:, :-1], attend_fused)
     return F.cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten())
 
 
 def optimizer_of(model: ByteLM, config: TrainConfig) -> torch.optim.AdamW:
-    """AdamW that decays matrices, not norms."""
+    """An AdamW that decays matrices and not norms."""
     matrices = [p for p in model.parameters() if p.ndim == 2]
     norms = [p for p in model.parameters() if p.ndim < 2]
     groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": norms, "weight_decay": 0.0}]

@@ -1,4 +1,4 @@
-"""Other libraries' interfaces over the plans of this package, and what several of them need."""
+"""Other libraries' interfaces over the plans of this package, and the helpers that several of them share."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ def renamed(error: CuteKernelsError, names: Mapping[str, str]) -> CuteKernelsErr
 
 
 def with_unit_last_stride(x: Tensor) -> Tensor:
-    """Returns x, or a contiguous copy of x where its last stride is not 1."""
+    """Returns x, or a contiguous copy of x if its last stride is not 1."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def refuse_tensor(name: str, value: object) -> None:
-    """Raises InvalidArgument for a tensor where a plain value is needed."""
+    """Raises InvalidArgument for a tensor, since a plain value is needed."""
     if isinstance(value, Tensor):
         raise InvalidArgument(name, f"is {shown(value)}, must be a plain value: no call waits for what a tensor holds")
 
 
 def shown(value: object) -> str:
-    """Returns how a message shows a value: a tensor, whose values may lie on a device, is shown by its shape."""
+    """Returns a value as a message shows it: a tensor, whose values may lie on a device, is shown by its shape."""
     return f"a tensor {list(value.shape)} on {value.device}" if isinstance(value, Tensor) else repr(value)

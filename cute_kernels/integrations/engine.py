@@ -1,4 +1,4 @@
-"""An engine that is installed: its version, the calls of it that are built upon, and whether they are still there."""
+"""An installed engine: its version, the calls that an integration builds upon, and whether the engine still has them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _told: set[str] = set()
 
 
 class Call(NamedTuple):
-    """A function, a method or a class of an engine that is built upon, and the parameters that it must take."""
+    """A function, method or class of an engine that an integration builds upon, and the parameters that it must take."""
 
     module: str
     name: str
@@ -22,14 +22,14 @@ class Call(NamedTuple):
 
 
 class Engine(NamedTuple):
-    """A library that calls attention. package: what it is imported and installed as. tested: its versions that were."""
+    """A library that calls attention. package: its name for import and pip. tested: its versions that were tested."""
 
     package: str
     tested: str
     calls: tuple[Call, ...]
 
     def part(self, module: str) -> Any:
-        """A module of the engine. Raises MissingDependency without the engine, Unsupported where the module has moved."""
+        """A module of the engine. Raises MissingDependency without the engine, Unsupported if the module cannot be imported."""
         try:
             return import_module(f"{self.package}.{module}")
         except ImportError as error:
@@ -38,7 +38,7 @@ class Engine(NamedTuple):
             raise self.moved(f"{self.package}.{module}", f"cannot be imported: {error}") from error
 
     def version(self) -> str:
-        """The version that is installed, as the package says, or its distribution where the package cannot be imported."""
+        """The installed version, as the package says, or as its distribution says if the package cannot be imported."""
         try:
             return str(import_module(self.package).__version__)
         except (ImportError, AttributeError):
@@ -46,11 +46,11 @@ class Engine(NamedTuple):
             return next(found, "of an unknown version")
 
     def moved(self, call: str, what: str) -> Unsupported:
-        """What is raised where the engine is not what this was written for: it names the version and the call."""
+        """The error for an engine that differs from the tested versions: it names the installed version and the call."""
         return Unsupported([f"{self.package} {self.version()}: {call} {what}; {self.tested} were tested"])
 
     def check_calls(self) -> None:
-        """Raises Unsupported for the first of `calls` that is gone or takes other parameters."""
+        """Raises Unsupported for the first of `calls` that is gone or lacks a parameter."""
         for module, name, parameters in self.calls:
             found: Any = self.part(module)
             for attribute in name.split("."):
@@ -63,7 +63,7 @@ class Engine(NamedTuple):
 
 
 def tell_once(reason: str) -> None:
-    """One line in the log for each reason."""
+    """Writes one line to the log for each reason, the first time it is told."""
     if reason not in _told:
         _told.add(reason)
         logger.warning(reason)

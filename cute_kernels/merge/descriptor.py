@@ -1,4 +1,4 @@
-"""What is merged: states of several attention calls over disjoint parts of the KV."""
+"""The descriptor of a merge: states of several attention calls over disjoint parts of the KV become one state."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ AXES = ("num_states", "batch_size", "num_heads", "head_dim")
 class MergeStatesDescriptor:
     """A merge of `num_states` states of [batch_size, num_heads, head_dim]. Frozen and hashable: it is a cache key.
 
-    dtype: of the outputs, f32, f16 or bf16; lses are f32, in `lse_base`. alignment_bytes: 2, 4, 8 or 16, what strides and
-    pointers of outputs are multiples of; None stands for what compact ones have. sinks: a run is given f32 [num_heads], natural
-    logits that join the softmax's denominator once, of states that were made without them. batch_size 0 is legal.
+    dtype: the outs' type, f32, f16 or bf16; lses are f32, in `lse_base`. alignment_bytes: 2, 4, 8 or 16; strides and pointers of
+    the outs are multiples of it, and None stands for the alignment of compact tensors. sinks: whether a run is given f32
+    [num_heads], natural logits that join the softmax's denominator once; the states are made without them. batch_size 0 is legal.
 
     Raises InvalidProblem for an extent or a choice that breaks its rule, then Unsupported for a dtype that no variant knows.
     """
@@ -55,13 +55,13 @@ class MergeStatesDescriptor:
 
     @property
     def columns(self) -> int:
-        """Neighbouring columns that one access of a kernel moves: two, or one where a pair is not aligned."""
+        """Neighbouring columns that one access of a kernel moves: two, or one if a pair is not aligned."""
         nbytes = vector_bytes(self.head_dim * self.dtype.itemsize, self.alignment_bytes)
         return max(1, min(MAX_COLUMNS, nbytes // self.dtype.itemsize))
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """Of one state's output, and of the merged one."""
+        """The shape of one state's out, and of the merged out."""
         return self.batch_size, self.num_heads, self.head_dim
 
     def __str__(self) -> str:

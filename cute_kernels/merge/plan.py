@@ -1,7 +1,7 @@
-"""Merging attention states: (out, lse) of several calls over disjoint parts of the KV become those of the whole.
+"""Merging attention states: (out, lse) of several calls over disjoint parts of the KV become (out, lse) of the whole KV.
 
-For a prefix that requests share (cascade) and for a KV cache spread over devices (context parallelism): each part is attended
-to on its own, and softmax over the whole is a weighted sum of the parts, out = sum_s exp(lse_s - lse) out_s with
+Serves a prefix that requests share (cascade) and a KV cache spread over devices (context parallelism): each part is attended
+to on its own, and attention over the whole is a weighted sum of the parts, out = sum_s exp(lse_s - lse) out_s with
 lse = log sum_s exp(lse_s) (Milakov and Gimelshein 2018; the merge of FlashInfer's cascade inference).
 """
 
@@ -49,8 +49,8 @@ class MergeStatesPlan(Plan):
     ) -> MergeStatesPlan:
         """The first variant that serves `descriptor` on `device` (default: the current GPU, else the CPU), compiled.
 
-        Raises Unsupported with every reason when none does, or not the one that `preference` forces; CompileFailed when
-        it cannot be compiled, also inside a graph capture.
+        Raises Unsupported with every reason when no variant does, or when the one that `preference` forces does not;
+        CompileFailed when the variant cannot be compiled, also inside a graph capture.
         """
         return selected(cls, MergeStatesDescriptor, descriptor, device, preference)
 
@@ -82,11 +82,12 @@ class MergeStatesPlan(Plan):
         [num_states, batch, num_heads], any strides. out: [batch, num_heads, head_dim]; lse: f32 [batch, num_heads]. out and
         lse may not overlap an input. Allocates only the outputs that are not given. No host-device synchronisation.
 
-        States are merged in f32 in their order. An empty one (lse = -inf) is the identity, whatever its out holds; all
-        empty give (+0.0, -inf); one alone is returned bit for bit. Otherwise an lse of NaN or +inf makes its merge NaN.
+        States are merged in f32 in their order. An empty state (lse = -inf) changes nothing, whatever its out holds; if all are
+        empty, the result is (+0.0, -inf); if only one is not, that one is returned bit for bit, unless there are sinks. Otherwise
+        an lse of NaN or +inf makes its merge NaN.
 
-        sinks: f32 [num_heads], natural logits, where the descriptor says so. The merged state joins its head's once: out shrinks
-        and lse includes it; states that are all empty, or of no value beside it, give (+0.0, the sink).
+        sinks: f32 [num_heads], natural logits, given if the descriptor says so. Each head's sink joins its merged state once: out
+        shrinks and lse includes the sink. If all states are empty or negligible next to the sink, the result is (+0.0, the sink).
 
         Raises, before anything is written, InvalidProblem (an extent), InvalidArgument (type, dtype, device, overlap),
         MisalignedOperand, Unsupported (strides); then LaunchFailed.
@@ -114,7 +115,7 @@ class MergeStatesPlan(Plan):
 
 
 def _launch_of(spec: MergeSpec | None, lse_base: LseBase) -> Launch:
-    """The callable behind a chosen variant, compiled now; the CPU variant where there is no spec."""
+    """The callable that launches a chosen variant, compiled now; the CPU variant if there is no spec."""
     if spec is None:
         return cpu_variant(lse_base)
     from ..compile.kernels import compile_merge

@@ -12,12 +12,12 @@ from ..planning.variants import Launch
 
 
 def reference_merge(outs: Tensor, lses: Tensor, lse_base: LseBase = "e", sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """The semantics in plain PyTorch, computed in f32, or in f64 where outs are; in state order.
+    """The semantics in plain PyTorch, computed in f32, or in f64 if outs are f64; states are summed in order.
 
     outs [num_states, ..., head_dim], lses [num_states, ...]. Returns out [..., head_dim] and lse [...], of the inputs' dtypes.
-    An empty state (lse = -inf) weighs nothing, whatever its out holds; without others the result is (+0.0, -inf). One state that
-    is not empty is returned bit for bit. Otherwise an lse of NaN or +inf makes the merge NaN. sinks: natural logits [num_heads]
-    that join the merged state, each as one more state whose out is 0.
+    An empty state (lse = -inf) weighs nothing, whatever its out holds; if all are empty the result is (+0.0, -inf). If one state
+    is not empty, and there are no sinks, it is returned bit for bit. Otherwise an lse of NaN or +inf makes the merge NaN. sinks:
+    natural logits [num_heads] that join the merged state, each as one more state whose out is 0.
     """
     dtype = torch.promote_types(outs.dtype, torch.float32)
     power, log, unit = (torch.exp2, torch.log2, math.log(2.0)) if lse_base == "2" else (torch.exp, torch.log, 1.0)

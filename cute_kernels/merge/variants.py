@@ -1,4 +1,4 @@
-"""What each variant of a merge serves on which device, and every reason why not."""
+"""Which merges each variant can serve on which device, and every reason why it cannot."""
 
 from __future__ import annotations
 
@@ -28,6 +28,6 @@ def _offer(descriptor: MergeStatesDescriptor, target: Target) -> Offer:
 
 
 def kernel_spec(descriptor: MergeStatesDescriptor, target: Target) -> MergeSpec:
-    """The compile key of `descriptor`: what changes generated code, and no more."""
+    """The compile key of `descriptor`: exactly the fields that change generated code."""
     d = descriptor
     return merge_spec(target, d.element_type, d.columns, d.num_states, d.num_heads, d.head_dim, d.lse_base, d.sinks)

@@ -1,4 +1,4 @@
-"""The ordered variants, what each can serve on which device, and the choice among them, with every reason."""
+"""The ordered variants, which problems each can serve on which device, and the choice among them, with every reason."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Launch = Callable[..., object]
 
 @dataclass(frozen=True)
 class DeviceFacts:
-    """What the choice depends on: a device's kind, name, compute capability (None on the CPU) and SM count (1 there)."""
+    """The device facts that the choice depends on: kind, name, compute capability (CPU: None) and SM count (CPU: 1)."""
 
     kind: str
     name: str
@@ -29,7 +29,7 @@ class DeviceFacts:
 
     @classmethod
     def of(cls, device: torch.device) -> DeviceFacts:
-        """The facts of a device of this machine."""
+        """The facts of one of this machine's devices."""
         if device.type != "cuda":
             return cls(device.type, device.type, None, 1)
         properties = torch.cuda.get_device_properties(device)
@@ -38,7 +38,7 @@ class DeviceFacts:
 
     @property
     def slug(self) -> str:
-        """The name of its plan table: "h200" for "NVIDIA H200"."""
+        """The name of the device's plan table: "h200" for "NVIDIA H200"."""
         model = re.search(r"[a-z]+\d+[a-z]*", self.name.lower())
         return model.group() if model else self.kind
 
@@ -59,15 +59,15 @@ PRETEND = {
 
 @dataclass(frozen=True)
 class PlanPreference:
-    """What a caller asks of the choice.
+    """A caller's demands on the choice.
 
-    max_workspace_bytes: rows stay whole where cutting them needs more. arch: force "sm90", "sm80" or "cpu"; Unsupported if it
+    max_workspace_bytes: rows stay whole if cutting them needs more. arch: force "sm90", "sm80" or "cpu"; Unsupported if it
     cannot serve. deterministic: every variant is. batch_invariant: a row's bits may not depend on the rest of the batch.
-    sm_count: SMs that a plan of attention uses, and leaves the others to other work; None: all. InvalidArgument where the device
-    has fewer. There is a CTA for each KV head and block of query rows at least, also where those are more. Appends, merges and
-    attention weights check it too, but their grids are as many CTAs as they have rows for, on whatever SM is free.
+    sm_count: SMs that a plan of attention uses, leaving the others to other work; None: all. InvalidArgument if the device
+    has fewer. The grid has at least one CTA per KV head and block of query rows, even if that is more than sm_count. Appends,
+    merges and attention weights check sm_count too, but their grids follow from their rows, and run on whatever SM is free.
     validate, check_workspace: debugging aids. `run` first checks lengths and page ids on the device, or that the workspace holds
-    nothing foreign, which synchronises with the device and cannot be captured in a graph; it raises InvalidArgument for the
+    no foreign bytes; the check synchronises with the device, cannot be captured in a graph, and raises InvalidArgument for the
     first bad row or byte.
     """
 
@@ -92,7 +92,7 @@ class PlanPreference:
             raise InvalidArgument("sm_count", f"got {self.sm_count!r}, must be an int of at least 1, or None")
 
     def part_of(self, facts: DeviceFacts) -> DeviceFacts:
-        """The facts of the part of a device that a plan may use. Raises InvalidArgument where it has fewer than sm_count SMs."""
+        """The facts of the part of a device that a plan may use. InvalidArgument if the device has fewer than sm_count SMs."""
         if self.sm_count is None:
             return facts
         if self.sm_count > facts.sm_count:
@@ -109,7 +109,7 @@ class Variant:
     targets: tuple[tuple[tuple[int, int], Target], ...] = ()
 
     def target(self, facts: DeviceFacts) -> Target | None:
-        """What to compile for on this device; None where the variant does not run."""
+        """The target to compile for on this device; None if the variant does not run there."""
         return dict(self.targets).get(facts.capability) if facts.capability else None
 
 
@@ -121,17 +121,17 @@ VARIANTS = (
 
 
 def variants_of(operation: str) -> tuple[Variant, ...]:
-    """Those of another operation than decode: the same devices and targets, named after it where they are kernels."""
+    """The variants of another operation than decode: same devices and targets; variants with kernels are named after it."""
     return tuple(replace(variant, name=f"{variant.arch}_{operation}") if variant.targets else variant for variant in VARIANTS)
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """One variant's answer: the verdict, its reasons, and what it would run. The CPU variant has no spec.
+    """One variant's answer: the verdict, its reasons, and the kernel it would run. The CPU variant has no spec.
 
-    knobs: what it would run, in a line. spec: the compile key of its kernel. num_ctas: the grid. config, config_source, cost: of
-    decode, its configuration, what chose it (and why rows stay whole where they could be cut), and what the model expects.
-    phases: of a mixed kernel, what each phase of it would be alone; the last one's configuration and cost are the candidate's.
+    knobs: the kernel's parameters, in one line. spec: its compile key. num_ctas: its grid. config, config_source, cost: for
+    decode, the configuration, its source (and why rows stay whole if they could be cut), and the cost that the model expects.
+    phases: for a mixed kernel, each phase as it would be alone; the candidate has the last phase's configuration and cost.
     """
 
     variant: str
@@ -149,7 +149,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Explanation:
-    """Every variant in order, with why it was taken or rejected. `str()` is a table, `to_dict()` plain data."""
+    """Every variant in order, with the reasons why it was taken or rejected. `str()` is a table, `to_dict()` plain data."""
 
     problem: str
     device: str
@@ -157,14 +157,14 @@ class Explanation:
 
     @property
     def chosen(self) -> Candidate:
-        """The candidate that was taken. Raises Unsupported with every reason when there is none."""
+        """The candidate that was taken. Raises Unsupported with every reason if none was."""
         for candidate in self.candidates:
             if candidate.verdict == "chosen":
                 return candidate
         raise Unsupported([f"{c.variant}: {reason}" for c in self.candidates for reason in c.reasons])
 
     def to_dict(self) -> dict[str, Any]:
-        """The same as plain data."""
+        """The explanation as plain data."""
         return asdict(self)
 
     def __str__(self) -> str:
@@ -197,7 +197,7 @@ def choice(answers: Iterable[Candidate], problem: str, facts: DeviceFacts, prefe
 
 
 def device_reasons(variant: Variant, facts: DeviceFacts) -> list[str]:
-    """Why a variant does not run on such a device; nothing where it does."""
+    """The reasons why a variant does not run on such a device; empty if it does."""
     if variant.arch == "cpu":
         return [] if facts.kind == "cpu" else [f"runs on the cpu, device is {facts}"]
     if variant.target(facts):
@@ -207,7 +207,7 @@ def device_reasons(variant: Variant, facts: DeviceFacts) -> list[str]:
 
 
 class Offer(NamedTuple):
-    """What a variant's kernel would be, or every reason why there is none. The other fields: as in Candidate."""
+    """A kernel that a variant would run, or every reason why it has none. The other fields are as in Candidate."""
 
     reasons: list[str]
     knobs: str = ""
@@ -216,7 +216,7 @@ class Offer(NamedTuple):
 
 
 def answer(variant: Variant, facts: DeviceFacts, offer: Callable[[Arch, Target], Offer]) -> Candidate:
-    """One variant's answer where a device says all about its kernel but what `offer` says of an arch and a target there."""
+    """One variant's answer: rejected if it does not run on the device; for a kernel, as `offer` says for its arch and target."""
     reasons, target = device_reasons(variant, facts), variant.target(facts)
     if target is None:
         return Candidate(variant.name, variant.arch, "rejected" if reasons else "fits", tuple(reasons))

@@ -1,7 +1,7 @@
 """The scratch memory of launches, in named regions.
 
-A workspace is zeroed once and from then on left to plans: each launch leaves it as it found it, zero, so launches of any plans
-may use it one after the other. Two launches may not use it at the same time.
+A workspace is zeroed once, and from then on only plans write to it. Each launch leaves it zero, as it found it, so launches of
+any plans may use it one after the other. Two launches may not use it at the same time.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from torch import Tensor
 from ..errors import InvalidArgument
 from ..memory import lasting_zeros
 
-REGION_ALIGNMENT = 128  # bytes: the regions of a launch end on a cache line, so that those of the next phase begin on one
-WORKSPACE_ALIGNMENT = 16  # bytes: what the workspace's own pointer must keep
+REGION_ALIGNMENT = 128  # bytes: a launch's regions end on a cache line, so that the next phase's regions begin on one
+WORKSPACE_ALIGNMENT = 16  # bytes: the workspace's own pointer is a multiple of it
 
 
 @dataclass(frozen=True)
@@ -28,12 +28,12 @@ class WorkspaceRegion:
 
 
 def rounded_up(nbytes: int) -> int:
-    """Bytes up to the end of their last cache line."""
+    """nbytes, rounded up to whole cache lines."""
     return -(-nbytes // REGION_ALIGNMENT) * REGION_ALIGNMENT
 
 
 def end_of(regions: tuple[WorkspaceRegion, ...]) -> int:
-    """Bytes up to the end of the last region: their sum, since each begins where the one before it ends."""
+    """Bytes up to the end of the last region. That is their sum, since each region begins where the previous one ends."""
     return regions[-1].offset + regions[-1].nbytes if regions else 0
 
 

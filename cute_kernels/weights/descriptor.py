@@ -1,4 +1,4 @@
-"""What attention weights are asked for, as a frozen and self-validating value."""
+"""The descriptor of attention weights: which of them are asked for, as a frozen and self-validating value."""
 
 from __future__ import annotations
 
@@ -18,29 +18,29 @@ from ..kv.scale import KVScale
 from ..kv.types import QUERY_DTYPES, KVDtype, KVLayout, check_layout, check_query_dtype, check_storage
 
 FORMATS = ("dense", "csr", "lengths", "none")
-STORE_BYTES = 16  # of weights that one store writes at most
+STORE_BYTES = 16  # bytes of weights that one store writes at most
 
 
 @dataclass(frozen=True)
 class AttentionWeightsDescriptor(AttentionFields):
-    """The softmax weights of one query row a request, from q, K and the lse that decode returned. Frozen and hashable.
+    """The softmax weights of one query row per request, from q, K and the lse that decode returned. Frozen and hashable.
 
     The weight of a key is exp(score - lse): softmax_scale, k_scale, softcap, alibi and window_left make the score as in decode,
     and lse is f32 [batch_size, num_heads] in lse_base. Sinks need no operand here, since lse includes them: the weights of a row
-    and head then sum to 1 less the sink's share.
+    and head then sum to 1 minus the sink's weight.
 
-    A run writes what is asked for here, all of it on every run:
+    Every run fully writes the outputs that are asked for here:
 
     - weights_dtype f32 or q's dtype: weights [batch_size, num_heads, max_seq_len]; None: not written.
     - mean: f32 [batch_size, max_seq_len], the mean of the unrounded weights over the heads.
-    - page_mass: f32 [batch_size, max_pages], that mean summed over the keys of each page of a row's table. Takes a paged cache.
+    - page_mass: f32 [batch_size, max_pages], that mean summed over the keys of each page of a row's table. Needs a paged cache.
 
-    A key at or past a row's length, or before its window, has weight 0. max_seq_len bounds the rows: keys of a longer row at and
-    past it are left out, and the row is recorded as a fault of its length. max_pages is what max_seq_len keys take.
+    A key at or past a row's length, or before its window, has weight 0. max_seq_len bounds the rows: keys at and past it are
+    left out, and a row that has such keys is recorded as a fault of its length. max_pages: the pages of max_seq_len keys.
 
     table_format: "dense" and "csr" over pages of page_size tokens; with page_size None "lengths" and "none" over a contiguous
     cache [batch_size, num_kv_heads, seq_len, head_dim] ("NHD": the middle axes swapped). num_pages, kv_dtype, layout and k_scale
-    are as in PagedDecodeDescriptor. batch_size 0 is legal.
+    are as in PagedDecodeDescriptor. batch_size may be 0.
 
     Raises InvalidProblem for the field that breaks its rule, then Unsupported for a q_dtype that no variant knows.
     """
@@ -109,7 +109,7 @@ class AttentionWeightsDescriptor(AttentionFields):
 
     @property
     def problem(self) -> DecodeProblem:
-        """What the checks of q and K depend on: a problem of decode whose V is stored as K is."""
+        """The problem that the checks of q and K depend on: a decode problem whose V is stored as K is."""
         return self._problem(
             self.q_dtype,
             self.layout.alignment_bytes,
@@ -128,9 +128,9 @@ class AttentionWeightsDescriptor(AttentionFields):
 
     @property
     def store_bytes(self) -> int:
-        """Bytes that strides and pointers of weights are multiples of: what compact ones have, at most 16.
+        """Bytes that strides and pointers of weights are multiples of: the alignment of a compact tensor, at most 16.
 
-        A CTA writes whole pages where their masses are wanted, so a page divides them too.
+        If page_mass is asked for, a CTA writes whole pages, so these bytes also divide a page's weights.
         """
         if self.weights_dtype is None:
             return STORE_BYTES
@@ -138,12 +138,12 @@ class AttentionWeightsDescriptor(AttentionFields):
         return math.gcd(STORE_BYTES, self.max_seq_len * self.weights_dtype.itemsize, pages * self.weights_dtype.itemsize)
 
     def output_dtype(self, name: str) -> torch.dtype:
-        """The dtype of one of `shapes`: weights_dtype of weights, f32 of what is summed over heads or keys."""
+        """The dtype of an output in `shapes`: weights_dtype for weights, f32 for the sums over heads or keys."""
         return self.weights_dtype if name == "weights" and self.weights_dtype is not None else torch.float32
 
     @property
     def max_pages(self) -> int:
-        """Pages of max_seq_len keys; 0 where the cache has none."""
+        """Pages of max_seq_len keys; 0 if the cache has no pages."""
         return -(-self.max_seq_len // self.page_size) if self.page_size else 0
 
     @property

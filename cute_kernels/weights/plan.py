@@ -24,11 +24,11 @@ from .variants import explain
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-F32_WEIGHT_ULPS = 128  # an lse is within 1e-5 of its size, and so is a weight: 84 of f32's ulp
+F32_WEIGHT_ULPS = 128  # an lse's error is at most 1e-5 of its size, and so is a weight's: 84 f32 ulps
 
 
 class AttentionWeights(NamedTuple):
-    """What a run wrote; None where the descriptor does not ask for it."""
+    """The outputs that a run wrote; None for those that the descriptor does not ask for."""
 
     weights: Tensor | None
     mean: Tensor | None
@@ -36,7 +36,7 @@ class AttentionWeights(NamedTuple):
 
 
 class AttentionWeightsPlan(FlaggingPlan):
-    """The softmax weights of one query row a request over a paged or a contiguous cache of K. Needs no workspace."""
+    """The softmax weights of one query row per request over a paged or a contiguous cache of K. Needs no workspace."""
 
     descriptor: AttentionWeightsDescriptor
 
@@ -66,7 +66,7 @@ class AttentionWeightsPlan(FlaggingPlan):
     def can_implement(self, q: Tensor, k_cache: Tensor, lse: Tensor, page_table: PageTable, **given: Unpack[Given]) -> None:
         """Checks shapes, dtypes, strides, alignment, devices and overlap as `run` does; raises its typed errors.
 
-        Outputs that are not given are taken to be new ones.
+        Outputs that are not given count as new tensors.
         """
         check_page_table(self.descriptor.table_format, page_table)
         refuse_unknown(given, Given.__annotations__)
@@ -89,19 +89,19 @@ class AttentionWeightsPlan(FlaggingPlan):
         page_mass: Tensor | None = None,
         stream: torch.cuda.Stream | None = None,
     ) -> AttentionWeights:
-        """Launches on the current or the given stream and returns what the descriptor asks for, all of it written.
+        """Launches on the current or the given stream and returns the outputs that the descriptor asks for, fully written.
 
-        q: [batch, num_heads, head_dim], also with one unit query axis; k_cache: 4-D in the descriptor's layout, an fp8 one also
-        as bytes (uint8); lse: f32 [batch, num_heads], any strides, as a plan of decode returned it for these operands; k_scale
-        and alibi_slopes: as PagedDecodePlan.run takes them. page_table: of the descriptor's format, `PageTable.whole()` where
+        q: [batch, num_heads, head_dim], also with one unit query axis; k_cache: 4-D in the descriptor's layout, an fp8 cache also
+        as bytes (uint8); lse: f32 [batch, num_heads], any strides, as a decode plan returned it for these operands; k_scale
+        and alibi_slopes: as PagedDecodePlan.run takes them. page_table: of the descriptor's format, `PageTable.whole()` if
         that is "none".
 
         weights: [batch, num_heads, max_seq_len] of weights_dtype, strides and address multiples of the descriptor's store_bytes;
         mean: f32 [batch, max_seq_len]; page_mass: f32 [batch, max_pages]. An output that is asked for and not given is
         allocated, and nothing else is. No host-device synchronisation.
 
-        With another lse than that of these operands a weight is what exp(score - lse) gives, which may be infinite; that of a
-        key that does not count is 0 with any. Raises, before anything is written, InvalidProblem (an extent), InvalidArgument
+        With the lse of other operands a weight is still exp(score - lse), which may be infinite; a key that does not count has
+        weight 0 with any lse. Raises, before anything is written, InvalidProblem (an extent), InvalidArgument
         (type, dtype, device, overlap), MisalignedOperand, Unsupported (strides); then LaunchFailed. Bad lengths and page ids on
         the device are masked and recorded for `status`, as in decode, and so is a row of more than max_seq_len keys; under
         PlanPreference(validate=True) they raise InvalidArgument before anything is written, which synchronises.
@@ -117,7 +117,7 @@ class AttentionWeightsPlan(FlaggingPlan):
         return outputs
 
     def _outputs(self, weights: Tensor | None, mean: Tensor | None, page_mass: Tensor | None) -> AttentionWeights:
-        """The outputs of a run, with new ones for those that are asked for and not given."""
+        """The outputs of a run, with a new tensor for each output that is asked for and not given."""
         given = AttentionWeights(weights, mean, page_mass)
         new = {
             name: torch.empty(shape, dtype=dtype, device=self.device)
@@ -154,7 +154,7 @@ class AttentionWeightsPlan(FlaggingPlan):
 
 
 def _sku(descriptor: AttentionWeightsDescriptor, chosen: Candidate) -> Sku:
-    """What runs. A weight is as exact as its lse, and rounded once."""
+    """Identifies what runs, with its precision: a weight is as exact as its lse, and rounded once."""
     dtypes = (QUERY_DTYPES[descriptor.q_dtype].value, descriptor.problem.cache_type, descriptor.weights_type)
     guarantee = PrecisionGuarantee(batch_invariant=True)
     if descriptor.weights_dtype in (None, torch.float32):
@@ -163,7 +163,7 @@ def _sku(descriptor: AttentionWeightsDescriptor, chosen: Candidate) -> Sku:
 
 
 def _launch_of(spec: WeightsSpec | None, descriptor: AttentionWeightsDescriptor) -> Launch:
-    """The callable behind a chosen variant, compiled now; the CPU variant where there is no spec."""
+    """The callable that launches a chosen variant, compiled now; the CPU variant if there is no spec."""
     if spec is None:
         from .reference import cpu_variant
 

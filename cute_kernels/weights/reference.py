@@ -18,7 +18,7 @@ from .descriptor import AttentionWeightsDescriptor
 
 
 class Counted(NamedTuple):
-    """Of each row, int64 [batch]: how many keys it has, and those that have a weight, [0, max_seq_len) at most."""
+    """Keys per row, int64 [batch]: lengths, how many a row has; span, those with a weight, [0, max_seq_len) at most."""
 
     lengths: Tensor
     span: Span
@@ -36,7 +36,7 @@ def counted_keys(d: AttentionWeightsDescriptor, operands: Operands, table: PageT
 def reference_weights(
     d: AttentionWeightsDescriptor, operands: Operands, table: PageTable, dtype: torch.dtype = torch.float32
 ) -> Counted:
-    """Writes the outputs of `operands` that are there, computed in `dtype`; operands are as a kernel takes them, fp8 as fp8."""
+    """Writes the outputs that `operands` has, computed in `dtype`; operands are as a kernel takes them, but fp8 caches as fp8."""
     counted, outputs = counted_keys(d, operands, table), (operands.weights, operands.mean, operands.page_mass)
     modifiers, window_left = d.problem.modifiers, d.launch_values[0]
     scoring = Scoring(d.scale, d.lse_base, modifiers, window_left, 0, d.launch_values[2], operands.alibi_slopes)

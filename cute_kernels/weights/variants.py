@@ -1,4 +1,4 @@
-"""What each variant of attention weights serves on which device, and every reason why not."""
+"""Which problems of attention weights each variant can serve on which device, and every reason why it cannot."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def _dtype_reasons(descriptor: AttentionWeightsDescriptor) -> list[str]:
 
 
 def kernel_spec(descriptor: AttentionWeightsDescriptor, arch: Arch, target: Target, sm_count: int) -> WeightsSpec:
-    """The compile key of `descriptor` on so many SMs: what changes generated code, and no more."""
+    """The compile key of `descriptor` on sm_count SMs: exactly the fields that change generated code."""
     d, problem = descriptor, descriptor.problem
     stored: StoredType = problem.kv_dtype.value
     spec = WeightsSpec(

@@ -1,1 +1,1 @@
-"""Tokens a second of a transformers model: generate_batch and generate over our attention and over others."""
+"""Tokens per second of a transformers model: generate_batch and generate over our attention and others."""

@@ -1,4 +1,4 @@
-"""python -m perf.generate: tokens a second of generate_batch and generate, whether tokens agree, what a second process compiles.
+"""python -m perf.generate: tokens per second of generate_batch and generate, their agreement, and a second process's compiles.
 
 FA3_SO names the library of FlashAttention-3. Without a GPU: --tiny, which shows that the program runs.
 """
@@ -30,7 +30,7 @@ console = Console(width=200, highlight=False)
 
 
 class Compiles(logging.Handler):
-    """Counts kernels that this process compiles."""
+    """Counts the kernels that this process compiles."""
 
     count = 0
 
@@ -82,7 +82,7 @@ def main(
     found = [told(batched, model, name, prompts, work) for name in names]
     found += [told(batched, model, name, fewer, less) for name in beside_sdpa]
     found += [told(generated, model, name, prompts, work) for name in ("ours", "sdpa")]
-    if found[-1] is None:  # of all prompts sdpa may need more memory than there is
+    if found[-1] is None:  # for all prompts, sdpa may need more memory than there is
         found.append(told(generated, model, "sdpa", prompts[:compare], replace(work, prompts=compare)))
     timed = [each for each in found if each is not None]
     console.print(table_of(timed))
@@ -100,7 +100,7 @@ def main(
 
 
 def told(measure: Callable[..., Timed], model: Any, name: str, prompts: list[list[int]], work: Work) -> Timed | None:
-    """A measurement, whose end is told: it takes seconds. None for one that failed, of which the error is told."""
+    """Measures, which takes seconds, and prints when it is done. None if the measurement failed; then the error is printed."""
     started = time.perf_counter()
     try:
         use(name, model)
@@ -116,17 +116,17 @@ def told(measure: Callable[..., Timed], model: Any, name: str, prompts: list[lis
 
 
 def name_of(provider: str) -> str:
-    """A provider as tables name it: whose attention really ran."""
+    """The name that tables give a provider: the one whose attention really ran."""
     return f"{provider} (ours stands in)" if provider == "fa3" and not torch.cuda.is_available() else provider
 
 
 def milliseconds(ms: float | None) -> str:
-    """A time of the table. The time of a step is a difference of two runs: where it is not positive, it is noise."""
+    """A time as the table shows it. The time of a step is a difference of two runs: if it is not positive, it is noise."""
     return "" if ms is None else f"{ms:.2f}" if ms > 0 else "-"
 
 
 def table_of(timed: list[Timed]) -> Table:
-    """Tokens a second beside those of fa3 and sdpa at the same work by the same function."""
+    """Tokens per second, compared with fa3 and sdpa at the same work by the same function."""
     table = Table(title="generated tokens a second, prompts included")
     for column in (
         "function",

@@ -1,4 +1,4 @@
-"""Whether two implementations agree: tokens up to the first near tie, and logits beside those of the model in f32."""
+"""Whether two implementations agree: their tokens up to the first near tie, and their logits, compared with f32's."""
 
 from __future__ import annotations
 
@@ -14,9 +14,11 @@ from perf.generate.models import use
 
 @dataclass(frozen=True)
 class Agreement:
-    """Of one prompt. first_tie: the first step whose two best logits, by sdpa, are closer than sdpa and eager are anywhere, or
-    None. first_difference: the first step at which tokens differ, or None. Errors: root mean square and largest of logits
-    against f32. below: by how much our tokens' logits are below the best of f32, at most; sdpas_below: sdpa's.
+    """One prompt's agreement.
+
+    first_tie: the first step whose two best logits, by sdpa, are closer than sdpa and eager are anywhere, or None.
+    first_difference: the first step at which tokens differ, or None. Errors: root mean square and largest, of logits against f32.
+    below: the most by which our tokens' logits are below f32's best; sdpas_below: sdpa's.
     """
 
     steps: int
@@ -29,13 +31,13 @@ class Agreement:
 
     @property
     def holds(self) -> bool:
-        """Tokens as sdpa's up to the first tie; logits as near to f32 as sdpa's, within a tenth."""
+        """Whether tokens equal sdpa's up to the first tie, and logits are as near to f32 as sdpa's, within a tenth."""
         same = self.first_difference is None or (self.first_tie is not None and self.first_difference >= self.first_tie)
         return same and self.ours[0] <= 1.1 * self.sdpas[0]
 
 
 def logits(model: Any, provider: str, prompt: list[int], tokens: list[int]) -> Tensor:
-    """f32 [tokens, vocabulary]: what each token is chosen from, all of them given."""
+    """f32 [tokens, vocabulary]: the logits that each token is chosen from, when all tokens are given."""
     use(provider, model)
     ids = torch.tensor([prompt + tokens[:-1]], device=model.device)
     with torch.no_grad():
@@ -44,7 +46,7 @@ def logits(model: Any, provider: str, prompt: list[int], tokens: list[int]) -> T
 
 
 def agreements(model: Any, prompts: list[list[int]], sdpas: list[list[int]], ours: list[list[int]]) -> list[Agreement]:
-    """Of each prompt with its tokens by sdpa and by ours."""
+    """The agreement on each prompt, with its tokens by sdpa and by ours."""
     exact_model, found = copy.deepcopy(model).float(), []
     for prompt, by_sdpa, by_us in zip(prompts, sdpas, ours, strict=True):
         sdpa, eager, own = (logits(model, provider, prompt, by_sdpa) for provider in ("sdpa", "eager", "ours"))

@@ -1,4 +1,4 @@
-"""The kernels that a run needs, compiled several at once before it: they would be compiled one by one as steps come to them."""
+"""The kernels that a run needs, several compiled at once before it; the run itself would compile them one by one."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ NHD = KVLayout("NHD", 16)
 
 
 def compile_for(work: Work, e4m3: bool, facts: DeviceFacts) -> int:
-    """Compiles what generate_batch and generate of such work need; returns how many kernels."""
+    """Compiles the kernels that generate_batch and generate need for such work; returns their number."""
     return compile_ahead(specs_for(work, e4m3, facts))
 
 
 def specs_for(work: Work, e4m3: bool, facts: DeviceFacts) -> list[Any]:
-    """What is compiled for them, as far as is known beforehand."""
+    """The specs of these kernels, as far as they are known beforehand."""
     stores: list[KVDtype | None] = [None, KVDtype.E4M3] if e4m3 else [None]
     specs = [explain(d.problem, facts, PlanPreference()).chosen.spec for d in _attention(work, stores)]
     specs += [explain_append(d, facts, PlanPreference()).chosen.spec for d in _appends(work, stores)]
@@ -44,7 +44,7 @@ def _attention(work: Work, stores: list[KVDtype | None]) -> Iterator[PagedAttent
         yield PagedAttentionDescriptor(work.prompts, **chunk, **paged)
         for batch in _powers(work.prompts):
             yield PagedAttentionDescriptor(batch, **HEADS, **paged, max_q_len=1, query_format="uniform")
-    for rows in (1, work.prompt_len):  # of generate
+    for rows in (1, work.prompt_len):  # query rows in generate
         lengths: dict[str, Any] = {"table_format": "lengths", "query_format": "uniform", "max_seq_len": longest}
         yield PagedAttentionDescriptor(work.prompts, **HEADS, **lengths, page_size=None, max_q_len=rows)
 

@@ -1,4 +1,4 @@
-"""How long generate_batch and generate take, and a decode step on the device."""
+"""Times generate_batch and generate, and a decode step on the device."""
 
 from __future__ import annotations
 
@@ -14,13 +14,15 @@ from perf.timing import GraphClock, Rotation
 
 PAGE = 256
 REPLAYS = 20
-SHORT = 32  # new tokens of the run that is taken from the whole one, for the time of a step
+SHORT = 32  # new tokens of the short run, whose time is subtracted from the whole run's for the time of a step
 
 
 @dataclass(frozen=True)
 class Timed:
-    """seconds: of the whole, prompts included. step_ms: of a decode step of all prompts, on the clock. device_ms: on the device,
-    None where no graph was captured. tokens: of each prompt.
+    """The times and tokens of a run.
+
+    seconds: the whole run's, prompts included. step_ms: wall-clock time of a decode step of all prompts. device_ms: its time on
+    the device, None if no graph was captured. tokens: of each prompt.
     """
 
     provider: str
@@ -46,8 +48,8 @@ def batch_config(work: Work, graphs: bool) -> Any:
 
 
 def batched(model: Any, provider: str, prompts: list[list[int]], work: Work, once: bool = False) -> Timed:
-    """generate_batch three times: for graphs and kernels, then timed with few and with all new tokens. once: only the first."""
-    graphs = torch.cuda.is_available() and provider != "sdpa"  # which has no block tables, so no graphs of decode
+    """Runs generate_batch three times: for graphs and kernels, then timed with few and all new tokens. once: only the first."""
+    graphs = torch.cuda.is_available() and provider != "sdpa"  # sdpa has no block tables, so no graphs of decode
 
     def run(new_tokens: int) -> tuple[float, list[list[int]]]:
         greedy = transformers.GenerationConfig(max_new_tokens=work.new_tokens, do_sample=False, eos_token_id=-1, pad_token_id=0)
@@ -86,7 +88,7 @@ def batched(model: Any, provider: str, prompts: list[list[int]], work: Work, onc
 
 
 def generated(model: Any, provider: str, prompts: list[list[int]], work: Work) -> Timed:
-    """generate with a static cache, not compiled: all prompts are equally long, so that none is padded."""
+    """Runs generate with a static cache, not compiled: all prompts are equally long, so that none is padded."""
     ids = torch.tensor(prompts, device=model.device)
     times: list[float] = []
     few = min(SHORT, work.new_tokens // 2)
@@ -116,7 +118,7 @@ def device_step(model: Any, work: Work) -> float | None:
     pages = -(-context // PAGE)
     lengths[: work.prompts + 1] = torch.arange(work.prompts + 1, device=lengths.device, dtype=lengths.dtype) * context
     table = torch.arange(work.prompts * pages, device=lengths.device, dtype=torch.int32).view(work.prompts, pages)
-    allocator = getattr(manager.batch_processor.cache, "cache_allocators", {}).get("full_attention")  # of 5.23
+    allocator = getattr(manager.batch_processor.cache, "cache_allocators", {}).get("full_attention")  # transformers 5.23
     stride = PAGE if allocator is None else allocator.block_physical_stride
     io.block_table[0, : work.prompts, :pages] = table * (stride // PAGE)
     io.input_ids[: work.prompts] = 1  # -1 may stand there, for the token of a step that is not carried over now

@@ -14,7 +14,7 @@ import cute_kernels as ck
 from cute_kernels.integrations import flash_attn as ours
 from cute_kernels.integrations.transformers import NAME, register
 
-FA3_NAME = "fa3_flash_3"  # as transformers wants a name that may use block tables
+FA3_NAME = "fa3_flash_3"  # transformers uses block tables only for a name of this form
 LLAMA_3_8B = {
     "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32,
     "num_key_value_heads": 8, "head_dim": 128, "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
@@ -25,7 +25,7 @@ TINY = {**LLAMA_3_8B, "vocab_size": 211, "hidden_size": 64, "intermediate_size":
 
 @dataclass(frozen=True)
 class Work:
-    """So many prompts of so many tokens each, all different, and so many new tokens for each."""
+    """The work of a run: prompts, all different, the tokens of each prompt, and the new tokens for each."""
 
     prompts: int
     prompt_len: int
@@ -33,7 +33,7 @@ class Work:
 
     @property
     def tokens(self) -> int:
-        """Tokens that are generated."""
+        """The number of generated tokens."""
         return self.prompts * self.new_tokens
 
     def __str__(self) -> str:
@@ -41,7 +41,7 @@ class Work:
 
 
 def model_of(layers: int, tiny: bool, device: torch.device) -> Any:
-    """A Llama in bf16, shaped as Llama-3-8B but for its layers, or tiny."""
+    """A Llama in bf16, shaped like Llama-3-8B except for the number of layers, or tiny."""
     longest, ids = 8192, {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
     sizes = {"num_hidden_layers": layers, "max_position_embeddings": longest, "tie_word_embeddings": False}
     config = transformers.LlamaConfig(**{**(TINY if tiny else LLAMA_3_8B), **sizes, **ids})
@@ -71,7 +71,7 @@ def use(provider: str, model: Any) -> None:
 
 
 def register_fa3() -> None:
-    """FlashAttention-3 where transformers itself would call it: the library that FA3_SO names; without a GPU ours stands in."""
+    """Makes transformers call FlashAttention-3 from the library that FA3_SO names; without a GPU ours takes its place."""
     from transformers import modeling_flash_attention_utils as utils
     from transformers.integrations import flash_attention
 
@@ -110,7 +110,7 @@ def fa3_with_kvcache(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, *, cache_seqlens: Tensor, page_table: Tensor,
     softmax_scale: float, causal: bool, window_size: tuple[int, int] = (-1, -1),
 ) -> Tensor:  # fmt: skip
-    """flash_attn_with_kvcache by the same operator, which is built without appends: k and v of one token are stored by ours."""
+    """flash_attn_with_kvcache by the same operator, which is built without appends: ours stores k and v of one token."""
     if k.shape[1] != 1:
         raise NotImplementedError(f"k of {k.shape[1]} tokens a request: only decode steps have a cache here")
     seq_lens = cache_seqlens + 1

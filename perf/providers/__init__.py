@@ -1,4 +1,4 @@
-"""The competitors by name, in the order in which they are gated: those that must not read unused memory come first.
+"""The competitors by name, in the order in which they are gated: competitors that must not read unused memory come first.
 
 One name may stand for a competitor in each operation.
 """
@@ -38,9 +38,9 @@ PROVIDER_NAMES = tuple(dict.fromkeys(cls.name for cls in ALL))
 
 
 def providers_of(names: Sequence[str]) -> list[Provider]:
-    """One of each competitor with such a name, in every operation. Raises ValueError for a name that none has.
+    """One instance of each competitor with one of `names`, in every operation. Raises ValueError for a name that none has.
 
-    Plain decode comes with `ours`, whose attention is held against it.
+    Plain decode comes with `ours`, since our attention is compared with it.
     """
     for name in names:
         if name not in PROVIDER_NAMES:

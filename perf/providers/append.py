@@ -1,4 +1,4 @@
-"""Who appends to a cache: this package, and a plain copy of as many bytes, which is the floor."""
+"""The providers of appends: this package, and a plain copy of as many bytes, which is the floor."""
 
 from __future__ import annotations
 
@@ -56,5 +56,5 @@ class Copy:
 
 
 def copied(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy `source` to `target`."""
+    """Copies `source` to `target`."""
     target.copy_(source)

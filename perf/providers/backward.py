@@ -1,4 +1,4 @@
-"""Who gives the gradients of attention: this package, and FlashAttention-4 in its deterministic mode."""
+"""The providers of attention's gradients: this package, and FlashAttention-4 in its deterministic mode."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from perf.providers.ours import OurPlan, descriptor, table_of
 
 
 class OursBackward(OurPlan):
-    """The variant that a plan selects by itself. out and lse are what attention gives, made beforehand."""
+    """The variant that a plan selects by itself. Attention makes out and lse beforehand."""
 
     operation: ClassVar[Operation] = "backward"
 
@@ -44,7 +44,7 @@ class OursSm80Backward(OursBackward):
 
 
 class FlashAttention4Backward(FlashAttention4):
-    """Its gradients of contiguous keys, deterministic. It compiles on a case's first call, outside the timing."""
+    """FlashAttention-4's deterministic gradients over contiguous keys. It compiles on a case's first call, outside the timing."""
 
     operation: ClassVar[Operation] = "backward"
     tolerance: ClassVar[Tolerance | None] = PEERS

@@ -1,4 +1,4 @@
-"""What a provider is: something that computes a case's attention, or appends what it says, or says why it cannot."""
+"""The interface of a provider: it computes a case's attention, or makes a case's append, or says why it cannot."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from perf.cases import Case, EightBit, Operation
 from perf.correctness import Tolerance
 from perf.inputs import Inputs, Pages
 
-# out, of the case's query_shape or with its query rows in one axis, and, where it is promised, lse f32 [rows, num_heads], base e
+# (out, in the case's query_shape or with its query rows in one axis; lse f32 [rows, num_heads], base e, if it is promised)
 Result = tuple[torch.Tensor, torch.Tensor | None]
 
 
@@ -26,11 +26,11 @@ class Candidate:
 
     A call allocates nothing that a CUDA graph could not hold, and never waits for the device. It returns its result, or None
     for a provider that computes nothing. The fastest candidate of a provider is the one that is measured.
-    detail: what a record says of it, and how a provider's candidates differ. host: steps by name whose host time is recorded.
-    device: steps by name whose device time is recorded beside that of the calls, which have no part in them. Both have what an
-    engine makes once a model step, however many layers it has, as the step "plan".
-    tolerance: what the gate allows on this case where that is not what it allows the provider. inputs: what the results are
-    judged by, where the calls are not of the case itself.
+    detail: fields of the record, in which a provider's candidates differ. host: steps by name whose host time is recorded.
+    device: steps by name whose device time is recorded in addition to the calls', which do not contain them. In both, the step
+    "plan" is the work that an engine does once per model step, however many layers the model has.
+    tolerance: the gate's tolerance on this case, if it differs from the provider's. inputs: the inputs that the results are
+    judged by, if the calls are not of the case itself.
     """
 
     calls: Sequence[Callable[[], Result | None]]
@@ -42,9 +42,9 @@ class Candidate:
 
 
 class Provider(Protocol):
-    """A competitor in one operation. tolerance: what the gate allows; None for one without a result.
+    """A competitor in one operation. tolerance: what the gate allows; None for a provider without a result.
 
-    reads_unused: whether slots that no row owns may reach its result, so that they are cleared of NaN before it runs.
+    reads_unused: whether slots that no row owns may reach its result, so that NaN is cleared there before it runs.
     """
 
     name: ClassVar[str]
@@ -53,28 +53,28 @@ class Provider(Protocol):
     reads_unused: ClassVar[bool]
 
     def available(self) -> str | None:
-        """Why this machine cannot run it, or None."""
+        """Why this machine cannot run the provider, or None."""
 
     def version(self) -> str:
-        """The version of what is measured."""
+        """The version of the measured code."""
 
     def prepare(self, inputs: Any) -> Sequence[Candidate]:
-        """The ways to run the case of `inputs`, which are Inputs, or AppendInputs where the operation is an append.
+        """The ways to run the case of `inputs`, which are Inputs, or AppendInputs for an append.
 
-        Raises NotSupported. Anything it plans or compiles is outside the timing.
+        Raises NotSupported. Its planning and compiling are outside the timing.
         """
 
 
 @runtime_checkable
 class CompilesAhead(Protocol):
-    """A competitor that can compile what several cases need at once, faster than one after the other in `prepare`."""
+    """A competitor that can compile the kernels of several cases at once, faster than one after the other in `prepare`."""
 
     def compile_ahead(self, cases: Sequence[Case]) -> None:
-        """Compile for those of `cases` that it supports. What fails here fails in `prepare` again, where it is recorded."""
+        """Compiles for the cases that it supports. A failure here repeats in `prepare`, where it is recorded."""
 
 
 class Floor:
-    """What the providers without a result share that run on compute capability 9.0. Its calls return None."""
+    """The base of providers without a result that run on compute capability 9.0. Their calls return None."""
 
     tolerance: ClassVar[Tolerance | None] = None
     reads_unused: ClassVar[bool] = False
@@ -84,13 +84,13 @@ class Floor:
 
 
 def require(supported: bool, reason: str) -> None:
-    """Raise NotSupported with `reason` unless `supported`."""
+    """Raises NotSupported with `reason` unless `supported`."""
     if not supported:
         raise NotSupported(reason)
 
 
 def require_storage(case: Case, *eight_bit: EightBit) -> None:
-    """Raise NotSupported unless the caches are 16-bit or one of `eight_bit`, without scales."""
+    """Raises NotSupported unless the caches are 16-bit or one of `eight_bit`, without scales."""
     if case.kv_dtype is not None:
         require(case.kv_dtype in eight_bit, f"no kernel for {case.kv_dtype} caches")
     if case.kv_scale is not None:
@@ -98,7 +98,7 @@ def require_storage(case: Case, *eight_bit: EightBit) -> None:
 
 
 def try_once(call: Callable[[], object], *refusals: type[Exception]) -> None:
-    """Call it; raise NotSupported with the first line of one of `refusals`, which say what a provider has no kernel for."""
+    """Makes the call; raises NotSupported with the first line of one of `refusals`, by which a provider says it has no kernel."""
     try:
         call()
     except refusals as error:
@@ -115,7 +115,7 @@ def served(check: Callable[[Case], None], case: Case) -> bool:
 
 
 def paged(inputs: Inputs) -> Pages:
-    """The page table of a paged case. Raises NotSupported for a contiguous one."""
+    """The page table of a paged case. Raises NotSupported for a contiguous case."""
     if inputs.pages is None:
         raise NotSupported("its cache is paged")
     return inputs.pages
@@ -127,7 +127,7 @@ def tokens_first(cache: torch.Tensor, case: Case) -> torch.Tensor:
 
 
 def require_scores(case: Case, *known: str) -> None:
-    """Raise NotSupported where a case has another modifier than `known`: of window_left, softcap, alibi, sinks and tree_mask."""
+    """Raises NotSupported if a case has a modifier (window_left, softcap, alibi, sinks or tree_mask) that is not in `known`."""
     words = {"window_left": "window", "softcap": "soft cap", "alibi": "ALiBi", "sinks": "sinks", "tree_mask": "tree mask"}
     for name, what in words.items():
         if getattr(case, name) is not None and name not in known:

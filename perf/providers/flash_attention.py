@@ -1,6 +1,6 @@
 """FlashAttention-3, paged: the installed flash_attn_interface, or the extension that vLLM builds, named by FA3_SO.
 
-FA3_VERSION says where that extension is from: "vllm 0.26.0".
+FA3_VERSION names the extension's origin: "vllm 0.26.0".
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from perf.providers.base import (
 )
 from perf.record import digest, package_version
 
-NUM_SPLITS = (0, 1, 2, 4, 8, 16, 32)  # 0: its own choice
+NUM_SPLITS = (0, 1, 2, 4, 8, 16, 32)  # 0: FlashAttention-3's own choice
 Schedule = Callable[[], torch.Tensor]
 
 
 @dataclass(frozen=True)
 class Step:
-    """What the calls on all input sets share. descale: f32 [batch, num_kv_heads], of q, K and V, where q is e4m3.
+    """The arguments that the calls on all input sets share. descale: f32 [batch, num_kv_heads], of q, K and V, if q is e4m3.
 
     metadata: the scheduler's, int32, which serves every layer of a model step; without it each call makes its own. window: keys
-    before and after its own that a query row sees, -1 for all. softcap: 0 for none. sinks: bf16 [num_heads]. rows: of a mixed
-    batch where the query rows of each request begin and end, int32 [batch + 1], and how many a request has at most.
+    before and after its own that a query row sees, -1 for all. softcap: 0 for none. sinks: bf16 [num_heads]. rows: for a mixed
+    batch, (where the query rows of each request begin and end, int32 [batch + 1]; the most query rows of a request).
     """
 
     table: torch.Tensor
@@ -58,10 +58,10 @@ class Step:
 
 
 class FlashAttention3:
-    """num_splits swept. Over an e4m3 cache it wants an e4m3 q, which is rounded outside the timing.
+    """FlashAttention-3's decode with a sweep of num_splits. Over an e4m3 cache it wants an e4m3 q, rounded outside the timing.
 
-    The scheduler's metadata is made beforehand, as vLLM does once a model step, and timed as the step "plan"; a build without
-    the operator that makes it has it in every call.
+    The scheduler's metadata is made beforehand, as vLLM does once per model step, and timed as the step "plan"; a build without
+    the operator that makes it makes it in every call.
     """
 
     name: ClassVar[str] = "fa3"
@@ -131,13 +131,13 @@ def file_digest(path: Path) -> str:
 
 
 def query(q: torch.Tensor, case: Case) -> torch.Tensor:
-    """q as FlashAttention takes it, of the cache's dtype: [batch, q rows, num_heads, head_dim], of a mixed batch as it is."""
+    """q as FlashAttention takes it, in the cache's dtype: [batch, q rows, num_heads, head_dim]; for a mixed batch as it is."""
     rows = q if case.mixed else q.view(case.batch_size, case.q_rows, case.num_heads, case.head_dim)
     return rows.to(torch.float8_e4m3fn) if case.kv_dtype else rows
 
 
 def score_options(inputs: Inputs) -> dict[str, Any]:
-    """The fields of a step that say what changes the scores."""
+    """The fields of a step that modify scores."""
     case, sinks = inputs.case, inputs.operands.sinks
     window = (-1, -1) if case.window_left is None else (case.window_left, 0)
     causal = case.q_rows > 1 or case.window_left is not None
@@ -150,7 +150,7 @@ def score_options(inputs: Inputs) -> dict[str, Any]:
 
 
 def installed(step: Step, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Callable[[], Result]:
-    """A call of flash_attn_with_kvcache: q as `query` gives it."""
+    """A call of flash_attn_with_kvcache, with q from `query`."""
     from flash_attn_interface import flash_attn_with_kvcache
 
     require(step.sinks is None, "the package's interface has no sinks")
@@ -186,7 +186,7 @@ def extension(step: Step, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> 
 
 
 def refusing(prepare: Callable[[], Sequence[Candidate]]) -> Sequence[Candidate]:
-    """The candidates, of which one was called once. Raises NotSupported with the words of a build that lacks the kernel."""
+    """The candidates, after one call of one of them. Raises NotSupported with the message of a build that lacks the kernel."""
     try:
         candidates = prepare()
         candidates[0].calls[0]()
@@ -199,7 +199,7 @@ def refusing(prepare: Callable[[], Sequence[Candidate]]) -> Sequence[Candidate]:
 
 
 def scheduled(case: Case, pages: Pages, step: Step) -> dict[str, object]:
-    """The keywords that both makers of metadata share. The lengths' bound is what a call takes from its page table."""
+    """The keywords that both makers of metadata share. The lengths' bound is the one that a call takes from its page table."""
     return {
         **({} if step.rows is None else {"cu_seqlens_q": step.rows[0]}),
         "batch_size": case.batch_size,
@@ -212,7 +212,7 @@ def scheduled(case: Case, pages: Pages, step: Step) -> dict[str, object]:
 
 
 def installed_schedule(case: Case, pages: Pages, step: Step) -> Schedule | None:
-    """What makes the metadata with flash_attn_interface; None for a version that does not."""
+    """A function that makes the metadata with flash_attn_interface; None for a version without one."""
     import flash_attn_interface
 
     make = getattr(flash_attn_interface, "get_scheduler_metadata", None)
@@ -227,7 +227,7 @@ def installed_schedule(case: Case, pages: Pages, step: Step) -> Schedule | None:
 
 
 def extension_schedule(case: Case, pages: Pages, step: Step) -> Schedule | None:
-    """What makes the metadata with the extension's operator, none of whose arguments has a default; None where it lacks it."""
+    """A function that makes the metadata with the extension's operator, whose arguments have no defaults; None without it."""
     make: Any = getattr(torch.ops._vllm_fa3_C, "get_scheduler_metadata", None)
     if make is None:
         return None

@@ -55,7 +55,7 @@ class FlashAttention4:
         return [Candidate(calls)]
 
     def paged(self, inputs: Inputs, s: InputSet) -> Callable[[], Result]:
-        """A call over a page table. It splits the keys of no row on Hopper."""
+        """A call over a page table. On Hopper FlashAttention-4 splits the keys of no row."""
         from flash_attn.cute.interface import flash_attn_varlen_func
 
         case, pages = inputs.case, inputs.pages
@@ -80,6 +80,6 @@ class FlashAttention4:
 
 
 def first_of(function: Callable[..., Any], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: dict[str, Any]) -> Result:
-    """The output alone of a function that may give an lse beside it."""
+    """The output alone of a function that may also return an lse."""
     found = function(q, k, v, **options)
     return found[0] if isinstance(found, tuple) else found, None

@@ -1,4 +1,4 @@
-"""FlashInfer: its FlashAttention-2 paged decode on tensor cores, and XQA. Both want the package flashinfer-python."""
+"""FlashInfer: its FlashAttention-2 paged decode on tensor cores, and XQA. Both need the package flashinfer-python."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from perf.scores import chain_rows, packed
 
 WORKSPACE_BYTES = 512 * 2**20  # zeroed once: FlashInfer asks for that
 XQA_PAGES = (16, 32, 64, 128)
-ALIBI = 2  # of its PosEncodingMode
-BUILDS = 6  # at a time: each is a few compilers of up to 2 GB
+ALIBI = 2  # its number in FlashInfer's PosEncodingMode
+BUILDS = 6  # builds at a time: each runs a few compilers of up to 2 GB
 
 
 class FlashInfer(ABC):
-    """What its providers share: the package, and modules that are compiled for several cases at once."""
+    """The base of FlashInfer's providers: the package, and modules that are compiled for several cases at once."""
 
     operation: ClassVar[Operation] = "decode"
     tolerance: ClassVar[Tolerance | None] = PEERS
@@ -45,7 +45,7 @@ class FlashInfer(ABC):
 
     @abstractmethod
     def builds(self, cases: Sequence[Case]) -> Iterable[Callable[[], object]]:
-        """What compiles and loads each module that `prepare` would ask for, once."""
+        """For each module that `prepare` would ask for, one function that compiles and loads it."""
 
 
 class FlashInferFa2(FlashInfer):
@@ -85,7 +85,7 @@ class FlashInferFa2(FlashInfer):
 
 
 class FlashInferXqa(FlashInfer):
-    """xqa_batch_decode_with_kv_cache. Over an e4m3 cache it rounds q and P to e4m3 on its way."""
+    """xqa_batch_decode_with_kv_cache. Over an e4m3 cache it rounds q and P to e4m3 internally."""
 
     name: ClassVar[str] = "flashinfer-xqa"
 
@@ -149,9 +149,9 @@ class FlashInferXqa(FlashInfer):
 def prefill_module(
     backend: str, q_dtype: torch.dtype, kv_dtype: torch.dtype, head_dim: int, *scores: int
 ) -> Callable[[], object]:
-    """What compiles and loads the module that prefill wrappers plan with, and decode wrappers with tensor cores.
+    """A function that compiles and loads the module of prefill wrappers, and of decode wrappers with tensor cores.
 
-    scores: the number of its PosEncodingMode, whether it has a window, whether a soft cap.
+    scores: the number of the PosEncodingMode, whether there is a window, whether there is a soft cap.
     """
     from flashinfer.prefill import get_batch_prefill_module
 
@@ -160,7 +160,7 @@ def prefill_module(
 
 
 def plan_options(case: Case) -> dict[str, object]:
-    """What fa2's decode plan is told of query rows and scores; nothing of plain decode."""
+    """The options of fa2's decode plan for query rows and scores; none for plain decode."""
     options: dict[str, object] = {}
     if case.q_rows > 1:
         options["q_len_per_req"] = case.q_rows
@@ -169,12 +169,12 @@ def plan_options(case: Case) -> dict[str, object]:
     if case.softcap is not None:
         options["logits_soft_cap"] = case.softcap
     if case.alibi:
-        options["pos_encoding_mode"] = "ALIBI"  # its own slopes: 2 ** (-8 / num_heads * head), head from 1 on
+        options["pos_encoding_mode"] = "ALIBI"  # FlashInfer's own slopes: 2 ** (-8 / num_heads * head), head from 1 on
     return options
 
 
 def planned(inputs: Inputs, wrapper: Any, plan: Callable[[], object], *more: object) -> Sequence[Candidate]:
-    """The calls of a wrapper after its plan. more: what its run takes behind the caches."""
+    """The calls of a wrapper after its plan. more: the arguments of its run after the caches."""
     plan()
     out = torch.empty_like(inputs.sets[0].q.flatten(0, -3))
 
@@ -186,7 +186,7 @@ def planned(inputs: Inputs, wrapper: Any, plan: Callable[[], object], *more: obj
 
 
 def xqa_options(inputs: Inputs) -> dict[str, object]:
-    """What XQA is told of query rows and scores; nothing of plain decode. Drafts need a mask, a chain's too: 16 bits a word."""
+    """XQA's options for query rows and scores; none for plain decode. Drafts, even a chain, need a mask of 16-bit words."""
     case, operands = inputs.case, inputs.operands
     options: dict[str, object] = {}
     if case.window_left is not None:

@@ -1,4 +1,4 @@
-"""FlashInfer on several query rows, masks and score modifiers: by the same kernels, by two more wrappers, and by its fa3."""
+"""FlashInfer for several query rows, masks and score modifiers: by the same kernels, by two more wrappers, and by its fa3."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from perf.providers.flashinfer import (
 )
 from perf.scores import visible
 
-MASK_SLACK = 64  # bytes behind a packed mask that a kernel may read
+MASK_SLACK = 64  # bytes after a packed mask that a kernel may read
 FA3_HEAD_DIMS = (64, 128, 256)
-FA3_SOURCE = Path("data", "csrc", "batch_prefill_sm90.cu")  # of the package; what carries no such file cannot compile fa3
+FA3_SOURCE = Path("data", "csrc", "batch_prefill_sm90.cu")  # in the package; a package without this file cannot compile fa3
 
 
 class Fa2Attention(FlashInferFa2):
-    """Its decode wrapper; its prefill wrapper for a mixed batch and a tree of drafts, and that with sinks for sinks."""
+    """The decode wrapper; for a mixed batch and a tree of drafts the prefill wrapper, and for sinks the wrapper with sinks."""
 
     operation: ClassVar[Operation] = "attention"
 
@@ -44,7 +44,7 @@ class Fa2Attention(FlashInferFa2):
         return self.with_tree(inputs) if inputs.case.tree_mask else super().prepare(inputs)
 
     def with_sinks(self, inputs: Inputs) -> Sequence[Candidate]:
-        """BatchAttentionWithAttentionSinkWrapper, which is compiled for q's and the cache's dtype, and named by q's alone."""
+        """BatchAttentionWithAttentionSinkWrapper, which is compiled for q's and the cache's dtype, but named by q's alone."""
         from flashinfer import BatchAttentionWithAttentionSinkWrapper
 
         case = inputs.case
@@ -122,7 +122,7 @@ def causal_prefill(inputs: Inputs, backend: str) -> Sequence[Candidate]:
 
 
 def require_fa3(case: Case) -> None:
-    """Raise NotSupported for what FlashInfer's fa3 is not measured on."""
+    """Raises NotSupported for cases that FlashInfer's fa3 is not measured on."""
     require(case.page_size > 0, "its cache is paged")
     require_storage(case)
     require_scores(case)
@@ -138,14 +138,14 @@ def has_fa3_source() -> bool:
 
 
 def table(inputs: Inputs) -> tuple[object, ...]:
-    """What a prefill plan takes of the query rows, the page table and the shape."""
+    """The arguments of a prefill plan for the query rows, the page table and the shape."""
     case, pages = inputs.case, paged(inputs)
     shape = (case.num_heads, case.num_kv_heads, case.head_dim, case.page_size)
     return inputs.qo_indptr(), pages.indptr, pages.indices, pages.last_page_len, *shape
 
 
 def buffers(inputs: Inputs) -> dict[str, Any]:
-    """What a prefill wrapper in a CUDA graph keeps."""
+    """The buffers that a prefill wrapper in a CUDA graph keeps."""
     pages = paged(inputs)
     return {
         "float_workspace_buffer": torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=pages.table.device),

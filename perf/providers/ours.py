@@ -27,7 +27,7 @@ Descriptor: TypeAlias = "ck.PagedDecodeDescriptor | ck.FlashDecodingDescriptor |
 
 
 class OurPlan:
-    """What the providers of this package share: a plan that chooses its variant by itself, or has it forced."""
+    """The base of this package's providers: a plan that chooses its variant by itself, or has it forced."""
 
     name: ClassVar[str] = "ours"
     arch: ClassVar[VariantArch | None] = None
@@ -48,18 +48,18 @@ class OurPlan:
             raise NotSupported(str(unsupported)) from unsupported
 
     def choose(self, plan: Any, described: Any, device: torch.device, preference: ck.PlanPreference) -> Any:
-        """The same, which raises Unsupported."""
+        """The plan of `described`. Raises Unsupported."""
         return plan.select(described, device=device, preference=preference)
 
     def candidate(self, plan: Any, calls: Sequence[Callable[[], Any]], tolerance: Tolerance | None = None) -> Candidate:
-        """The runs of a plan, with the host's time of one and of `select` where the descriptor is known."""
+        """The runs of a plan; host times are taken of one run, and of `select` for a descriptor that is known already."""
         select = partial(type(plan).select, plan.descriptor, plan.device, ck.PlanPreference(arch=self.arch))
         detail = {"sku": plan.sku, "workspace_bytes": plan.workspace_size()}
         return Candidate(calls, detail, {"run": calls[0], "select": select}, tolerance=tolerance)
 
 
 class Ours(OurPlan):
-    """Decode."""
+    """Our decode."""
 
     operation: ClassVar[Operation] = "decode"
 
@@ -91,19 +91,19 @@ class OursSm80(Ours):
 
 
 class OursAttention(Ours):
-    """Several query rows, and modifiers of one."""
+    """Our attention of several query rows, and of one row with score modifiers."""
 
     operation: ClassVar[Operation] = "attention"
 
 
 class OursSm80Attention(OursSm80):
-    """The same by the SM80 variant."""
+    """OursAttention by the SM80 variant."""
 
     operation: ClassVar[Operation] = "attention"
 
 
 class OursPlain(Ours):
-    """Plain decode over the caches of a case of attention: what several query rows and modifiers are held against."""
+    """Plain decode over the caches of an attention case: several query rows and modifiers are compared with it."""
 
     name: ClassVar[str] = PLAIN
     operation: ClassVar[Operation] = "attention"
@@ -118,12 +118,12 @@ class OursPlain(Ours):
 
 
 class OursParts(Ours):
-    """A mixed batch without a plan for all of it: a plan for each number of query rows that it has, one behind the other.
+    """A mixed batch without a plan for all of it: one plan for each number of query rows, one after the other.
 
-    The decode rows go through PagedDecodePlan, verify rows and chunks through a PagedAttentionPlan for uniform rows of theirs,
-    each with the kernel and the configuration that it chooses for these requests alone. All are launched in one call on one
-    stream, and each writes its rows of one result. So the time is the sum of the parts' times, less what a launch overlaps with
-    the one before it, as calls of one plan behind each other do too: what a plan for the whole batch is held against.
+    The decode rows go through a PagedDecodePlan, verify rows and chunks each through a PagedAttentionPlan for uniform rows. Each
+    plan has the kernel and the configuration that it chooses for its requests alone. All plans are launched in one call on one
+    stream, and each writes its rows of one result. So the time is the sum of the parts' times, less the overlap of a launch with
+    the previous one, which successive calls of one plan also have. A plan for the whole batch is compared with this time.
     """
 
     name: ClassVar[str] = PARTS
@@ -150,13 +150,13 @@ class OursParts(Ours):
 
 
 class Configured(Ours):
-    """The variant that a plan selects, with a configuration of the tuner's. config: None for the heuristic's choice."""
+    """The variant that a plan selects, with a configuration from the tuner. config: None for the heuristic's choice."""
 
     def __init__(self, config: DecodeConfig | None) -> None:
         self.config = config
 
     def choose(self, plan: Any, described: Any, device: torch.device, preference: ck.PlanPreference) -> Any:
-        with tuned.forced(self.config):  # made anew: `select` would remember it
+        with tuned.forced(self.config):  # the plan is made anew, since `select` would remember it
             return plan(described, device, preference)
 
 
@@ -167,7 +167,7 @@ def results_of(inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def bind(plan: Plan, inputs: Inputs, out: torch.Tensor, lse: torch.Tensor) -> list[Callable[[], Result]]:
-    """A run of the plan on each input set, into out and lse, with a workspace of their own."""
+    """A run of the plan on each input set, into out and lse, with a workspace that these runs share."""
     run: Callable[..., Result] = plan.run
     tables = table_of(inputs)
     workspace = plan.new_workspace() if plan.workspace_size() else None
@@ -178,14 +178,14 @@ def bind(plan: Plan, inputs: Inputs, out: torch.Tensor, lse: torch.Tensor) -> li
 
 
 def in_turn(calls: Sequence[Callable[[], Result]], result: Result) -> Result:
-    """Make the calls, which together write `result`."""
+    """Makes the calls, which together write `result`, and returns it."""
     for call in calls:
         call()
     return result
 
 
 def spec_of(problem: DecodeProblem, facts: DeviceFacts, arch: VariantArch | None = None) -> KernelSpec | None:
-    """What the plan of a problem compiles on such a device; None where nothing is compiled or no variant serves it."""
+    """The spec that a problem's plan compiles on such a device; None if nothing is compiled or no variant serves it."""
     try:
         return explain(problem, facts, ck.PlanPreference(arch=arch)).chosen.spec
     except ck.Unsupported:
@@ -198,14 +198,14 @@ def descriptor(case: Case) -> Descriptor:
 
 
 def plan_class(described: Descriptor) -> type[Plan]:
-    """The class whose plans are of such a descriptor."""
+    """The class of the plans for such a descriptor."""
     if isinstance(described, ck.FlashDecodingDescriptor):
         return ck.FlashDecodingPlan
     return ck.PagedDecodePlan if isinstance(described, ck.PagedDecodeDescriptor) else ck.PagedAttentionPlan
 
 
 def paged_descriptor(case: Case) -> ck.PagedDecodeDescriptor | ck.PagedAttentionDescriptor:
-    """The descriptor of a paged case; the longest row is its hint. Several query rows see no later token."""
+    """The descriptor of a paged case, with the longest row as its hint. Several query rows are causal."""
     fields: dict[str, Any] = {
         "batch_size": case.batch_size,
         "num_heads": case.num_heads,
@@ -241,18 +241,18 @@ def contiguous_descriptor(case: Case) -> ck.FlashDecodingDescriptor | ck.PagedAt
 
 
 def query(case: Case, q: torch.Tensor) -> torch.Tensor:
-    """q as a run is given it: the query rows of all requests in one axis where they are ragged."""
+    """q as a run is given it: ragged query rows of all requests lie in one axis."""
     return q.flatten(0, -3) if case.query == "ragged" else q
 
 
 def scales(layer: InputSet) -> dict[str, torch.Tensor]:
-    """The scale tensors that a run is given; none where the caches have none."""
+    """The scale tensors that a run is given; none if the caches have none."""
     given = {"k_scale": layer.k_scale, "v_scale": layer.v_scale}
     return {name: scale for name, scale in given.items() if scale is not None}
 
 
 def table_of(inputs: Inputs) -> tuple[ck.PageTable, ...]:
-    """What a run is given for a page table: of contiguous rows with several query rows each their lengths, else nothing."""
+    """A run's page table: for contiguous rows with several query rows each, their lengths; for contiguous decode, nothing."""
     if inputs.pages is not None:
         return (page_table(inputs.case, inputs.pages),)
     if inputs.case.q_len is None:

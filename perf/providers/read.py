@@ -16,9 +16,9 @@ from perf.providers.base import Candidate, Floor, require, sm_count_of
 class Read(Floor):
     """perf.read_kernel over the first kv_bytes / 2 bytes of K and of V, each with its scales, in several launch shapes.
 
-    Of attention it reads as many bytes of q beside each: for q, and for the result.
+    For attention it also reads q twice: for q, and for the result.
 
-    Version 2 has them with programmatic dependent launch too, which lowers the floor of small cases.
+    Version 2 also has shapes with programmatic dependent launch, which lowers the floor of small cases.
     """
 
     name: ClassVar[str] = READ
@@ -49,7 +49,7 @@ class Read(Floor):
 
 
 class ReadAttention(Read):
-    """The same of attention."""
+    """The read kernel as the floor of attention."""
 
     operation: ClassVar[Operation] = "attention"
 
@@ -57,7 +57,7 @@ class ReadAttention(Read):
 def vectors(cache: torch.Tensor, scale: torch.Tensor | None, count: int, *beside: torch.Tensor) -> torch.Tensor:
     """The first `count` 16-byte vectors of a compact cache, as int32 [count, 4].
 
-    Of a copy of it behind its scales, where it has any, and behind what else is read.
+    With a scale or `beside`, they are those of a copy in which these tensors come before the cache.
     """
     stream = cache.view(-1).view(torch.uint8)[: 16 * count]
     parts = [tensor.view(-1).view(torch.uint8) for tensor in (scale, *beside) if tensor is not None]

@@ -1,4 +1,4 @@
-"""torch.nn.functional.scaled_dot_product_attention over a contiguous cache: what one gets without a paged kernel."""
+"""torch.nn.functional.scaled_dot_product_attention over a contiguous cache: the alternative to a paged kernel."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from perf.providers.base import Candidate, Result, require, require_scores, requ
 
 
 class Sdpa:
-    """K and V of a paged case are gathered beforehand, outside the timing: generous to SDPA."""
+    """PyTorch's SDPA. K and V of a paged case are gathered beforehand, outside the timing, in SDPA's favour."""
 
     name: ClassVar[str] = "sdpa"
     operation: ClassVar[Operation] = "decode"
@@ -66,7 +66,7 @@ class PromptBySdpa:
         require(case.page_size == 0, "its keys are contiguous")
         require(set(case.tokens()) == {case.q_rows}, "it knows no tokens before the first query row")
         calls = [partial(self.attend, s, inputs.softmax_scale) for s in inputs.sets]
-        try_once(calls[0], RuntimeError)  # how PyTorch says that a backend has no kernel
+        try_once(calls[0], RuntimeError)  # PyTorch raises it for a backend without a kernel
         return [Candidate(calls)]
 
     def attend(self, s: InputSet, softmax_scale: float) -> Result:
@@ -89,7 +89,7 @@ class Cudnn(PromptBySdpa):
 
 
 class FlashAttention2(PromptBySdpa):
-    """FlashAttention-2 (Dao 2023) as PyTorch carries it: what the SM80 variant is held against."""
+    """FlashAttention-2 (Dao 2023) as PyTorch carries it: the SM80 variant is compared with it."""
 
     name: ClassVar[str] = "fa2"
     backend: ClassVar[SDPBackend] = SDPBackend.FLASH_ATTENTION

@@ -1,4 +1,4 @@
-"""vLLM's Triton kernel, where vllm is installed: the floor of what a serving engine brings along."""
+"""vLLM's Triton kernel, if vllm is installed: the least that a serving engine brings."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from perf.inputs import Inputs, InputSet, Pages
 from perf.providers.base import Candidate, Result, paged, require_sm90, require_storage, tokens_first
 from perf.record import package_version
 
-SPLIT_GRID = 128  # below as many rows x KV heads, vLLM cuts every row into
+SPLIT_GRID = 128  # below so many rows x KV heads, vLLM cuts every row into SEGMENTS
 SEGMENTS = 16
 
 
@@ -40,7 +40,7 @@ class VllmTriton:
 
 
 def fixed_operands(inputs: Inputs, pages: Pages) -> dict[str, object]:
-    """What the calls on all input sets share."""
+    """The arguments that the calls on all input sets share."""
     from vllm.v1.kv_cache_interface import KVQuantMode
 
     case, device = inputs.case, pages.table.device
@@ -63,7 +63,7 @@ def fixed_operands(inputs: Inputs, pages: Pages) -> dict[str, object]:
 
 
 def split_buffers(case: Case, device: torch.device) -> dict[str, object]:
-    """The states of a row's segments, f32 [rows, num_heads, SEGMENTS(, head_dim to a power of two)], and when rows are cut."""
+    """Buffers of rows' segments, f32 [rows, num_heads, SEGMENTS(, head_dim up to a power of two)], and when rows are cut."""
     rows = SPLIT_GRID // case.num_kv_heads
     states = (max(rows, 1), case.num_heads, SEGMENTS)
     return {

@@ -1,4 +1,4 @@
-"""Who gives attention weights: this package. The floor is a read of as many bytes as K and the result have."""
+"""The provider of attention weights: this package. The floor is a read of as many bytes as K and the result have."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from perf.weights import weights_descriptor
 
 
 class OursWeights(OurPlan):
-    """The variant that a plan selects by itself. The lse is what decode gives, made beforehand."""
+    """The variant that a plan selects by itself. Attention makes the lse beforehand."""
 
     operation: ClassVar[Operation] = "weights"
 
@@ -48,6 +48,6 @@ class OursSm80Weights(OursWeights):
 
 
 class ReadWeights(Read):
-    """Half of the bytes of K and of the result from K, and half from V: a set is as far past L2 as the case's."""
+    """Reads as many bytes as K and the result have, half from K and half from V: sets exceed L2 as much as the case's."""
 
     operation: ClassVar[Operation] = "weights"

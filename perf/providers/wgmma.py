@@ -1,4 +1,4 @@
-"""The floor of long queries: a kernel that multiplies about as much as the case has to, and loads nothing meanwhile."""
+"""The floor of long queries: a kernel that multiplies about as much as the case must, and loads nothing meanwhile."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from perf.providers.base import Candidate, Floor, require, sm_count_of
 
 
 class Wgmma(Floor):
-    """perf.wgmma_kernel on every SM, in several shapes, with as many turns of its loop as come nearest to the case's FLOP.
+    """perf.wgmma_kernel on every SM, in several shapes, with the number of loop turns that comes nearest to the case's FLOP.
 
-    That is within 0.13% of them in the named cases on 132 SMs. The time of the launch and of loading two tiles is in it.
+    The FLOP differ by at most 0.13% in the named cases on 132 SMs. The time includes the launch and the load of two tiles.
     """
 
     name: ClassVar[str] = WGMMA

@@ -1,1 +1,1 @@
-"""What tests of several operations share: problems in hostile memory, references, tolerances, stand-ins of a GPU and clock."""
+"""Helpers that tests of several operations share: problems in hostile memory, references, tolerances, a fake GPU and clock."""

@@ -1,4 +1,4 @@
-"""One append on real tensors, and what it must leave in memory, by numpy and plain loops that share nothing with the package."""
+"""One append on real tensors, and the memory it must leave, by numpy and plain loops that share nothing with the package."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from tests.support.metadata import to_device
 K = ck.KVDtype
 LARGEST = {K.INT8: 127.0, K.E4M3: 448.0, K.E5M2: 57344.0}
 FORMAT = {K.E4M3: (3, 7, 0x7E), K.E5M2: (2, 15, 0x7B)}  # bits of the mantissa, bias, code of the largest value
-FILL = 0x55  # what every byte holds before
+FILL = 0x55  # the value of every byte before an append
 BYTES = {torch.float16: np.uint16, torch.float32: np.uint32}
 
 
 @dataclass
 class Memory:
-    """What an append writes; scales are None where it writes none. Compared byte for byte, NaN scales by being NaN."""
+    """The tensors that an append writes; scales are None if it writes none. Compared byte for byte; any two NaN scales match."""
 
     k_cache: torch.Tensor
     v_cache: torch.Tensor
@@ -46,7 +46,7 @@ def filled(shape: tuple[int, ...], dtype: torch.dtype, device: str = "cpu") -> t
 
 
 def fresh(d: ck.KVAppendDescriptor, pages: int, device: str = "cpu") -> Memory:
-    """Compact caches, and scales where they are dynamic."""
+    """Compact caches, and scales if they are per token; all bytes are FILL."""
     inner = (d.page_size, d.num_kv_heads) if d.layout.order == "NHD" else (d.num_kv_heads, d.page_size)
     caches = [filled((pages, *inner, d.head_dim), stored.torch_dtype, device) for stored in d.stored]
     shape = (pages, d.page_size, d.num_kv_heads)
@@ -54,7 +54,7 @@ def fresh(d: ck.KVAppendDescriptor, pages: int, device: str = "cpu") -> Memory:
 
 
 def given_scales(d: ck.KVAppendDescriptor, device: str) -> dict[str, torch.Tensor]:
-    """Scales that the descriptor wants to be given, none a power of two."""
+    """The scales that a run must be given by the descriptor, none a power of two."""
     steps = torch.arange(d.num_kv_heads, device=device, dtype=torch.float32)
     one = {"k_scale": torch.tensor(0.037, device=device), "v_scale": torch.tensor([1.7], device=device)}
     each = {"k_scale": 0.03 + steps / 7, "v_scale": 5.3 / (1 + steps)}
@@ -64,7 +64,7 @@ def given_scales(d: ck.KVAppendDescriptor, device: str) -> dict[str, torch.Tenso
 
 
 def run_scales(d: ck.KVAppendDescriptor, memory: Memory, device: str) -> dict[str, torch.Tensor]:
-    """The scale tensors of a run: those that it is given, and those that it writes."""
+    """The scale tensors of a run: the given ones, and the ones that it writes."""
     written = {"k_scale": memory.k_scale, "v_scale": memory.v_scale}
     return {name: scale for name, scale in written.items() if scale is not None} | given_scales(d, device)
 
@@ -86,7 +86,7 @@ def append(
 
 
 def expected(d: ck.KVAppendDescriptor, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor, pages: int) -> Memory:
-    """The same by a loop over tokens and heads."""
+    """The memory that `append` must leave, by a loop over tokens and heads."""
     memory = fresh(d, pages)
     given = given_scales(d, "cpu")
     for name, x, stored, kind in zip("kv", (k, v), d.stored, d.scales, strict=True):
@@ -112,7 +112,7 @@ def expected(d: ck.KVAppendDescriptor, k: torch.Tensor, v: torch.Tensor, slots: 
 
 
 def naive_row(values: np.ndarray, kv_dtype: ck.KVDtype, kind: ck.KVScale, divisor: np.float32) -> tuple[np.ndarray, np.float32]:
-    """(codes uint8, the scale that is stored) of f32 values [head_dim]."""
+    """(codes uint8, the stored scale) of f32 values [head_dim]."""
     with np.errstate(all="ignore"):
         if kind.granularity == "token":
             amax = np.maximum(np.abs(values).max(), np.float32(1e-8))
@@ -125,7 +125,7 @@ def naive_row(values: np.ndarray, kv_dtype: ck.KVDtype, kind: ck.KVScale, diviso
 
 
 def naive_scale(exact: np.float32, dtype: torch.dtype) -> np.float32:
-    """As it is stored: in f16 the nearest, the next above among subnormals, at most the largest where it is finite."""
+    """A scale as it is stored: in f16 the nearest number; subnormals are rounded up, finite scales are held to the largest."""
     if dtype == torch.float32 or not np.isfinite(exact):
         return exact
     if exact < 2.0**-14:
@@ -134,7 +134,7 @@ def naive_scale(exact: np.float32, dtype: torch.dtype) -> np.float32:
 
 
 def naive_fp8(values: np.ndarray, kv_dtype: ck.KVDtype) -> np.ndarray:
-    """The code of the nearest value, the even one of two, the largest for what is beyond; NaN is 0x7f."""
+    """The codes of the nearest values: at a tie the even code, past the largest value its code; NaN is 0x7f."""
     table = np.array(fp8_values(kv_dtype))
     middles = (table[1:] + table[:-1]) / 2
     magnitude = np.where(np.isnan(values), 0.0, np.abs(values))

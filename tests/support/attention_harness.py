@@ -1,4 +1,4 @@
-"""Attention with several query rows on each backend, and a dense f64 reference of it that shares nothing with the package."""
+"""Attention with several query rows on each backend, and a dense f64 reference that shares nothing with the package."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def select(case: Case, backend: str, **preference: object) -> ck.PagedAttentionP
 
 
 def run(plan: ck.PagedAttentionPlan, inputs: AttentionInputs, fill: float = NAN, **changes: object) -> Result:
-    """(out, lse) as [total_q, ...], prefilled with `fill`; the workspace is found clean. changes: other operands than inputs'."""
+    """(out, lse) as [total_q, ...], prefilled with `fill`; checks that the workspace is clean. changes: replaced operands."""
     q = inputs.q
     out = torch.full_like(q, fill)  # like q also in its strides
     rows = q.shape[0] * q.shape[1] if inputs.case.uniform else len(q)
@@ -40,14 +40,14 @@ def run(plan: ck.PagedAttentionPlan, inputs: AttentionInputs, fill: float = NAN,
 
 
 def tensors_of(inputs: AttentionInputs) -> list[Tensor]:
-    """All that a run reads."""
+    """All tensors that a run reads."""
     scales = [scale for scale in inputs.scales.values() if scale is not None]
     tables = [operand for operand in inputs.table.operands if operand is not None]
     return [inputs.q, inputs.k, inputs.v, *tables, *scales, *inputs.extras.values()]
 
 
 def visible(inputs: AttentionInputs, request: int) -> Tensor:
-    """bool [n, keys]: which keys of a request each of its query rows sees, from the definition."""
+    """bool [n, keys]: which keys of a request each of its query rows sees, computed from the definition."""
     case = inputs.case
     n, keys, begin = case.q_lens[request], case.cache.lengths[request], case.begins[request]
     seen = torch.zeros(n, keys, dtype=torch.bool)
@@ -55,7 +55,7 @@ def visible(inputs: AttentionInputs, request: int) -> Tensor:
     for i in range(n):
         p = position(case, request, i)
         for t in range(keys):
-            new = t - (keys - n)  # which new token the key is
+            new = t - (keys - n)  # the key's index among the new tokens
             if case.tree and new >= 0:
                 shown = bool(words[begin + i][new // 32] >> (new % 32) & 1)
             else:
@@ -69,7 +69,7 @@ def visible(inputs: AttentionInputs, request: int) -> Tensor:
 
 
 def position(case: Case, request: int, row: int) -> int:
-    """Where a query row stands."""
+    """The position of a query row."""
     return row if case.causal == "top_left" else case.cache.lengths[request] - case.q_lens[request] + row
 
 
@@ -85,7 +85,7 @@ def attend(inputs: AttentionInputs, request: int) -> tuple[Tensor, Tensor, Tenso
 
 
 def dense(inputs: AttentionInputs, request: int, q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Result:
-    """Softmax over every key at once, in the dtype of q: hidden ones weigh 0. q [n, num_heads, head_dim], k and v [kv, t, d]."""
+    """Softmax over all keys at once, in q's dtype: hidden keys weigh 0. q [n, num_heads, head_dim], k and v [kv, t, d]."""
     case = inputs.case
     group, keys = case.cache.num_heads // case.cache.num_kv_heads, seen.shape[1]
     scores = scores_of(inputs, request, q, k, seen)
@@ -101,7 +101,7 @@ def dense(inputs: AttentionInputs, request: int, q: Tensor, k: Tensor, v: Tensor
 
 
 def scores_of(inputs: AttentionInputs, request: int, q: Tensor, k: Tensor, seen: Tensor) -> Tensor:
-    """Scores [num_heads, n, t] in the dtype of q [n, num_heads, head_dim], -inf where they are hidden. k: [kv, t, d]."""
+    """Scores [num_heads, n, t] in the dtype of q [n, num_heads, head_dim], -inf for hidden keys. k: [kv, t, d]."""
     case, (n, keys) = inputs.case, seen.shape
     group = case.cache.num_heads // case.cache.num_kv_heads
     scores = torch.einsum("nhd,htd->hnt", q, k.repeat_interleave(group, 0)) * case.cache.scale
@@ -117,7 +117,7 @@ def scores_of(inputs: AttentionInputs, request: int, q: Tensor, k: Tensor, seen:
 def assert_close(
     inputs: AttentionInputs, result: Result, requests: list[int] | None = None, tolerance: Tolerance | None = None
 ) -> None:
-    """Every query row and head of these requests is as near f64 as tolerance.py asks; rows without keys are (0, -inf)."""
+    """Asserts that every query row and head of these requests is as near f64 as tolerance.py asks; (0, -inf) without keys."""
     case = inputs.case
     requests = [b for b in (range(case.batch) if requests is None else requests) if case.q_lens[b]]
     rows = [case.begins[b] + i for b in requests for i in range(case.q_lens[b])]
@@ -127,7 +127,7 @@ def assert_close(
 
 
 def assert_every_row(plan: ck.PagedAttentionPlan, inputs: AttentionInputs, again: int = 1) -> None:
-    """A run is right row by row, beside NaN in all memory that is not its rows', and has the same bits so often again."""
+    """Asserts that a run is right row by row, with NaN in all other memory, and has the same bits in `again` more runs."""
     result = run(plan, inputs)
     assert_close(inputs, result)
     assert_padding(inputs, result, NAN)
@@ -136,7 +136,7 @@ def assert_every_row(plan: ck.PagedAttentionPlan, inputs: AttentionInputs, again
 
 
 def assert_padding(inputs: AttentionInputs, result: Result, fill: float) -> None:
-    """Rows of no request hold what they held."""
+    """Asserts that rows of no request still hold `fill`."""
     total = sum(inputs.case.q_lens)
     for tensor in result:
         rest = tensor[total:]

@@ -1,4 +1,4 @@
-"""Problems of attention's backward: one table for every backend, and their tensors in hostile memory, pages shared or not."""
+"""Problems of attention's backward: one table for every backend; tensors in hostile memory, with or without shared pages."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ ROWS = {"q_lens": (200, 130, 77), "max_q_len": 200}
 
 @dataclass(frozen=True)
 class Case:
-    """attention: whose backward it is. shared: whether its requests share pages, and a row repeats some. unread: as described.
+    """attention: the forward's case. shared: whether requests share pages, and a row repeats some. unread: the descriptor's.
 
-    declared: what the descriptor says of shared_pages, where that is not what they are.
+    declared: the descriptor's shared_pages, if it differs from `shared`.
     """
 
     name: str
@@ -47,7 +47,7 @@ class Case:
 
 
 def backward_case(name: str, cache: dict[str, Any] | None = None, own: dict[str, Any] | None = None, **fields: Any) -> Case:
-    """A case of attention as attention_cases.case makes it. own: fields of the backward's case."""
+    """A case over an attention case that attention_cases.case makes. own: fields of the backward's case."""
     return Case(name, case(name, {"lengths": LENGTHS, **(cache or {})}, **fields), **(own or {}))
 
 
@@ -94,13 +94,13 @@ CASES = (
 
 
 def in_f32(one: Case) -> Case:
-    """The same on f32 operands."""
+    """The same case with f32 operands."""
     return replace(one, attention=replace(one.attention, cache=replace(one.attention.cache, dtype=F32)))
 
 
 @dataclass
 class BackwardInputs:
-    """Tensors of a case: those of attention, its out and lse in the operands' dtype, and the gradient of out."""
+    """Tensors of a case: the forward's, its out in the operands' dtype, its lse in f32, and the gradient of out."""
 
     case: Case
     attention: AttentionInputs
@@ -111,14 +111,14 @@ class BackwardInputs:
 
     @property
     def given(self) -> dict[str, Any]:
-        """What a run is given, but its gradients."""
+        """The arguments of a run, except its gradients."""
         own = self.attention
         tensors = {"dout": self.dout, "q": own.q, "k_cache": own.k, "v_cache": own.v, "out": self.out, "lse": self.lse}
         return {**tensors, "page_table": own.table, **self.extras}
 
 
 def share_pages(inputs: AttentionInputs, dead: float) -> AttentionInputs:
-    """Every other page of a row becomes one of the longest row's full ones, shifted; a row of three and more repeats one."""
+    """Replaces every other page of a row by a full page of the longest row, shifted; some rows of three or more repeat a page."""
     kv, size = inputs.kv, inputs.case.cache.page_size
     source = max(range(len(kv.rows)), key=lambda row: inputs.case.cache.lengths[row])
     full = kv.rows[source][: inputs.case.cache.lengths[source] // size]
@@ -137,7 +137,7 @@ def share_pages(inputs: AttentionInputs, dead: float) -> AttentionInputs:
 def make_backward(one: Case, device: str = "cpu", seed: int = 0, dead: float = NAN) -> BackwardInputs:
     """Random inputs; slots of no key, padding rows and table entries past a row's end are poison or garbage.
 
-    out and lse are those of f64, rounded.
+    out and lse are computed in f64 and rounded.
     """
     from tests.support.attention_harness import attend
 
@@ -161,7 +161,7 @@ def make_backward(one: Case, device: str = "cpu", seed: int = 0, dead: float = N
 
 
 def like(q: Tensor, values: Tensor) -> Tensor:
-    """`values` in memory as q is."""
+    """`values` with q's layout in memory."""
     made = torch.empty_like(q)
     made.copy_(values)
     return made

@@ -1,4 +1,4 @@
-"""Attention's backward on each backend, and a reference of it by torch.autograd in f64 that shares nothing with the package."""
+"""Attention's backward on each backend, and a reference by torch.autograd in f64 that shares nothing with the package."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.harness import device_of
 from tests.support.inputs import NAN
 from tests.support.tolerance import check_rows
 
-F32_TERMS = 2.0**-20  # of the terms of a sum that cancels: what f32 products and sums leave of them
+F32_TERMS = 2.0**-20  # the error, relative to its terms, that f32 products leave in a sum that cancels
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ def select(one: Case, backend: str, **preference: object) -> ck.PagedAttentionBa
 def run(
     plan: ck.PagedAttentionBackwardPlan, inputs: BackwardInputs, fill: float = NAN, **changes: object
 ) -> ck.AttentionGradients:
-    """The gradients, prefilled with `fill`; the workspace is found clean."""
+    """The gradients of a run, prefilled with `fill`; checks that the workspace is clean."""
     q, k, v = inputs.attention.q, inputs.attention.k, inputs.attention.v
     made = {"dq": torch.full_like(q, fill), "dk_cache": torch.full_like(k, fill), "dv_cache": torch.full_like(v, fill)}
     if inputs.case.attention.sinks:
@@ -49,7 +49,7 @@ def run(
 
 
 def tokens(inputs: BackwardInputs, cache: Tensor, request: int) -> Tensor:
-    """[num_kv_heads, length, head_dim] of a request's keys in a cache as it is given, differentiable."""
+    """A request's tokens in a cache as a run is given it, [num_kv_heads, length, head_dim], differentiable."""
     one, length = inputs.case.attention, inputs.case.attention.cache.lengths[request]
     if one.table == "packed":
         begin = sum(one.cache.lengths[:request])
@@ -62,9 +62,9 @@ def tokens(inputs: BackwardInputs, cache: Tensor, request: int) -> Tensor:
 
 
 def expected(inputs: BackwardInputs) -> tuple[Expected, Expected, Expected]:
-    """(f64; PyTorch in f32 on the operands as they are, rounded once; what f32 leaves of the terms of its sums).
+    """(f64; PyTorch in f32 on the operands as they are, rounded once; the error that f32 leaves in sums).
 
-    The second takes what a backward is given: out and lse, which are rounded.
+    The second uses the rounded out and lse that a backward is given.
     """
     attention, one = inputs.attention, inputs.case.attention
     group = one.cache.num_heads // one.cache.num_kv_heads
@@ -106,7 +106,7 @@ def expected(inputs: BackwardInputs) -> tuple[Expected, Expected, Expected]:
 
 
 def gradients_of(total: Tensor, leaves: list[Tensor]) -> list[Tensor]:
-    """Of a scalar; zeros of what it does not depend on."""
+    """A scalar's gradients; zeros for leaves that it does not depend on."""
     if not total.requires_grad:
         return [torch.zeros_like(leaf) for leaf in leaves]
     return list(torch.autograd.grad(total, leaves, allow_unused=True, materialize_grads=True))
@@ -115,7 +115,7 @@ def gradients_of(total: Tensor, leaves: list[Tensor]) -> list[Tensor]:
 def _terms(
     inputs: BackwardInputs, b: int, part: slice, terms: list[Tensor], weights: Tensor, dout: Tensor, out: Tensor, values: list
 ) -> Tensor:
-    """What has as its gradient, in each column, the 2-norms of the terms that are summed to a row of a gradient."""
+    """A scalar whose gradient has, in each column, the sum of the 2-norms of the terms that make a row of a gradient."""
     one = inputs.case.attention
     group = one.cache.num_heads // one.cache.num_kv_heads
     q, k, v = (t.double().norm(dim=-1) for t in values)
@@ -130,7 +130,7 @@ def _terms(
 
 
 def assert_close(inputs: BackwardInputs, result: ck.AttentionGradients, fill: float = NAN) -> None:
-    """Every row of every gradient is as near f64 as tolerance.py asks; what is not to be written holds `fill`."""
+    """Asserts that every gradient row is as near f64 as tolerance.py asks; unwritten rows hold `fill`."""
     one = inputs.case.attention
     exact, same, floor = expected(inputs)
     total = sum(one.q_lens)
@@ -152,7 +152,7 @@ def assert_close(inputs: BackwardInputs, result: ck.AttentionGradients, fill: fl
 
 
 def in_rows(inputs: BackwardInputs, cache: Tensor) -> Tensor:
-    """A cache as it is given as [tokens of it, num_kv_heads, head_dim]."""
+    """A cache, as a run is given it, as a view [tokens of the cache, num_kv_heads, head_dim]."""
     one = inputs.case.attention
     if one.table != "packed":
         cache = (cache if one.cache.order == "NHD" else cache.transpose(1, 2)).flatten(0, 1)
@@ -160,7 +160,7 @@ def in_rows(inputs: BackwardInputs, cache: Tensor) -> Tensor:
 
 
 def read_tokens(inputs: BackwardInputs) -> Tensor:
-    """bool [tokens of the cache]: between the first and the last key that some query row of a request may see."""
+    """bool [tokens of the cache]: the tokens from the first to the last key that some query row of a request may see."""
     one, cache = inputs.case.attention, inputs.attention.k
     marks = torch.zeros_like(cache, dtype=torch.float64).requires_grad_()
     total = torch.zeros((), dtype=torch.float64, device=cache.device)
@@ -174,7 +174,7 @@ def read_tokens(inputs: BackwardInputs) -> Tensor:
 
 
 def assert_filled(tensor: Tensor, fill: float) -> None:
-    """Every element is `fill`."""
+    """Asserts that every element is `fill`."""
     expected = tensor.isnan() if math.isnan(fill) else tensor == fill
     assert expected.all(), f"{(~expected).sum()} of {expected.numel()} elements are not {fill}"
 
@@ -185,6 +185,6 @@ def bits(result: ck.AttentionGradients) -> list[Tensor]:
 
 
 def assert_bitwise(got: list[Tensor], wanted: list[Tensor]) -> None:
-    """Equal bit for bit."""
+    """Asserts that the tensors are equal bit for bit."""
     for ours, theirs in zip(got, wanted, strict=True):
         assert torch.equal(ours, theirs)

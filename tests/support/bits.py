@@ -1,4 +1,4 @@
-"""Bitwise comparison of results where they lie: nothing synchronises until the caller reads the count."""
+"""Bitwise comparison of results on their device: nothing synchronises until the caller reads the result."""
 
 from __future__ import annotations
 
@@ -15,5 +15,5 @@ def differing_rows(got: Result, expected: Result) -> torch.Tensor:
 
 
 def same_bits(got: torch.Tensor, expected: torch.Tensor) -> bool:
-    """Whether two tensors of one dtype are equal bit for bit, NaN as any other value."""
+    """Whether two tensors of one dtype are equal bit for bit; NaN is compared like any other value."""
     return torch.equal(got.view(torch.uint8), expected.view(torch.uint8))

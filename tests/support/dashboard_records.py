@@ -1,4 +1,4 @@
-"""A small folder of results with everything that the dashboard has to show, for tests of the page."""
+"""A small folder of results with everything that the dashboard must show, for tests of the page."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SOFTCAP = attention_case(fixed(64, 8192), softcap=50.0, kv_dtype="e4m3")
 PROMPT = attention_case(fixed(1, 8192), q_len=8192)
 CASES = (LARGE, SMALL, RAGGED, HALF, replace(LARGE, num_kv_heads=4), replace(LARGE, num_heads=64))
 TIMES = {"first": "2026-01-01T00:00:00+00:00", "second": "2026-01-02T00:00:00+00:00", "third": "2026-01-03T00:00:00+00:00"}
-LATER = "2026-01-03T01:00:00+00:00"  # another run of the third
+LATER = "2026-01-03T01:00:00+00:00"  # another run of the third commit
 SCRIPT = "head_dim 256 <script>alert(1)</script>"
 
 
@@ -35,7 +35,7 @@ def line(case: Case, provider: str, us: float, read_us: float, commit: str, **mo
 
 
 def revision(commit: str, factor: float) -> list[dict[str, object]]:
-    """What one commit measured: `factor` slower than the first on LARGE."""
+    """The records of one commit, whose times on LARGE are `factor` times the first commit's."""
     lines = []
     for index, case in enumerate(CASES):
         read_us = 100.0 * (index + 1)
@@ -48,7 +48,7 @@ def revision(commit: str, factor: float) -> list[dict[str, object]]:
 def make_results(folder: Path) -> Path:
     """Fills a folder: three commits with a regression of LARGE at the last, peers, and lines that are no records.
 
-    One peer was measured beside ours at the first commit only, another in a run that holds nothing of ours.
+    One peer was measured next to ours at the first commit only, another in a run that holds nothing of ours.
     """
     first = [*revision("first", 1.0), *revision("second", 1.0)]
     last = [
@@ -76,7 +76,7 @@ def make_results(folder: Path) -> Path:
 
 
 def make_attention_results(folder: Path) -> Path:
-    """Fills a folder: four query rows beside plain decode and a peer, and a soft cap whose bar nothing was timed for."""
+    """Fills a folder: four query rows next to plain decode and a peer, and a soft cap whose bar lacks a time."""
     met = FEW_ROWS_BAR.fields() | {"met": True}
     unknown = Bar("ratio", 1.05, beside=PLAIN).fields() | {"met": None}
     write(
@@ -92,12 +92,12 @@ def make_attention_results(folder: Path) -> Path:
 
 
 def old(entry: dict[str, object]) -> dict[str, object]:
-    """A record of a long query from before the WGMMA loop: its ratio is to a read."""
+    """A record of a long query that is older than the WGMMA loop: its ratio is to a read."""
     return {"ratio_to_read" if name == "ratio_to_wgmma" else name: value for name, value in entry.items()}
 
 
 def make_long_results(folder: Path) -> Path:
-    """Fills a folder: a prompt beside the WGMMA loop, a peer and plain decode, after a run whose floor was a read."""
+    """Fills a folder: a prompt next to the WGMMA loop, a peer and plain decode, after a run whose floor was a read."""
     times = {WGMMA: 800.0, "ours": 1000.0, "fa4": 1100.0, PLAIN: 12.0}
     write(
         folder / "h200.jsonl",

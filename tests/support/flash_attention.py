@@ -1,4 +1,4 @@
-"""flash-attention's semantics in dense f64 PyTorch, a request and a row at a time: shares nothing with the package."""
+"""flash-attention's semantics in dense f64 PyTorch, one request and row at a time: shares nothing with the package."""
 
 from __future__ import annotations
 
@@ -61,9 +61,9 @@ def dense(
 
 @dataclass
 class Filled:
-    """A cache whose rows hold `lengths` tokens, NaN in what no row owns.
+    """A cache whose rows hold `lengths` tokens, with NaN in slots that no row owns.
 
-    k, v: [rows, room, num_kv_heads, dim], or pages with a page_table int32 [rows, max_pages], whose entries past a row are wild.
+    k, v: [rows, room, num_kv_heads, dim], or pages with a page_table int32 [rows, max_pages]; its entries past a row are invalid.
     """
 
     k: Tensor
@@ -72,7 +72,7 @@ class Filled:
     lengths: Tensor
 
     def tokens(self, cache: Tensor, row: int) -> Tensor:
-        """All the room of a row, [room, num_kv_heads, dim]."""
+        """All slots of a row, [room, num_kv_heads, dim]."""
         if self.page_table is None:
             return cache[row]
         pages = self.page_table[row]
@@ -94,7 +94,7 @@ def filled(
     dtype: torch.dtype = torch.bfloat16,
     spare: int = 0,
 ) -> Filled:
-    """A random cache, contiguous without a page_size. spare: tokens of each row past its length that have a place too."""
+    """A random cache, contiguous without a page_size. spare: slots that each row owns past its length."""
     generator = torch.Generator().manual_seed(len(lengths) + room)
     rows = torch.randn(2, len(lengths), room, heads, dim, generator=generator).to(torch.bfloat16)
     for row, length in enumerate(lengths):

@@ -1,4 +1,4 @@
-"""A stand-in of the FlashAttention-3 extension that vLLM builds: its operators by their schemas, over the CPU."""
+"""A stand-in for the FlashAttention-3 extension that vLLM builds: operators with its schemas, on the CPU."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SCHEDULE = (
 def extension(
     monkeypatch: pytest.MonkeyPatch, folder: Path, fwd: Callable[..., object], schedule: Callable[..., object]
 ) -> Iterator[None]:
-    """FA3_SO names an extension in `folder` whose operators `fwd` and `schedule` compute; they are gone afterwards."""
+    """Sets FA3_SO to an extension in `folder` whose operators call `fwd` and `schedule`; removes the operators afterwards."""
     library = torch.library.Library("_vllm_fa3_C", "DEF")
     try:
         for schema, function in ((FWD, fwd), (SCHEDULE, schedule)):

@@ -1,4 +1,4 @@
-"""A decode problem on every backend: its plan, its run, an f64 reference of its own, and the tolerance rule."""
+"""A decode problem on every backend: its plan, its run, an independent f64 reference, and the tolerance rule."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def select(shape: Shape, backend: str, **preference: object) -> ck.PagedDecodePl
 
 
 def select_forced(shape: Shape, config: DecodeConfig, **preference: object) -> ck.PagedDecodePlan | ck.FlashDecodingPlan:
-    """A plan of the SM90 variant with this configuration, made anew: `select` would remember it."""
+    """A plan of the SM90 variant with this configuration, made anew since `select` would remember it."""
     plan = ck.PagedDecodePlan if shape.page_size else ck.FlashDecodingPlan
     with tuned.forced(config):
         made = plan(shape.descriptor(), torch.device("cuda", 0), ck.PlanPreference(arch="sm90", **preference))
@@ -42,7 +42,7 @@ def select_forced(shape: Shape, config: DecodeConfig, **preference: object) -> c
 def select_patched(
     monkeypatch: pytest.MonkeyPatch, owner: object, name: str, value: object, shape: Shape, backend: str, **preference: object
 ):
-    """A plan whose kernel is compiled anew with another `owner.name`, and never read from disk or kept there."""
+    """A plan whose kernel is compiled anew with `value` as `owner.name`, and never read from disk or kept there."""
     with monkeypatch.context() as patch:
         patch.setenv("CUTE_KERNELS_CACHE", "off")
         patch.setattr("cute_kernels.compile.kernels._kernels", {})
@@ -58,7 +58,7 @@ def device_of(backend: str) -> str:
 def run(
     plan, inputs: Inputs, fill: float = NAN, table: ck.PageTable | None = None, concurrent: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Runs with every output prefilled with hostile values; waits for it, and finds the workspace clean, unless `concurrent`."""
+    """Runs with outputs prefilled with `fill`. Unless `concurrent`, waits for the run and checks that the workspace is clean."""
     shape, q = inputs.shape, inputs.q
     out, lse = torch.full_like(q, fill), torch.full(q.shape[:2], fill, device=q.device)
     workspace = plan.new_workspace()
@@ -72,8 +72,8 @@ def run(
 def attend(inputs: Inputs, row: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(out f64, lse f64, out of same-dtype PyTorch) of one row, nothing shared with the package.
 
-    8-bit and scaled caches: of what they stand for, rounded to q's dtype for PyTorch. Its math backend is the same on every
-    device. The query heads of a KV head are its query rows, so that K and V are not copied for each.
+    For 8-bit and scaled caches, the real values are used, rounded to q's dtype for PyTorch. PyTorch's math backend is the same
+    on every device. The query heads of a KV head become its query rows, so that K and V are not copied for each head.
     """
     shape = inputs.shape
     if not shape.lengths[row]:
@@ -91,13 +91,13 @@ def attend(inputs: Inputs, row: int) -> tuple[torch.Tensor, torch.Tensor, torch.
 def assert_close(
     inputs: Inputs, out: torch.Tensor, lse: torch.Tensor, rows: list[int] | None = None, tolerance: Tolerance | None = None
 ) -> None:
-    """Every head of every row, or of `rows`, is as near f64 as tolerance.py asks; heads of empty rows are (+0.0, -inf)."""
+    """Asserts that every head of every row, or of `rows`, is as near f64 as tolerance.py asks; empty rows are (+0.0, -inf)."""
     rows = list(range(len(inputs.shape.lengths))) if rows is None else rows
     exact, exact_lse, same = (torch.stack(t) for t in zip(*(attend(inputs, row) for row in rows), strict=True))
     check_states((out[rows], lse[rows]), (exact, exact_lse), same, rows, tolerance)
 
 
 def assert_bitwise(got: tuple[torch.Tensor, torch.Tensor], expected: tuple[torch.Tensor, torch.Tensor]) -> None:
-    """Equal bit for bit, out and lse."""
+    """Asserts that out and lse are equal bit for bit."""
     for ours, theirs in zip(got, expected, strict=True):
         assert torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8))

@@ -1,4 +1,4 @@
-"""Decode problems on real tensors, in hostile memory: what no row owns holds poison, what no row reads of a table garbage."""
+"""Decode problems on real tensors, in hostile memory: slots that no row owns hold poison, unread table entries hold garbage."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from tests.support.storage import fill, make_scale, stored
 INT_MAX, INT_MIN = 2**31 - 1, -(2**31)
 LENGTHS = (0, 1, 15, 16, 17, 63, 64, 65, 257, 1000)
 NAN = float("nan")
-SPARE_PAGES = 3  # of the pool, that no row owns
+SPARE_PAGES = 3  # pages of the pool that no row owns
 
 
 @dataclass(frozen=True)
 class Shape:
-    """heads, KV heads, head_dim, page_size (0: contiguous), the lengths of the rows, and what the caches store and how scaled.
+    """heads, KV heads, head_dim, page_size (0: contiguous), the lengths of the rows, and the caches' stored types and scales.
 
-    name: what a parametrized test calls it.
+    name: the shape's name in a parametrized test.
     """
 
     num_heads: int = 8
@@ -98,7 +98,7 @@ CASES = (
 
 
 class Operands(NamedTuple):
-    """What a run over pages is given, caches in the shape's order."""
+    """The operands of a run over pages, with caches in the shape's order."""
 
     q: torch.Tensor
     k_cache: torch.Tensor
@@ -115,13 +115,13 @@ class Inputs:
     k: torch.Tensor
     v: torch.Tensor
     rows: list[torch.Tensor] = field(default_factory=list)
-    beyond: int | None = None  # what table entries past a row's pages hold; None: garbage of several kinds
+    beyond: int | None = None  # the value of table entries past a row's pages; None: garbage of several kinds
     k_scale: torch.Tensor | None = None
     v_scale: torch.Tensor | None = None
 
     @property
     def scales(self) -> dict[str, torch.Tensor | None]:
-        """What a plan's run is given of the scales."""
+        """The scale arguments of a plan's run."""
         return {"k_scale": self.k_scale, "v_scale": self.v_scale}
 
     def caches(self) -> list[torch.Tensor]:
@@ -130,7 +130,7 @@ class Inputs:
         return [cache.transpose(1, 2) if nhd else cache for cache in (self.k, self.v)]
 
     def operands(self) -> Operands:
-        """What a run over pages is given."""
+        """The operands of a run over pages."""
         return Operands(self.q, *self.caches(), self.table())
 
     def table(self) -> ck.PageTable:
@@ -149,19 +149,19 @@ class Inputs:
         return ck.PageTable.dense(table, torch.tensor(lengths, dtype=torch.int32, device=device))
 
     def tokens(self, cache: torch.Tensor, row: int) -> torch.Tensor:
-        """K or V of one row [num_kv_heads, length, head_dim]."""
+        """One row's K or V as stored, [num_kv_heads, length, head_dim]."""
         if not self.shape.page_size:
             return cache[row]
         pages = cache[self.rows[row].long()].transpose(0, 1)
         return pages.reshape(self.shape.num_kv_heads, -1, self.shape.head_dim)[:, : self.shape.lengths[row]]
 
     def real(self, name: str, row: int) -> torch.Tensor:
-        """What "k" or "v" of one row stands for, f64 [num_kv_heads, length, head_dim]."""
+        """The real values of one row's "k" or "v", f64 [num_kv_heads, length, head_dim]."""
         values, scale = self.tokens(getattr(self, name), row).double(), getattr(self, f"{name}_scale")
         return values if scale is None else values * self._row_scale(scale, getattr(self.shape, f"{name}_scale").granularity, row)
 
     def _row_scale(self, scale: torch.Tensor, granularity: str, row: int) -> torch.Tensor:
-        """f64 scales that broadcast over [num_kv_heads, length, head_dim]."""
+        """A row's scales, f64, in a shape that broadcasts over [num_kv_heads, length, head_dim]."""
         if granularity == "token" and self.shape.page_size:
             heads = self.shape.num_kv_heads
             pages = scale.reshape(-1, self.shape.page_size, heads)[self.rows[row].long()]
@@ -194,12 +194,12 @@ def make_inputs(shape: Shape, device: str, seed: int = 0, dead: float | None = N
 
 
 def make_operands(shape: Shape, seed: int = 0, dead: float = NAN) -> Operands:
-    """What a run of `make_inputs` on the CPU is given."""
+    """The operands of a run over `make_inputs` on the CPU."""
     return make_inputs(shape, "cpu", seed, dead).operands()
 
 
 def store(inputs: Inputs, token_axes: tuple[int, ...], seed: int) -> Inputs:
-    """The same with caches of the shape's dtypes, and with its scales; token_axes: the shape of those a token and KV head."""
+    """The inputs with caches in the shape's dtypes, and with its scales. token_axes: the shape of scales per token."""
     shape, device = inputs.shape, inputs.q.device
     k_dtype, v_dtype = shape.kv_dtype, shape.v_dtype or shape.kv_dtype
     k_scale = make_scale(shape.k_scale, k_dtype, token_axes, shape.num_kv_heads, 2 * seed + 1)
@@ -214,7 +214,7 @@ def store(inputs: Inputs, token_axes: tuple[int, ...], seed: int) -> Inputs:
 
 
 def poison(inputs: Inputs, dead: float) -> None:
-    """Writes `dead` into every slot of both caches, and every token's scale, that no row's tokens occupy."""
+    """Writes `dead` to every slot of both caches that no row's tokens occupy, and to the scales per token of these slots."""
     shape = inputs.shape
     live = torch.zeros(inputs.k.shape[0], shape.page_size, dtype=torch.bool, device=inputs.k.device)
     for length, pages in zip(shape.lengths, inputs.rows, strict=True):

@@ -1,4 +1,4 @@
-"""A kernel that lets the next one start early (programmatic dependent launch), and only later writes what that one reads."""
+"""A kernel that lets the next one start early (programmatic dependent launch), and writes that one's inputs only later."""
 
 from functools import cache
 
@@ -10,9 +10,9 @@ from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
 from cute_kernels.device.tracing.fakes import compile_kernel
 
-CTAS, THREADS = 8, 1024  # few SMs, so that the next kernel's CTAs start beside them
+CTAS, THREADS = 8, 1024  # few SMs, so that the next kernel's CTAs start on the others
 VECTOR = 16  # bytes
-DELAY_NS = 40_000  # a decode launch has read its lengths and waits after a few thousand
+DELAY_NS = 40_000  # a decode launch has read its lengths and waits after a few thousand ns
 
 
 @cute.jit
@@ -27,7 +27,7 @@ def copy(source: Int64, target: Int64, width: cutlass.Constexpr):
 
 @cute.kernel
 def write(regions: cute.Tensor, delay_ns: Int64):
-    """regions [n, 3]: addresses of a source and a target, and bytes."""
+    """Copies regions [n, 3]: addresses of source and target, bytes."""
     cute.arch.griddepcontrol_launch_dependents()
     start = cute.arch.globaltimer()
     while cute.arch.globaltimer() - start < delay_ns:
@@ -56,7 +56,7 @@ def compiled():
 
 
 class LateWriter:
-    """`spoil` puts other values in place of `live`; `launch` writes what they hold now, late."""
+    """`spoil` puts other values in `live`; `launch` writes back, late, the values from construction."""
 
     def __init__(self, live: list[torch.Tensor], spoiled: list[torch.Tensor]) -> None:
         self.live, self.spoiled, self.true = live, spoiled, [tensor.clone() for tensor in live]

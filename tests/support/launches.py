@@ -1,4 +1,4 @@
-"""Pretended launches: those of plans made as on an H200, recorded; and what a compiled decode kernel refuses."""
+"""Pretended launches: launches of plans made as on an H200 are recorded; and the operands that a decode kernel refuses."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NAMES = ("q", "k", "v", "table0", "table1", "table2", "k_scale", "v_scale", "out
 
 
 def recorded(monkeypatch: pytest.MonkeyPatch, plans: ModuleType) -> tuple[list[Any], list[tuple[Any, ...]]]:
-    """(spec of each plan, operands of each launch) of the plans that `plans` makes from now on, on the CPU as on an H200."""
+    """(spec of each plan, operands of each launch) for plans that `plans` makes from now on, on the CPU as on an H200."""
     specs: list[Any] = []
     launches: list[tuple[Any, ...]] = []
 
@@ -39,7 +39,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch, plans: ModuleType) -> tuple[list[A
 
 
 def refuse(spec: KernelSpec, operands: tuple[Any, ...]) -> None:
-    """Raises ValueError as a kernel of `spec` does; tests/attention/test_moved.py holds a real one to the same."""
+    """Raises ValueError as a kernel of `spec` does; tests/attention/test_moved.py checks that a real kernel does the same."""
     given = {name: None if t is None else torch.from_dlpack(t) for name, t in zip(NAMES, operands, strict=False)}
     extents: dict[str, int] = {"head_dim": spec.head_dim}
     if spec.source == "paged":

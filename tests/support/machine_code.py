@@ -1,4 +1,4 @@
-"""Kernels compiled without a GPU, and the code that they became."""
+"""Kernels compiled without a GPU, and their PTX and SASS."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from typing import Any
 
 
 def dump(build: Callable[[Any, str], object], spec: Any, folder: Path) -> tuple[str, str]:
-    """(PTX, SASS) of what build(spec, options) compiles; `folder` is empty or is made."""
+    """(PTX, SASS) of the kernel that build(spec, options) compiles; `folder` is empty or is made."""
     folder.mkdir(exist_ok=True)
     build(spec, f"--keep-ptx --keep-cubin --dump-dir {folder}")
     (ptx,), (cubin,) = folder.glob("*.ptx"), folder.glob("*.cubin")
     assert cubin.read_bytes()[:4] == b"\x7fELF"
     text = ptx.read_text()
     assert deadlocks(text) == [], "one lane of a warp waits for the others"
-    command = [disassembler(), "-c", "-ndf", str(cubin)]  # no data flow: it only names what indirect branches reach, in 0.1 s
+    command = [disassembler(), "-c", "-ndf", str(cubin)]  # no data flow: it only names targets of indirect branches, in 0.1 s
     return text, subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 def deadlocks(ptx: str) -> list[str]:
-    """The instructions of whole warps that stand where only an elected lane comes: it would wait for the others for ever."""
+    """The whole-warp instructions that only an elected lane reaches: the lane would wait for the other lanes for ever."""
     found, elected, inverse, end = [], "", "", ""
     for line in (line.strip() for line in ptx.splitlines()):
         if end and line.startswith((f"{end}:", "bra.uni", "ret;")):

@@ -1,9 +1,9 @@
-"""Launches on H200s, page 16: median us by configuration (tile_n, num_stages, num_warps, ctas_per_sm; unit_heads where it is 2).
+"""Launches on H200s, page 16: median us by configuration (tile_n, num_stages, num_warps, ctas_per_sm; unit_heads if it is 2).
 
-One sweep on one machine, but for: UNIFORM from 16 x 4k with 64/8 on and the last of RAGGED, on a machine 2% slower, by kernels
-whose combine took 0.1 to 0.5 us longer; int8 with PAIR, on another as fast; INT8_TOKEN at 16 x 4k with 64/8 and 64 x 8k with 8/1,
-on a third. The rest of INT8_TOKEN, and of SHORT's, is of a conversion that took less and is not in the tree
-(docs/notes/kernel-log.md).
+One sweep on one machine, except: UNIFORM from 16 x 4k with 64/8 on and the last of RAGGED are from a machine 2% slower, by
+kernels whose combine took 0.1 to 0.5 us longer; int8 with PAIR is from another, as fast; INT8_TOKEN at 16 x 4k with 64/8 and
+64 x 8k with 8/1 is from a third. The other int8 times of INT8_TOKEN and SHORT are of a conversion that took less and is not
+in the tree (docs/notes/kernel-log.md).
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ E4M3_ELSEWHERE = {  # on two other machines by python -m perf.configs, the first
     (32, 4 * K, 16, 8, 256): {(32, 8, 4, 1): 124.22, (16, 16, 8, 1): 126.57},
     (32, 4 * K, 32, 8, 64): {(64, 16, 4, 1): 35.91, (64, 8, 4, 2): 35.40, (64, 16, 8, 1): 36.17},
 }
-INT8_TOKEN = {  # with an f16 scale a token and KV head, of K and of V
+INT8_TOKEN = {  # with one f16 scale per token and KV head, for K and for V
     (64, 8 * K, 32, 8, 128): {T8: 247.34, TWO8: 249.12, W8_8: 246.84, PAIR: 247.47},
     (128, 4 * K, 32, 8, 128): {T8: 249.98, TWO8: 250.88, W8_8: 253.24, PAIR: 248.95},
     (32, 2 * K, 32, 32, 128): {T8: 126.37, TWO8: 125.06, W8_8: 124.44, PAIR: 124.32},
@@ -102,7 +102,7 @@ INT8_TOKEN = {  # with an f16 scale a token and KV head, of K and of V
     (32, 4 * K, 32, 8, 64): {(64, 16, 4, 1): 37.73, (64, 8, 4, 2): 37.58, (64, 16, 8, 1): 37.92},
 }
 
-# rows that take longer from one to the next than their bytes take to come
+# rows whose step from one to the next takes longer than the read of their bytes
 SHORT = {
     "bf16": {
         (256, 200, 32, 8, 128): {W4: 54.75, W8: 54.53, TWO: 54.77, HALF: 54.43},
@@ -120,7 +120,7 @@ SHORT = {
     },
 }
 
-# rows of 8k, 32/8/128, that stay whole for want of a workspace, by their number, with the choice's configuration
+# rows of 8k, 32/8/128, that stay whole for lack of a workspace, by the number of rows, with the chosen configuration
 WHOLE = {
     "bf16": {1: 46.6, 8: 64.9, 16: 125.4, 64: 473.5},
     "e4m3": {1: 36.1, 8: 37.7, 16: 62.6, 64: 240.7},

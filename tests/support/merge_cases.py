@@ -1,4 +1,4 @@
-"""States to merge, and what their merge is in f64 and in plain PyTorch: shares nothing with the package but the descriptor."""
+"""States to merge, and their merge in f64 and in plain PyTorch: shares nothing with the package but the descriptor."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 def make_states(d: ck.MergeStatesDescriptor, device: str, seed: int = 0, spread: float = 3.0, center: float = 0.0) -> Pair:
     """Random outs [num_states, batch, num_heads, head_dim] and lses [num_states, batch, num_heads].
 
-    Narrow outs are positive: of few columns, those of both signs may cancel in all.
+    Narrow outs are positive: with few columns, values of both signs may cancel in all columns.
     """
     generator = torch.Generator(device).manual_seed(seed)
     outs = torch.randn(d.num_states, *d.shape, device=device, generator=generator).to(d.dtype)
@@ -33,12 +33,12 @@ def exact(outs: torch.Tensor, lses: torch.Tensor, lse_base: str) -> Pair:
 
 
 def same_dtype(outs: torch.Tensor, lses: torch.Tensor, lse_base: str) -> torch.Tensor:
-    """out of plain PyTorch in the dtype of outs."""
+    """The out of plain PyTorch in the dtype of outs."""
     weights = (lses * (math.log(2.0) if lse_base == "2" else 1.0)).softmax(0).where(lses != -math.inf, 0.0)
     weights = weights.to(outs.dtype)[..., None]
     return (weights * outs).where(weights != 0.0, 0.0).sum(0)
 
 
 def assert_close(d: ck.MergeStatesDescriptor, got: Pair, outs: torch.Tensor, lses: torch.Tensor) -> None:
-    """Every head of every row is as near f64 as tolerance.py asks."""
+    """Asserts that every head of every row is as near f64 as tolerance.py asks."""
     check_states(got, exact(outs, lses, d.lse_base), same_dtype(outs, lses, d.lse_base))

@@ -1,4 +1,4 @@
-"""What corrupt lengths and page tables still mean, in plain Python: the tests' reference for masking and for faults."""
+"""The meaning of corrupt lengths and page tables, in plain Python: the tests' reference for masking and for faults."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ Fault = tuple[int, str, int]  # row, kind, value
 def survivors(table: ck.PageTable, row: int, num_pages: int, page_size: int) -> tuple[list[int], int, set[Fault]]:
     """(pages of the pool, tokens on them, faults) of a row of a table on the CPU.
 
-    The tokens of a page outside the pool are excluded. A negative length counts as empty, one past the row's entries as all
-    of them; a row whose indptr is no slice of the indices is empty.
+    The tokens of a page outside the pool are excluded. A negative length counts as 0, and a length past the row's entries as
+    all tokens of the entries; a row whose indptr is no slice of the indices is empty.
     """
     pages, length, faults = (_dense if table.format == "dense" else _csr)(table, row, page_size)
     length = max(0, min(length, len(pages) * page_size))

@@ -1,4 +1,4 @@
-"""Providers and a clock that need no GPU, for tests of what times them."""
+"""Providers and a clock that need no GPU, for tests of the code that times them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class FakeRotation(Rotation):
 
 
 def us_of(call):
-    """What a call takes on the clock: as many microseconds as its `us` says, or 10; one behind another, both times."""
+    """The microseconds of a call on the clock: its `us`, or 10; for a call after another, the sum of both."""
     return us_of(call.before) + us_of(call.call) if isinstance(call, Preceded) else getattr(call, "us", 10.0)
 
 

@@ -1,4 +1,4 @@
-"""Lines of perf/results as perf.run writes them, for tests of what reads them."""
+"""Lines of perf/results as perf.run writes them, for tests of the code that reads them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ GATE = {"error": 2e-4, "torch_error": 1.6e-4, "lse_error": 1e-7, "passed": True,
 
 
 def record(case: Case, provider: str, us: float | None = None, read_us: float | None = None, **more: object) -> dict[str, object]:
-    """A record; read_us: what the floor took in the same run. A time has passed the gate unless `more` says otherwise."""
+    """A record. read_us: the floor's time in the same run. A time has passed the gate unless `more` says otherwise."""
     times = {} if us is None else {"us": {"median": us, "p20": us, "p80": us, "replays": 21}}
     gate = {} if us is None or provider in FLOORS else {"gate": GATE}
     ratio = {} if us is None or read_us is None else {ratio_field(case): us / read_us}
@@ -23,7 +23,7 @@ def record(case: Case, provider: str, us: float | None = None, read_us: float | 
 
 
 def write(path: Path, *records: dict[str, object]) -> Path:
-    """Append records to a file."""
+    """Appends records to a file."""
     for entry in records:
         append(path, entry)
     return path

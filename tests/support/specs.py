@@ -30,5 +30,5 @@ USUAL: dict[str, Any] = {
 
 
 def usual_spec(**changes: Any) -> KernelSpec:
-    """Decode of bf16 over pages of 16, but for `changes`."""
+    """The spec of decode in bf16 over pages of 16, with `changes`."""
     return KernelSpec(**{**USUAL, **changes})

@@ -1,4 +1,4 @@
-"""What the caches of a test hold: 8-bit elements and scales made from random values, poison for both, and what they stand for."""
+"""The contents of a test's caches: 8-bit elements and scales made from random values, poison for both, and their real values."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from torch import Tensor
 
 import cute_kernels as ck
 
-SCALES = (0.03, 7.0)  # smallest and largest, over what an element of the cache usually is
+SCALES = (0.03, 7.0)  # smallest and largest scale, times the stored value of a usual element
 INT8_UNIT, UNSCALED_INT8_UNIT = 40, 2  # the stored value of a usual element: most of the range, and a reasonable logit
 DEAD_INT8 = 127
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
-STORAGES: dict[str, dict[str, Any]] = {  # what the tests of other things than storage run with: fields of a Shape
+STORAGES: dict[str, dict[str, Any]] = {  # fields of a Shape: the storage that tests of other features run with
     "16 bits": {},
     "e4m3": {"kv_dtype": ck.KVDtype.E4M3},
     "int8 token": {"kv_dtype": ck.KVDtype.INT8, "k_scale": ck.KVScale.TOKEN_F16, "v_scale": ck.KVScale.TOKEN_F16},
@@ -22,7 +22,7 @@ STORAGES: dict[str, dict[str, Any]] = {  # what the tests of other things than s
 
 
 def stored(values: Tensor, dtype: ck.KVDtype | None, scaled: bool) -> Tensor:
-    """Normal `values` as a cache of `dtype` stores them; as they are when it is None."""
+    """Normal `values` as a cache of `dtype` stores them; unchanged if dtype is None."""
     if dtype is None:
         return values
     if dtype == ck.KVDtype.INT8:
@@ -49,7 +49,7 @@ def magnitudes(cache: Tensor) -> Tensor:
 
 
 def fill(cache: Tensor, where: Tensor, value: float) -> None:
-    """Writes `value` as the cache's dtype has it, DEAD_INT8 in int8, where the broadcast mask says."""
+    """Writes `value`, in int8 DEAD_INT8, to the elements that the broadcast mask `where` selects."""
     if cache.dtype == torch.int8:
         cache.masked_fill_(where, DEAD_INT8)
     elif cache.dtype.itemsize == 1:

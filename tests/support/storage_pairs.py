@@ -1,8 +1,8 @@
-"""What GPU tests of 8-bit caches and scales run, where each kernel takes seconds to compile: few shapes that cover much.
+"""The shapes of GPU tests of 8-bit caches and scales: few that cover much, since each kernel takes seconds to compile.
 
-PAIRS: any two values of any two axes meet in one of these shapes. SM80_PAIRS: half of them, of pages that TMA cannot serve: the
-arithmetic is the same, and what differs, the way of K, V and their scales into shared memory, depends on fewer axes.
-UNIFORM: K and V alike, with what is compared bit for bit with it.
+PAIRS: any two values of any two axes meet in one of these shapes. SM80_PAIRS: half of PAIRS, with pages that TMA cannot serve:
+the arithmetic is the same, and the way of K, V and their scales into shared memory, which differs, depends on fewer axes.
+UNIFORM: shapes whose K and V are stored alike, with the shapes that they are compared with bit for bit.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ F16, BF16 = torch.float16, torch.bfloat16
 SHORT = (0, 1, 17, 64, 129)
 
 AXES = ("K's dtype", "V's dtype", "K's scale", "V's scale", "source", "page_size", "lse_base", "q", "head_dim", "group")
-ROWS = (  # the dtypes: None is q's; a greedy cover of all pairs, without caches of 16 bits that have no scales
+ROWS = (  # a greedy cover of all pairs, without 16-bit caches that have no scales; a dtype of None is q's
     (E5M2, E5M2, TOKEN_F16, TOKEN_F16, "csr", 64, "2", BF16, 64, 16),
     (INT8, E4M3, TOKEN_F16, TOKEN, "dense", 16, "e", F16, 128, 4),
     (E4M3, None, HEAD, NONE, "csr", 8, "2", F16, 256, 1),
@@ -51,7 +51,7 @@ ROWS = (  # the dtypes: None is q's; a greedy cover of all pairs, without caches
 
 
 def shape_of_row(index: int) -> Shape:
-    """The shape of a row of ROWS; NHD and HND in turn."""
+    """The shape of a row of ROWS; NHD and HND alternate."""
     k_dtype, v_dtype, k_scale, v_scale, source, page_size, lse_base, dtype, head_dim, group = ROWS[index]
     own = ck.KVDtype.F16 if dtype == F16 else ck.KVDtype.BF16
     return Shape(
@@ -75,7 +75,7 @@ SM80_PAIRS = tuple(replace(s, page_size={8: 1, 16: 5}.get(s.page_size, s.page_si
 
 
 def uniform(kv_dtype: ck.KVDtype | None, k_scale: ck.KVScale, v_scale: ck.KVScale) -> Shape:
-    """K and V of one dtype in NHD pages of 16 tokens, bf16 queries."""
+    """A shape with K and V of one dtype in NHD pages of 16 tokens, and bf16 queries."""
     return Shape(order="NHD", lengths=SHORT, kv_dtype=kv_dtype, k_scale=k_scale, v_scale=v_scale)
 
 
@@ -85,7 +85,7 @@ UNIFORM_ON = {"sm90": UNIFORM, "sm80": (HEADS, TOKENS, POOL)}
 
 
 def described(shape: Shape) -> str:
-    """A shape in a test's name."""
+    """A shape's text in a test's name."""
     cache = f"{shape.table_format} page {shape.page_size} {shape.order}" if shape.page_size else "contiguous"
     k, v = ("16 bits" if d in (None, ck.KVDtype.F16, ck.KVDtype.BF16) else d.value for d in (shape.kv_dtype, shape.v_dtype))
     v = k if shape.v_dtype is None else v
@@ -93,7 +93,7 @@ def described(shape: Shape) -> str:
 
 
 def arch_cases(on_cpu: object, by_arch: dict[str, tuple[Shape, ...]]) -> list:
-    """(shape, backend) of each shape on each backend: those of `on_cpu` on the CPU, of `by_arch` on a GPU variant."""
+    """(shape, backend) pairs: the shapes of `on_cpu` on the CPU, the shapes of `by_arch` on their GPU variants."""
     shapes = {"cpu": on_cpu, **by_arch}
     return [
         backend._replace(values=(shape, backend.id), id=f"{described(shape)}-{backend.id}")

@@ -1,4 +1,4 @@
-"""How far a result may be from f64, judged for each row and head by itself, so that no row's allowance covers another's."""
+"""How far a result may be from f64. Each row and head is judged by itself, so that no row's allowance covers another row."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import torch
 from torch import Tensor
 
 State = tuple[Tensor, Tensor]  # out [rows, num_heads, head_dim] and lse [rows, num_heads]
-LSE_ERROR = 1e-5  # of max(1, |lse|)
+LSE_ERROR = 1e-5  # relative to max(1, |lse|)
 
 
 @dataclass(frozen=True)
 class Tolerance:
-    """What an error may be, in the terms of cute_kernels.PrecisionGuarantee.
+    """The largest allowed error, in the terms of cute_kernels.PrecisionGuarantee.
 
-    The 2-norm of an error: norm_factor times that of PyTorch in the same dtype, plus norm_ulps ulp of the exact vector's 2-norm.
-    Each element's: element_factor times PyTorch's largest, plus element_ulps ulp at the exact vector's largest element.
+    An error's 2-norm: norm_factor times that of PyTorch in the same dtype, plus norm_ulps ulp of the exact vector's 2-norm. Each
+    element's error: element_factor times PyTorch's largest, plus element_ulps ulp at the exact vector's largest element.
     """
 
     norm_factor: float = 1.25
@@ -27,23 +27,23 @@ class Tolerance:
 
 
 OF_16_BITS, OF_F32 = Tolerance(), Tolerance(norm_ulps=8, element_ulps=8)
-# of products by parts (device/attend/split_mma.py). Emulated: of 2,000 rows whose logits are within 6 of each other the worst
-# needs 1.3 ulp, where few keys leave little but the errors of exp2 and of a reciprocal; logits 40 apart need 4.1
+# for products by parts (device/attend/split_mma.py). Emulated: of 2,000 rows whose logits are within 6 of each other, the worst
+# needs 1.3 ulp, in rows of few keys, whose errors are mostly those of exp2 and of a reciprocal; logits 40 apart need 4.1
 OF_SPLIT_F32 = Tolerance(norm_ulps=4, element_ulps=6)
 
 
 def tolerance_of(dtype: torch.dtype) -> Tolerance:
-    """What outputs of this dtype may be off."""
+    """The tolerance for outputs of this dtype."""
     return OF_F32 if dtype == torch.float32 else OF_16_BITS
 
 
 def check_states(
     got: State, exact: State, same: Tensor, rows: Sequence[int] | None = None, tolerance: Tolerance | None = None
 ) -> None:
-    """Raises AssertionError that names the worst row and head, their error and their allowance. NaN is never within.
+    """Raises AssertionError that names the worst row and head, their error and their allowance. NaN never passes.
 
-    exact: in f64. same: the out of PyTorch in the dtype of got's. rows: what the rows are called, 0, 1, ... by default. A row and
-    head whose exact lse is -inf must be empty: every bit of its out 0, and lse -inf. tolerance: by default that of out's dtype.
+    exact: in f64. same: PyTorch's out in the dtype of got's out. rows: the rows' names, 0, 1, ... by default. A row and head
+    whose exact lse is -inf must be empty: every bit of its out 0, and lse -inf. tolerance: by default that of out's dtype.
     """
     (out, lse), (exact_out, exact_lse) = got, exact
     assert out.shape == same.shape == exact_out.shape and lse.shape == exact_lse.shape == out.shape[:2]
@@ -64,10 +64,10 @@ def check_rows(
     floor: Tensor | float = 0.0,
     tolerance: Tolerance | None = None,
 ) -> None:
-    """The rule of a row and head of `out` [rows, num_heads, columns]. floor: what is allowed beside it, [rows, num_heads]."""
+    """The rule for each row and head of `out` [rows, num_heads, columns]. floor: an added allowance, [rows, num_heads]."""
     tolerance, number = tolerance or tolerance_of(out.dtype), torch.finfo(out.dtype)
     error, others = out.double() - exact, same.double() - exact
-    units = number.eps * exact.norm(dim=-1).clamp(min=number.tiny)  # below it, neighbours are as far apart as at it
+    units = number.eps * exact.norm(dim=-1).clamp(min=number.tiny)  # below tiny, neighbours are as far apart as at tiny
     allowed = tolerance.norm_factor * others.norm(dim=-1) + tolerance.norm_ulps * units
     _check_bound("2-norm of the error", error.norm(dim=-1), allowed + floor, rows)
     units = ulp(exact.abs().amax(-1), out.dtype)
@@ -83,7 +83,7 @@ def ulp(magnitude: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _check_bound(name: str, error: Tensor, allowed: Tensor, rows: Sequence[int]) -> None:
-    """error <= allowed, both [rows, num_heads]."""
+    """Raises AssertionError unless error <= allowed, both [rows, num_heads]."""
     within = error <= allowed
     if within.all():
         return

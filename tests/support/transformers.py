@@ -1,4 +1,4 @@
-"""Tiny models of transformers with random weights, and what continuous batching does on a GPU, on the CPU."""
+"""Tiny models of transformers with random weights, and continuous batching on the CPU as it runs on a GPU."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("Mistral", {"sliding_window": WINDOW}),
     # layers that pass no window, under a mask that has one
     "qwen2_moe": ("Qwen2Moe", {**SLIDING, "use_sliding_window": True, "num_experts": 4, "num_experts_per_tok": 2}),
-    # the last two layers take K and V of the two before
+    # the last two layers take K and V of the two layers before them
     "gemma3n": (
         "Gemma3n",
         {
@@ -55,7 +55,7 @@ VOCABULARY = 97
 
 
 def tiny(kind: str, dtype: torch.dtype = torch.float32, **changed: Any) -> Any:
-    """A model of two layers, 4 query heads over 2 KV heads; its weights are such that the best tokens are far apart."""
+    """A model of two layers, 4 query heads over 2 KV heads; its weights keep the best tokens' logits far apart."""
     name, more = (MODELS | OTHERS)[kind]
     sizes = {"vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "head_dim": 16}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512}
@@ -66,7 +66,7 @@ def tiny(kind: str, dtype: torch.dtype = torch.float32, **changed: Any) -> Any:
     model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
     with torch.no_grad():
         for parameter in model.parameters():
-            if parameter.dim() > 1 or parameter.numel() == config.num_attention_heads:  # sinks too
+            if parameter.dim() > 1 or parameter.numel() == config.num_attention_heads:  # includes sinks
                 parameter.normal_(std=0.3 if parameter.dim() > 1 else 1.0)
     return model.to(dtype)
 
@@ -81,7 +81,7 @@ IDS = torch.tensor(prompts(13, 13, 13))
 
 
 def generated(model: Any, attention: str, taken: str | None = None, **options: Any) -> Tensor:
-    """IDS and what generate adds to them. taken: the implementation that the model takes, by default the one asked for."""
+    """IDS and the tokens that generate adds. taken: the implementation that the model takes, by default the one asked for."""
     model.set_attn_implementation(attention)
     assert model.config._attn_implementation == (taken or attention)
     with torch.no_grad():
@@ -90,22 +90,22 @@ def generated(model: Any, attention: str, taken: str | None = None, **options: A
 
 @pytest.fixture(autouse=True)
 def registered(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For each test of a file that imports this: the test before it may have registered otherwise, and the log is new."""
+    """Registers for each test of a file that imports this, as an earlier test may have registered otherwise; renews the log."""
     register()
     monkeypatch.setattr("cute_kernels.integrations.engine._told", set())
 
 
 def teacher_forced(model: Any, prompt: list[int], tokens: list[int]) -> Tensor:
-    """f32 [tokens, vocabulary]: the logits that each token is chosen from, when all of them are given at once."""
+    """f32 [tokens, vocabulary]: the logits that each token is chosen from, when all tokens are given at once."""
     with torch.no_grad():
         return model(torch.tensor([prompt + tokens], device=model.device)).logits[0, len(prompt) - 1 : -1].float()
 
 
 def excess(model: Any, requests: list[list[int]], answers: list[list[int]], rounding: str = "eager") -> float:
-    """By how much tokens are below the best ones of eager attention in f32, at most, in units of what rounding moves logits by.
+    """The most by which the answers' logits are below the best in f32, in units of the logits' largest change by rounding.
 
-    model: of 16 bits; it is f32 afterwards. rounding: the attention whose logits of that model say by how much. Two logits that
-    are rounded may change places where they are 2 such units apart.
+    model: of 16 bits; it is f32 afterwards. rounding: the attention whose logits, by the 16-bit model, give that change. f32
+    logits are by eager attention. Two logits that are rounded may change places if they are up to 2 such units apart.
     """
     forced = list(zip(requests, answers, strict=True))
     model.set_attn_implementation(rounding)
@@ -117,7 +117,7 @@ def excess(model: Any, requests: list[list[int]], answers: list[list[int]], roun
 
 
 def _lost(logits: Tensor, tokens: list[int]) -> float:
-    """By how much a token's logit is below the best, at most."""
+    """The most by which a token's logit is below the best."""
     chosen = logits.gather(1, torch.tensor(tokens, device=logits.device)[:, None])[:, 0]
     return float((logits.max(-1).values - chosen).max())
 
@@ -136,7 +136,7 @@ def eager_of_8_bits() -> str:
 
 
 def batched(model: Any, requests: list[list[int]], new_tokens: int, **changed: Any) -> list[list[int]]:
-    """What generate_batch adds to each request: pages of 16 tokens, steps of 24 tokens, so that prompts come in chunks."""
+    """The tokens that generate_batch adds to each request: pages have 16 tokens, steps 24, so that prompts come in chunks."""
     page_size = "page_size" if hasattr(transformers.generation.ContinuousBatchingConfig(), "page_size") else "block_size"
     sizes = {page_size: 16, "num_blocks": 64, "max_batch_tokens": 24, "max_memory_percent": 0.5}
     config = transformers.generation.ContinuousBatchingConfig(**{**sizes, **changed})
@@ -150,7 +150,7 @@ def batched(model: Any, requests: list[list[int]], new_tokens: int, **changed: A
 
 @pytest.fixture
 def block_tables(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Continuous batching uses block tables, and pads its steps, as it does with CUDA graphs."""
+    """Makes continuous batching use block tables and pad its steps, as it does with CUDA graphs."""
     from transformers.generation.continuous_batching import initialization, model_runner
 
     ensure, init = initialization.ensure_decode_fast_path_is_available, model_runner.ModelRunner.__init__
@@ -170,7 +170,7 @@ def block_tables(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @contextmanager
 def counted(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> Iterator[list[tuple[Any, ...]]]:
-    """The calls of a function that happen meanwhile: the arguments of each."""
+    """A context that records the calls of a function: a list of each call's arguments."""
     calls: list[tuple[Any, ...]] = []
     real: Callable[..., Any] = getattr(owner, name)
 

@@ -1,4 +1,4 @@
-"""vLLM's interfaces as far as a backend sees them, and steps of an engine over one cache tensor, against dense attention."""
+"""vLLM's interfaces as far as a backend sees them, and an engine's steps over one cache tensor, checked by dense attention."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 class AttentionBackend:
-    """What a backend inherits: its answers by default, and how reasons are gathered."""
+    """The base class of a backend: default answers, and the collection of reasons."""
 
     @classmethod
     def validate_configuration(
@@ -79,7 +79,7 @@ class CommonAttentionMetadata:
 
 
 def put_in_place(monkeypatch: pytest.MonkeyPatch, backends: Any, register_backend: Callable[..., Any]) -> Any:
-    """vllm becomes the stand-ins here; returns the package's backend module, imported over them."""
+    """Replaces vllm by the stand-ins here; returns the package's backend module, imported over them."""
     names: dict[str, dict[str, Any]] = {
         "vllm": {"__version__": "0.0.stand-in"},
         "vllm.v1": {},
@@ -104,13 +104,13 @@ def put_in_place(monkeypatch: pytest.MonkeyPatch, backends: Any, register_backen
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.delitem(sys.modules, BACKEND, raising=False)
     module = import_module(BACKEND)
-    monkeypatch.setitem(sys.modules, BACKEND, module)  # taken away with the stand-ins
+    monkeypatch.setitem(sys.modules, BACKEND, module)  # removed together with the stand-ins
     return module
 
 
 @dataclass
 class Requests:
-    """A step: each request's new tokens, and its keys with them. padding: requests of neither, and tokens of no request."""
+    """A step. rows: each request's new tokens; lengths: its keys, new ones included. padding: empty requests, unowned tokens."""
 
     rows: tuple[int, ...]
     lengths: tuple[int, ...]
@@ -131,7 +131,7 @@ STEPS = {
 
 @dataclass
 class Layer:
-    """What a backend reads of a layer, and the options that it was made with."""
+    """The fields of a layer that a backend reads, and the options that the layer was made with."""
 
     kv_cache_dtype: str = "auto"
     dtype: torch.dtype = torch.bfloat16
@@ -161,7 +161,7 @@ class Layer:
 
 @dataclass
 class Engine:
-    """One layer of a model in an engine: the cache, what is in it, and the tables of a step."""
+    """One layer of a model in an engine: the cache, its contents, and the tables of a step."""
 
     backend: Any
     layer: Layer
@@ -203,7 +203,7 @@ class Engine:
         return self.table[request, tokens // BLOCK].long() * BLOCK + tokens % BLOCK
 
     def metadata(self, common: Any, requests: Requests) -> Any:
-        """The step's metadata by the backend's builder. common: vLLM's CommonAttentionMetadata, or its stand-in."""
+        """The step's metadata from the backend's builder. common: vLLM's CommonAttentionMetadata, or its stand-in."""
         more, extra = requests.padding
         starts = torch.tensor([0, *requests.rows] + [0] * more).cumsum(0).int()
         slots = [self.slots(r, n - rows, n) for r, (rows, n) in enumerate(zip(requests.rows, requests.lengths, strict=True))]
@@ -223,13 +223,13 @@ class Engine:
         return builder.build(0, batch)
 
     def tokens(self, extra: int = 0) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k and v of the step's new tokens, and of so many more that pad the tensors."""
+        """q, k and v of the step's new tokens, and of `extra` more tokens that pad the tensors."""
         heads, kv_heads, dim = self.layer.heads
         count = sum(self.requests.rows) + self.requests.padding[1] + extra
         return self.randn(count, heads, dim), self.randn(count, kv_heads, dim), self.randn(count, kv_heads, dim)
 
     def fill(self) -> None:
-        """Stores what came before the step, in one call for each request."""
+        """Stores the tokens from before the step, in one call for each request."""
         _, kv_heads, dim = self.layer.heads
         for request, (rows, length) in enumerate(zip(self.requests.rows, self.requests.lengths, strict=True)):
             before = length - rows
@@ -238,7 +238,7 @@ class Engine:
             self.impl.do_kv_cache_update(self.module, k, v, self.kv_cache, slots)
 
     def held(self, request: int, length: int) -> tuple[Tensor, Tensor]:
-        """K and V of a request's first tokens as the cache's bytes say them, [length, kv_heads, dim], on the CPU."""
+        """K and V of a request's first tokens, read from the cache's bytes, [length, kv_heads, dim], on the CPU."""
         slots, dim = self.slots(request, 0, length), self.layer.heads[2]
         page, slot = slots // BLOCK, slots % BLOCK
         name = self.layer.kv_cache_dtype
@@ -253,12 +253,12 @@ class Engine:
 
     @property
     def kind(self) -> torch.dtype:
-        """What a cache of 8 bits holds."""
+        """The element type of an 8-bit cache."""
         name = self.layer.kv_cache_dtype
         return torch.int8 if name.startswith("int8") else torch.float8_e5m2 if "e5m2" in name else torch.float8_e4m3fn
 
     def _scaled(self, page: Tensor, slot: Tensor) -> tuple[Tensor, Tensor]:
-        """K and V of tokens with a scale each, which lies at the end of what its order has side by side."""
+        """K and V of tokens with scales per token, which lie after the elements that the order keeps contiguous."""
         _, heads, dim = self.layer.heads
         order, head = self.layer.order, torch.arange(heads)
         memory = self.kv_cache.cpu().view(torch.uint8)
@@ -280,7 +280,7 @@ class Engine:
         return k, v
 
     def check(self, output: Tensor, q: Tensor, requests: Requests) -> None:
-        """Each request's rows of output against dense attention in f64 over what the cache holds."""
+        """Compares each request's rows of output with dense attention in f64 over the cache's contents."""
         first = 0
         for request, (rows, length) in enumerate(zip(requests.rows, requests.lengths, strict=True)):
             mine, kv = q[first : first + rows].cpu(), self.held(request, length)
@@ -289,7 +289,7 @@ class Engine:
             first += rows
 
     def check_stored(self, k: Tensor, v: Tensor) -> None:
-        """The step's new tokens against what the cache holds: no further than a step of its numbers."""
+        """Compares the step's new tokens with the cache's contents: they differ by rounding to its numbers at most."""
         first = 0
         for request, (rows, length) in enumerate(zip(self.requests.rows, self.requests.lengths, strict=True)):
             for given, held in zip((k, v), self.held(request, length), strict=True):
@@ -307,7 +307,7 @@ class Engine:
 
 
 def run(engine: Engine, common: Any, extra: int = 0) -> None:
-    """Stores the step's new tokens and attends; checks both. extra: tokens that pad q, k and v beside the step's own."""
+    """Stores the step's new tokens and attends; checks both. extra: tokens that pad q, k and v, in addition to the step's."""
     engine.fill()
     step = engine.metadata(common, engine.requests)
     q, k, v = engine.tokens(extra)
@@ -321,9 +321,9 @@ def run(engine: Engine, common: Any, extra: int = 0) -> None:
 
 
 def run_later(engine: Engine, common: Any, prepared: Callable[[Callable[[], None]], Callable[[], None]]) -> None:
-    """Four steps over the tensors of the first: each request grows by its rows, and at last one is gone and pads the step.
+    """Four steps over the first step's tensors: each request grows by its rows; in the last, one is gone and pads the step.
 
-    prepared: makes of a step's calls what runs them, as a captured graph does.
+    prepared: takes a step's calls and returns a function that runs them, such as a captured graph's replay.
     """
     engine.fill()
     step, (q, k, v) = engine.metadata(common, engine.requests), engine.tokens()

@@ -1,4 +1,4 @@
-"""Problems of attention weights: a table for every backend, tensors in hostile memory, and an f64 reference of their own."""
+"""Problems of attention weights: a table for every backend, tensors in hostile memory, and an independent f64 reference."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from tests.support.attention_harness import visible
 from tests.support.harness import device_of
 from tests.support.inputs import NAN, Shape
 
-RELATIVE = 1e-5  # of max(1, |lse|), or of the sizes that a score is made of
+RELATIVE = 1e-5  # relative to max(1, |lse|), or to the sizes of a score's terms
 LENGTHS = (0, 1, 5, 16, 31, 32, 33, 127, 128, 129, 300, 1000)
-SPARE_KEYS = 24  # past the longest row: all of them are 0
+SPARE_KEYS = 24  # keys past the longest row, whose weights are all 0
 Result = ck.AttentionWeights
 
 
 @dataclass(frozen=True)
 class Case:
-    """attention: the cache, the table and the modifiers, one query row a request. weights_dtype: None where none are wanted.
+    """attention: the cache, table and modifiers, with one query row per request. weights_dtype: None for no weights.
 
-    max_seq_len: SPARE_KEYS past the longest row by default. tma: whether the sm90 variant may serve it.
+    max_seq_len: SPARE_KEYS past the longest row by default. tma: whether the sm90 variant may serve the case.
     """
 
     name: str
@@ -70,7 +70,7 @@ class Case:
 
 
 def case(name: str, cache: dict[str, Any] | None = None, modifiers: dict[str, Any] | None = None, **fields: Any) -> Case:
-    """A case whose cache and modifiers differ from the usual ones. A contiguous cache has no pages' masses."""
+    """A case whose cache and modifiers differ from the usual ones. A contiguous cache has no page masses."""
     table = fields.pop("table", "dense")
     paged = table if table not in CONTIGUOUS else "dense"
     shape = replace(Shape(lengths=LENGTHS, head_dim=64, table_format=paged), **(cache or {}))
@@ -137,7 +137,7 @@ CASES = (
 
 @dataclass
 class WeightsInputs:
-    """Tensors of a case: what attention reads, and an lse f32 [batch, num_heads]."""
+    """Tensors of a case: attention's inputs, and an lse f32 [batch, num_heads]."""
 
     case: Case
     attention: AttentionInputs
@@ -145,7 +145,7 @@ class WeightsInputs:
 
     @property
     def given(self) -> dict[str, Any]:
-        """The arguments of a run but for its outputs."""
+        """The arguments of a run, except its outputs."""
         inputs = self.attention
         slopes = {"alibi_slopes": inputs.extras["alibi_slopes"]} if inputs.case.alibi else {}
         scale = {"k_scale": inputs.scales["k_scale"]}
@@ -153,13 +153,13 @@ class WeightsInputs:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """All that a run reads."""
+        """All tensors that a run reads."""
         tables = [t for t in self.attention.table.operands if t is not None]
         return [t for t in (*self.given.values(), *tables) if isinstance(t, Tensor)]
 
 
 def make_weights(case: Case, device: str = "cpu", seed: int = 0, dead: float = NAN) -> WeightsInputs:
-    """Random inputs; what no row owns holds `dead`. The lse is that of f64, rounded to f32."""
+    """Random inputs; slots that no row owns hold `dead`. The lse is computed in f64 and rounded to f32."""
     attention = make_attention(case.attention, device, seed, dead)
     batch, heads = case.attention.batch, case.attention.cache.num_heads
     lse = torch.full((batch, heads), -math.inf, device=device)
@@ -173,12 +173,12 @@ def make_weights(case: Case, device: str = "cpu", seed: int = 0, dead: float = N
 
 
 def base_of(case: Case) -> float:
-    """What an lse of the case times this is natural."""
+    """The factor that makes an lse of the case natural."""
     return math.log(2) if case.attention.cache.lse_base == "2" else 1.0
 
 
 def exact_scores(inputs: AttentionInputs, row: int) -> tuple[Tensor, Tensor]:
-    """(scores f64 [num_heads, length], -inf where a key is not seen; the sizes of what they are summed from)."""
+    """(scores f64 [num_heads, length], -inf for a key that is not seen; the sizes of the terms that they are summed from)."""
     one, cache = inputs.case, inputs.case.cache
     q, k = inputs.rows[row].double(), inputs.kv.real("k", row).repeat_interleave(cache.num_heads // cache.num_kv_heads, 0)
     scores = torch.einsum("hd,htd->ht", q, k) * cache.scale
@@ -194,7 +194,7 @@ def exact_scores(inputs: AttentionInputs, row: int) -> tuple[Tensor, Tensor]:
 
 
 def exact_weights(inputs: WeightsInputs, row: int) -> tuple[Tensor, Tensor]:
-    """(weights f64 [num_heads, max_seq_len] by the lse that is given; how far each may be off before it is rounded)."""
+    """(weights f64 [num_heads, max_seq_len] by the given lse; the error allowed to each before it is rounded)."""
     scores, sizes = exact_scores(inputs.attention, row)
     lse = inputs.lse[row].double()[:, None] * base_of(inputs.case)
     keys, length = inputs.case.keys, inputs.attention.case.cache.lengths[row]
@@ -202,12 +202,12 @@ def exact_weights(inputs: WeightsInputs, row: int) -> tuple[Tensor, Tensor]:
     if length:
         found[0, :, :length] = torch.exp(scores - lse)
         found[1, :, :length] = found[0, :, :length] * RELATIVE * torch.maximum(sizes, lse.abs().clamp(min=1))
-        found[1, :, :length] += torch.finfo(torch.float32).tiny  # below it an exponential may be 0
+        found[1, :, :length] += torch.finfo(torch.float32).tiny  # below tiny, an exponential may be 0
     return found[0, :, :keys], found[1, :, :keys]
 
 
 def page_sums(mean: Tensor, page_size: int) -> Tensor:
-    """[keys] summed over each page."""
+    """The sums of `mean` [keys] over each page."""
     pages = -(-len(mean) // page_size)
     padded = torch.zeros(pages * page_size, dtype=mean.dtype, device=mean.device)
     padded[: len(mean)] = mean
@@ -215,7 +215,7 @@ def page_sums(mean: Tensor, page_size: int) -> Tensor:
 
 
 def assert_close(inputs: WeightsInputs, result: Result, rows: list[int] | None = None) -> None:
-    """Every weight, mean and page mass of these rows is near f64 by itself, and what does not count is +0.0, bit for bit."""
+    """Asserts that each weight, mean and page mass of these rows is near f64, and that keys that do not count have +0.0."""
     d = inputs.case.descriptor()
     assert [output is not None for output in result] == [name in d.shapes for name in result._fields]
     for row in range(d.batch_size) if rows is None else rows:
@@ -230,7 +230,7 @@ def assert_close(inputs: WeightsInputs, result: Result, rows: list[int] | None =
 
 
 def _check(name: str, got: Tensor, exact: Tensor, allowed: Tensor) -> None:
-    """|got - exact| <= allowed and half a step of the dtype, element by element; NaN is never within."""
+    """Asserts |got - exact| <= allowed + eps |exact|, with the dtype's eps, element by element; NaN never passes."""
     assert got.shape == exact.shape, (name, got.shape, exact.shape)
     number = torch.finfo(got.dtype)
     step = number.eps * exact.abs().clamp(min=number.tiny)
@@ -248,7 +248,7 @@ def bits(tensor: Tensor) -> Tensor:
 
 
 def assert_bitwise(got: Result, expected: Result) -> None:
-    """Equal bit for bit."""
+    """Asserts that the outputs are equal bit for bit."""
     for name, ours, theirs in zip(got._fields, got, expected, strict=True):
         assert (ours is None) == (theirs is None), name
         assert ours is None or theirs is None or torch.equal(bits(ours), bits(theirs)), name
@@ -260,7 +260,7 @@ def select(case: Case, backend: str, **preference: Any) -> ck.AttentionWeightsPl
 
 
 def outputs(d: ck.AttentionWeightsDescriptor, device: torch.device | str, fill: float = NAN) -> dict[str, Tensor]:
-    """Outputs that hold `fill`."""
+    """Outputs of a run, filled with `fill`."""
     dtypes = {"weights": d.weights_dtype}
     return {
         name: torch.full(shape, fill, dtype=dtypes.get(name, torch.float32), device=device) for name, shape in d.shapes.items()
@@ -270,6 +270,6 @@ def outputs(d: ck.AttentionWeightsDescriptor, device: torch.device | str, fill: 
 def run(
     plan: ck.AttentionWeightsPlan, inputs: WeightsInputs, fill: float = NAN, device: str | None = None, **changes: Any
 ) -> Result:
-    """A run with every output prefilled, on the inputs' device or another. changes: other arguments than the inputs'."""
+    """Runs with every output prefilled, on the inputs' device or another. changes: arguments that replace the inputs'."""
     made = outputs(plan.descriptor, device or inputs.lse.device, fill)
     return plan.run(**{**inputs.given, **made, **changes})

@@ -1,6 +1,6 @@
 """flash-attention's functions for inference over the plans of this package: the same names, arguments and results.
 
-docs/engines.md has what is served, what raises, and the calls side by side.
+docs/engines.md lists what is served, what raises, and the calls side by side.
 """
 
 from .kvcache import flash_attn_with_kvcache, get_scheduler_metadata

@@ -1,4 +1,4 @@
-"""New tokens of a call: stored behind each request's last one, and turned by a rotary embedding, with q, on their way."""
+"""New tokens of a call: they are stored after each request's last token; a rotary embedding first rotates them, and q."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SKIPPED = -1  # the slot of a token that is not stored
 
 
 class RotaryTables(NamedTuple):
-    """cos_sin f32 [max_position, rotary_dim], the cosines first; starts int32 [batch]: the position of each first new token."""
+    """cos_sin f32 [max_position, rotary_dim], the cosines first; starts int32 [batch]: each request's first new position."""
 
     cos_sin: Tensor
     starts: Tensor
@@ -32,20 +32,21 @@ class RotaryTables(NamedTuple):
 
 
 class Tokens(NamedTuple):
-    """Tokens of all requests, one after another. requests: int64 [tokens], `batch` for one past the last request's. places:
-    [tokens], which token of its request each is.
+    """Tokens of all requests, one after another.
+
+    requests: int64 [tokens], each token's request; `batch` for one past the last request. places: [tokens], its index there.
     """
 
     requests: Tensor
     places: Tensor
 
     def after(self, starts: Tensor) -> Tensor:
-        """int64 [tokens]: the position of each token where its request's first stands at starts[request]."""
+        """int64 [tokens]: the position of each token, if its request's first token stands at starts[request]."""
         return starts[self.requests.clamp(max=len(starts) - 1)].long() + self.places
 
 
 class New(NamedTuple):
-    """K and V of new tokens: [batch, seqlen_new, num_kv_heads, head_dim], or [total, num_kv_heads, head_dim] by cu_seqlens."""
+    """K and V of new tokens: [batch, seqlen_new, num_kv_heads, head_dim], or [total, num_kv_heads, head_dim] with cu_seqlens."""
 
     k: Tensor
     v: Tensor
@@ -61,10 +62,10 @@ def append(
     cu_seqlens_q: Tensor | None,
     q_in_order: bool,
 ) -> tuple[Cache, Tensor]:
-    """Stores the new tokens at the ends of their requests; returns the cache with the lengths that count them, and q, rotated.
+    """Stores the new tokens at the ends of their requests; returns (the cache with lengths that count them, the rotated q).
 
-    tables: None for no rotary embedding. q_in_order: whether each query row stands at a position of its own; else all rows of a
-    request stand at its first new token's. Nothing synchronises. Raises what append_kv raises.
+    tables: None for no rotary embedding. q_in_order: whether each query row stands at a position of its own; if not, all rows of
+    a request stand at the position of its first new token. Nothing synchronises. Raises what append_kv raises.
     """
     starts = cache.lengths
     if starts is None:
@@ -101,7 +102,7 @@ def append(
 def rotary_tables(
     rotary_cos: Tensor, rotary_sin: Tensor, starts: Tensor | None, interleaved: bool, device: torch.device
 ) -> RotaryTables:
-    """flash-attention's tables, [max_position, rotary_dim / 2] each, as one. Raises InvalidArgument, InvalidProblem."""
+    """flash-attention's two tables, [max_position, rotary_dim / 2] each, as one. Raises InvalidArgument, InvalidProblem."""
     check_tensors(rotary_cos=rotary_cos, rotary_sin=rotary_sin)
     if rotary_cos.dim() != 2 or rotary_cos.shape != rotary_sin.shape:
         shapes = (tuple(rotary_cos.shape), tuple(rotary_sin.shape))
@@ -112,7 +113,7 @@ def rotary_tables(
 
 
 def rotated(q: Tensor, cu_seqlens_q: Tensor | None, tables: RotaryTables, in_order: bool) -> Tensor:
-    """q with each row turned by its position: of its own, or that of its request's first."""
+    """q with each row rotated by its own position (in_order), or by the position of its request's first new token."""
     if not q.numel():
         return q
     tokens = tokens_of(q, cu_seqlens_q)
@@ -122,7 +123,7 @@ def rotated(q: Tensor, cu_seqlens_q: Tensor | None, tables: RotaryTables, in_ord
 
 
 def tokens_of(x: Tensor, cu_seqlens: Tensor | None) -> Tokens:
-    """The tokens of x, [batch, tokens, heads, head_dim], or [total, heads, head_dim] beside cu_seqlens int32 [batch + 1]."""
+    """The tokens of x, [batch, tokens, heads, head_dim], or [total, heads, head_dim] with cu_seqlens int32 [batch + 1]."""
     if cu_seqlens is None:
         ids = torch.arange(x.shape[0] * x.shape[1], device=x.device)
         return Tokens(ids // x.shape[1], ids % x.shape[1])
@@ -132,9 +133,9 @@ def tokens_of(x: Tensor, cu_seqlens: Tensor | None) -> Tokens:
 
 
 def _slots(cache: Cache, tokens: Tokens, positions: Tensor, batch: int) -> Tensor:
-    """Returns the slot of each token at its position, int64 [tokens]; no token of a request that starts below 0 has a slot.
+    """Returns the slot of each token at its position, int64 [tokens]; SKIPPED for tokens of a request that starts below 0.
 
-    A token past its request's room has a slot that no cache has: an append records it.
+    A token past its request's room gets a slot past the cache's end: an append records it as a fault.
     """
     page_size, pages = cache.k.shape[1], cache.pages(batch)
     columns = (positions // page_size).clamp(0, max(0, pages.shape[1] - 1))

@@ -1,4 +1,4 @@
-"""flash-attention's arguments in the words of this package: what is taken, renamed, ignored and refused."""
+"""flash-attention's arguments in the words of this package: which are taken, renamed, ignored and refused."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ ALIASES = {
     "return_lse": "return_attn_probs",
     "return_softmax_lse": "return_attn_probs",
 }
-# of speed alone, or always so; q_descale is of an 8-bit q, which is refused
+# options that change speed alone, or that always hold here; q_descale belongs to an 8-bit q, which is refused
 IGNORED = frozenset({"num_splits", "pack_gqa", "scheduler_metadata", "deterministic", "q_descale"})
 WINDOW_RULE = "must be (left, right), each an int, negative for no bound"
-# the values that ask for nothing, and why others are refused
+# for each argument, the values that ask for nothing, and why other values are refused
 UNSERVED: dict[str, tuple[tuple[object, ...], str]] = {
     "qv": ((None,), "a second product with V's columns is not computed"),
     "q_v": ((None,), "a second product with V's columns is not computed"),
@@ -38,7 +38,7 @@ UNSERVED: dict[str, tuple[tuple[object, ...], str]] = {
     "dropout_p": ((None, 0, 0.0), "inference has no dropout"),
     "seqused_q": ((None,), "every row between two entries of cu_seqlens_q is a query row"),
 }
-# what flash-attention calls what the plans name
+# the plans' names, and flash-attention's names for the same arguments
 NAMES = {
     "k_scale": "k_descale",
     "max_q_len": "max_seqlen_q",
@@ -50,7 +50,7 @@ NAMES = {
 
 
 class Scores(NamedTuple):
-    """How scores are scaled, masked and capped, and how many SMs are left to others. As PagedAttentionDescriptor has them."""
+    """How scores are scaled, masked and capped, as in PagedAttentionDescriptor, and how many SMs are left to other work."""
 
     causal: str | None
     window_left: int | None
@@ -61,26 +61,26 @@ class Scores(NamedTuple):
 
     @property
     def masks(self) -> tuple[str | None, int | None, int | None, float | None]:
-        """As `attention_plan` takes them."""
+        """The masks and the cap as `attention_plan` takes them."""
         return self[:4]
 
     @property
     def positional(self) -> bool:
-        """Whether what a query row sees depends on its position."""
+        """Whether the keys that a query row sees depend on its position."""
         return not self.causal is self.window_left is self.window_right is None
 
 
 def scores_of(causal: bool, window_size: Any, softcap: float, softmax_scale: float | None, sm_margin: int) -> Scores:
-    """flash-attention's masks: a bound of a window that is negative or None is none, causal is at the bottom right.
+    """flash-attention's masks: a window's bound that is negative or None is no bound; causal is aligned to the bottom right.
 
-    Raises InvalidProblem for a window of other than two bounds and for a sm_margin that is no int from 0 on, InvalidArgument for
-    a tensor where a value is needed.
+    Raises InvalidProblem for a window without exactly two bounds and for a sm_margin that is no int from 0 on, InvalidArgument
+    for a tensor in place of a value.
     """
     if type(window_size) is not tuple:
         window_size = _bounds(window_size)
     try:
         return _scores(causal, window_size, softcap, softmax_scale, sm_margin)
-    except TypeError:  # an unhashable value: the checks within name it
+    except TypeError:  # an unhashable value: the checks in _scores name it
         return _scores.__wrapped__(causal, window_size, softcap, softmax_scale, sm_margin)
 
 
@@ -95,12 +95,12 @@ def _scores(causal: bool, window_size: tuple[Any, ...], softcap: float, softmax_
     bounds = [-1 if bound is None else whole("window_size", bound, WINDOW_RULE) for bound in window_size]
     left, right = (None if bound < 0 else bound for bound in bounds)
     cap, scale = _number("softcap", softcap) or None, _number("softmax_scale", softmax_scale)
-    at_the_end = flag("causal", causal) or right == 0  # both hide what comes after the row's own key
+    at_the_end = flag("causal", causal) or right == 0  # both hide the keys after the row's own key
     return Scores("bottom_right" if at_the_end else None, left, None if at_the_end else right, cap, scale, sm_margin)
 
 
 def _bounds(window_size: Any) -> tuple[Any, ...]:
-    """Returns a window as a tuple. Raises InvalidArgument for a tensor on a device, InvalidProblem for what has no bounds."""
+    """Returns a window as a tuple. Raises InvalidArgument for a tensor on a device, InvalidProblem if it is no sequence."""
     if window_size is None:
         return NO_WINDOW
     if isinstance(window_size, Tensor) and window_size.device.type == "cpu":
@@ -120,7 +120,7 @@ def flag(name: str, value: Any) -> bool:
 
 
 def whole(name: str, value: Any, rule: str) -> int:
-    """Returns an int of any library as one of Python. Raises InvalidArgument for a tensor, InvalidProblem for what is no int."""
+    """Returns an int of any library as a Python int. Raises InvalidArgument for a tensor, InvalidProblem for other values."""
     refuse_tensor(name, value)
     try:
         number = operator.index(value)
@@ -132,7 +132,7 @@ def whole(name: str, value: Any, rule: str) -> int:
 
 
 def _number(name: str, value: Any) -> Any:
-    """Returns a number of any library as a float; what is no number is returned as it is, and the descriptor refuses it."""
+    """Returns a number of any library as a float; any other value is returned as it is, and the descriptor refuses it."""
     refuse_tensor(name, value)
     return float(value) if isinstance(value, Real) and not isinstance(value, bool) else value
 
@@ -140,7 +140,8 @@ def _number(name: str, value: Any) -> Any:
 def length_of(name: str, value: Any) -> int | None:
     """Returns a bound of lengths, given as an int or as a tensor [] on the host.
 
-    A tensor on a device gives None, which is no bound: no call waits for its value. Raises InvalidProblem for other values.
+    A tensor on a device gives None, which is no bound: no call waits for its value. Raises InvalidArgument for a tensor of other
+    axes, InvalidProblem for a value that is no int.
     """
     if isinstance(value, Tensor) and not value.dim():
         if value.device.type != "cpu":
@@ -150,7 +151,7 @@ def length_of(name: str, value: Any) -> int | None:
 
 
 def preference_of(sm_margin: int, device: torch.device) -> PlanPreference | None:
-    """What leaves sm_margin SMs to others; None where there are none to leave. Raises InvalidProblem where none would stay."""
+    """The preference that leaves sm_margin SMs to other work; None for 0. Raises InvalidProblem if no SM would remain."""
     if sm_margin == 0:
         return None
     facts = DeviceFacts.of(device)
@@ -184,7 +185,7 @@ def settled(others: dict[str, Any], **named: Any) -> list[Any]:
 
 
 def check_inference(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Raises InvalidArgument for what is no tensor, Unsupported where a gradient is to be recorded."""
+    """Raises InvalidArgument for a value that is no tensor, Unsupported if autograd would record a gradient."""
     if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
         check_tensors(q=q, k=k, v=v)
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
@@ -194,9 +195,9 @@ def check_inference(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 
 def for_all_requests(name: str, tensor: Tensor | None) -> Tensor | None:
-    """[heads] of a tensor [batch, heads] that is the same for every request by its strides; any other tensor as it is.
+    """Returns [heads] for a tensor [batch, heads] whose strides repeat it for every request; any other tensor as it is.
 
-    Raises Unsupported where each request has its own values: they lie on the device.
+    Raises Unsupported if the strides let requests differ: the values lie on the device and are not compared.
     """
     if tensor is None or not isinstance(tensor, Tensor) or tensor.dim() != 2:
         return tensor
@@ -207,7 +208,7 @@ def for_all_requests(name: str, tensor: Tensor | None) -> Tensor | None:
 
 
 def descales_of(k: Tensor, v: Tensor, k_descale: Tensor | None, v_descale: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-    """Returns the descales of 8-bit K and V; a descale of a 16-bit one is ignored. Raises what for_all_requests raises."""
+    """Returns the descales of 8-bit K and V; a 16-bit tensor's descale is ignored. Raises what for_all_requests raises."""
     pairs = (("k_descale", k_descale, k), ("v_descale", v_descale, v))
     k_descale, v_descale = (for_all_requests(name, scale) if x.element_size() == 1 else None for name, scale, x in pairs)
     return k_descale, v_descale
@@ -216,7 +217,7 @@ def descales_of(k: Tensor, v: Tensor, k_descale: Tensor | None, v_descale: Tenso
 def in_callers_words(error: CuteKernelsError, others: dict[str, Any], **names: str) -> CuteKernelsError:
     """Returns the error with the names that the call used.
 
-    others: the arguments that the call gave by other names. names: the caller's names beside NAMES.
+    others: the arguments that the call gave by other names. names: the caller's names in addition to NAMES.
     """
     given = {own: alias for alias, own in ALIASES.items() if others.get(alias) is not None}
     table, sinks = given.get("page_table", "page_table"), given.get("s_aux", "s_aux")

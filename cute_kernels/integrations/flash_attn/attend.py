@@ -1,4 +1,4 @@
-"""Attention over what a call was given: its plan, kept under what the choice depends on, and its workspace."""
+"""Attention for a call's tensors: the plan, kept under a key of everything that its choice depends on, and the workspace."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ...errors import InvalidProblem
 from ...kv.page_table import PageTable
 from .arguments import Scores, descales_of, for_all_requests, length_of, preference_of
 
-MAX_KEYS = 1024  # plans under their keys, all forgotten when there are more: `plan_of` keeps them too
+MAX_KEYS = 1024  # the most plans under keys; one more drops them all here, but `plan_of` keeps them too
 
 _plans: dict[tuple[Any, ...], PagedAttentionPlan] = {}
 
@@ -37,10 +37,10 @@ def attend(
     out: Tensor | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """out, or (out, lse), with the axes that flash-attention gives them.
+    """Returns out, or (out, lse), with the axes that flash-attention gives them.
 
-    q, out: [batch, q_len, num_heads, head_dim], or [total_q, num_heads, head_dim] beside cu_seqlens_q. k, v: pages or contiguous
-    caches with heads next to last, or packed. lse: f32 [batch, num_heads, q_len], ragged [num_heads, total_q]: views.
+    q, out: [batch, q_len, num_heads, head_dim], or [total_q, num_heads, head_dim] with cu_seqlens_q. k, v: pages or contiguous
+    caches with heads next to last, or packed. lse: a view, f32 [batch, num_heads, q_len], ragged [num_heads, total_q].
     """
     if k_descale is not None or v_descale is not None:
         k_descale, v_descale = descales_of(k, v, k_descale, v_descale)
@@ -74,7 +74,7 @@ def attend(
             _plans.clear()
         _plans[key] = plan
     one = cu_seqlens_q is None and q.shape[1] == 1
-    if one:  # the way of a plan's run without a query axis is shorter
+    if one:  # a plan's run takes a shorter path without a query axis
         q, out = q.select(1, 0), None if given is None else given.select(1, 0)
     # fmt: off
     made, lse = plan.run(
@@ -90,7 +90,7 @@ def attend(
 
 
 def _with_their_axes(lse: Tensor, q: Tensor, cu_seqlens_q: Tensor | None) -> Tensor:
-    """[num_heads, total_q], or [batch, num_heads, q_len], of [rows, num_heads]. q: as the plan was given it."""
+    """An lse [rows, num_heads] as [num_heads, total_q] or [batch, num_heads, q_len]. q: as the plan was given it."""
     if cu_seqlens_q is not None:
         return lse.T
     return lse.unsqueeze(2) if q.dim() == 3 else lse.view(q.shape[:3]).transpose(1, 2)

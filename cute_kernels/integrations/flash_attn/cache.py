@@ -1,4 +1,4 @@
-"""Where the keys of a call's requests are: rows of a contiguous cache, or pages, behind an index and without a left padding."""
+"""Where the keys of a call's requests are: in rows of a contiguous cache or in pages, past a left padding."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ from .arguments import whole
 
 
 class Cache(NamedTuple):
-    """k, v: [num_pages, page_size, num_kv_heads, head_dim] with table int32 [batch, max_pages]; or where table is None [batch,
-    max_len, num_kv_heads, head_dim], a row for each request. lengths: int32 [batch], None where every row is full.
+    """A cache of pages, or of one contiguous row per request.
+
+    k, v: [num_pages, page_size, num_kv_heads, head_dim] with table int32 [batch, max_pages]; or, if table is None, [batch,
+    max_len, num_kv_heads, head_dim]. lengths: int32 [batch], None if every row is full.
     """
 
     k: Tensor
@@ -26,18 +28,18 @@ class Cache(NamedTuple):
 
     @property
     def page_table(self) -> PageTable:
-        """As plans of attention take it."""
+        """The PageTable that attention plans take."""
         if self.table is not None:
             return PageTable.dense(self.table, self.room if self.lengths is None else self.lengths)
         return PageTable.whole() if self.lengths is None else PageTable.lengths(self.lengths)
 
     @property
     def room(self) -> int:
-        """Tokens that a request may have."""
+        """The most tokens that a request may have."""
         return self.k.shape[1] * (1 if self.table is None else self.table.shape[1])
 
     def pages(self, batch: int) -> Tensor:
-        """int32 [batch, max_pages]: a row of a contiguous cache is a page."""
+        """The table, int32 [batch, max_pages]; each row of a contiguous cache counts as one page."""
         if self.table is not None:
             return self.table
         return torch.arange(batch, dtype=torch.int32, device=self.k.device)[:, None]
@@ -51,7 +53,7 @@ def cache_of(
     cache_batch_idx: Tensor | None,
     batch: int,
 ) -> Cache:
-    """The cache of `batch` requests. Raises InvalidProblem for a shape or a length, InvalidArgument for no int32 tensor."""
+    """The cache of `batch` requests. Raises InvalidProblem for a shape or a length, InvalidArgument for a non-int32 tensor."""
     if k_cache.dim() != 4:
         raise InvalidProblem("k_cache.shape", tuple(k_cache.shape), "must have the axes of [.., tokens, num_kv_heads, head_dim]")
     if page_table is not None:
@@ -74,9 +76,9 @@ def cache_of(
 
 
 def without_padding(cache: Cache, cache_leftpad: Tensor, batch: int) -> Cache:
-    """The same keys but the first cache_leftpad[b] of each request, as pages of one token.
+    """The same cache without the first cache_leftpad[b] keys of each request b, as pages of one token.
 
-    Raises Unsupported for a cache whose tokens do not lie at one distance, or too many for int32.
+    Raises Unsupported for a cache whose tokens are not all one stride apart, or are too many for int32.
     """
     check_tensor(cache.k.device, "cache_leftpad", cache_leftpad, torch.int32)
     check_shape("cache_leftpad", cache_leftpad, (batch,), "[batch]")

@@ -14,7 +14,7 @@ from .arguments import NO_WINDOW, Scores, check_inference, descales_of, flag, in
 from .attend import attend
 from .cache import Cache, cache_of, without_padding
 
-# what says how k is appended
+# the arguments that say how k is appended, none of them given
 NOTHING_MORE: dict[str, Any] = dict.fromkeys(
     ("cu_seqlens_k_new", "rotary_cos", "rotary_sin", "rotary_seqlens", "rotary_interleaved")
 )
@@ -29,7 +29,7 @@ def flash_attn_with_kvcache(
     v_descale: Tensor | None = None, alibi_slopes: Tensor | None = None, s_aux: Tensor | None = None,
     sm_margin: int = 0, return_softmax_lse: bool = False, out: Tensor | None = None, **others: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
-    """Attention over a cache, to which k and v are appended first. Returns out, with return_softmax_lse (out, lse).
+    """Attention over a cache, to which k and v are appended first. Returns out, or (out, lse) with return_softmax_lse.
 
     q, out: f16 or bf16 [batch, q_len, num_heads, head_dim]; or [total_q, num_heads, head_dim] with cu_seqlens_q int32 [batch + 1]
     and max_seqlen_q, the most rows of a request (rows of q by default). k_cache, v_cache: [batch, max_len, num_kv_heads,
@@ -38,18 +38,18 @@ def flash_attn_with_kvcache(
     [batch, num_heads, q_len], ragged [num_heads, total_q], natural log, -inf for a row that sees no key.
 
     k, v: [batch, seqlen_new, num_kv_heads, head_dim], or [total, num_kv_heads, head_dim] with cu_seqlens_k_new, stored as
-    append_kv does. rotary_cos, rotary_sin: [max_position, rotary_dim / 2]; k, and q, are turned by positions from cache_seqlens
-    on, or rotary_seqlens, in pairs that rotary_interleaved, True by default, says. cache_batch_idx: int32 [batch], the row of the
-    cache or of page_table that a request has. cache_leftpad: int32 [batch], tokens at the front that no row sees.
+    append_kv does. rotary_cos, rotary_sin: [max_position, rotary_dim / 2]; they rotate k and q by positions that start at
+    cache_seqlens, or at rotary_seqlens; rotary_interleaved, True by default, says which columns pair. cache_batch_idx: int32
+    [batch], each request's row of the cache or of page_table. cache_leftpad: int32 [batch], tokens at the front that no row sees.
 
-    causal: at the bottom right. window_size: (left, right), negative for no bound, None for no window. softcap: 0 for none.
-    alibi_slopes, k_descale, v_descale: f32 [heads], or that expanded to [batch, heads]; descales of 16-bit caches are ignored.
-    s_aux: sinks [num_heads]. sm_margin: SMs left to others. others: what is of k (cu_seqlens_k_new, rotary_*), block_table for
-    page_table, learnable_sink for s_aux, and the names of arguments.IGNORED, which change nothing here, and of UNSERVED.
-    Arguments after v are by name.
+    causal: aligned to the bottom right. window_size: (left, right), negative for no bound, None for no window. softcap: 0 for
+    none. alibi_slopes, k_descale, v_descale: f32 [heads], or [heads] expanded to [batch, heads]; descales of 16-bit caches are
+    ignored. s_aux: sinks [num_heads]. sm_margin: SMs left to other work. others: the options of k (cu_seqlens_k_new, rotary_*),
+    block_table for page_table, learnable_sink for s_aux, the names of arguments.IGNORED, which change nothing here, and those of
+    UNSERVED. Arguments after v are by name.
 
-    Allocates outputs and what it derives of lengths. Never synchronises; capturable in a graph once a call has selected its
-    plans. Raises Unsupported that names an argument that is not served, and what plans and append_kv raise.
+    Allocates outputs and tensors that it derives from lengths. Never synchronises; capturable in a graph once a call has selected
+    its plans. Raises Unsupported for an argument that is not served, naming it, and what plans and append_kv raise.
     """
     more = NOTHING_MORE
     if others:
@@ -82,7 +82,7 @@ def flash_attn_with_kvcache(
 
 
 def get_scheduler_metadata(*_sizes: Any, **_options: Any) -> None:
-    """Returns None, whatever the call says: a launch schedules itself on the device, and scheduler_metadata is ignored."""
+    """Returns None for any arguments: a launch schedules itself on the device, and scheduler_metadata is ignored."""
 
 
 def _appended(
@@ -95,7 +95,7 @@ def _appended(
     descales: tuple[Tensor | None, Tensor | None],
     more: dict[str, Any],
 ) -> tuple[Cache, Tensor]:
-    """The cache with k and v at the ends of its requests, and q, rotated where there is a rotary embedding."""
+    """Appends k and v at the ends of their requests; returns (the cache, q, rotated if there is a rotary embedding)."""
     if k is None or v is None:
         raise InvalidArgument("k" if k is None else "v", "is None, must be a tensor beside the other of k and v")
     tables, cos, sin = None, more["rotary_cos"], more["rotary_sin"]

@@ -1,4 +1,4 @@
-"""flash-attention's functions of packed tensors: q, k and v, or k and v, side by side in one."""
+"""flash-attention's functions for packed tensors: q, k and v, or k and v, side by side in one tensor."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Result = Tensor | tuple[Tensor, Tensor]
 def flash_attn_qkvpacked_func(qkv: Tensor, *, num_heads_q: int | None = None, **options: Any) -> Result:
     """Returns flash_attn_func of qkv [batch, seqlen, 3, num_heads, head_dim], or [batch, seqlen, heads of q, k and v, head_dim].
 
-    num_heads_q: the heads of q, which come first, where the heads of all three share an axis. Arguments after qkv are by name.
+    num_heads_q: given if the heads of all three share an axis; q's heads come first. Arguments after qkv are by name.
     """
     if num_heads_q is None:
         return flash_attn_func(*_parts("qkv", qkv, 3, "[batch, seqlen, 3, num_heads, head_dim]"), **options)

@@ -22,16 +22,16 @@ def flash_attn_varlen_func(
     v_descale: Tensor | None = None, alibi_slopes: Tensor | None = None, s_aux: Tensor | None = None,
     sm_margin: int = 0, return_attn_probs: bool = False, out: Tensor | None = None, **others: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
-    """Attention of packed query rows over packed keys, or over pages. Returns out, with return_attn_probs (out, lse).
+    """Attention of packed query rows over packed keys, or over pages. Returns out, or (out, lse) with return_attn_probs.
 
     q, out: f16 or bf16 [total_q, num_heads, head_dim]; request b has the rows cu_seqlens_q[b] to cu_seqlens_q[b + 1], at most
     max_seqlen_q (rows of q by default). k, v: [total_k, num_kv_heads, head_dim] with cu_seqlens_k; or pages [num_pages,
-    page_size, num_kv_heads, head_dim] with page_table int32 [batch, max_pages], where seqused_k int32 [batch], or the
+    page_size, num_kv_heads, head_dim] with page_table int32 [batch, max_pages]; then seqused_k int32 [batch], or the
     differences of cu_seqlens_k, are the keys of each request. cu_seqlens: int32 [batch + 1]. lse: f32 [num_heads, total_q],
     natural log, -inf for a row that sees no key. Rows past cu_seqlens_q[batch] are padding, and not written.
 
-    The masks, modifiers, scales and errors, and others, are as in flash_attn_with_kvcache. Arguments after max_seqlen_k are by
-    name: there the orders of FlashAttention-2 and 3 differ.
+    The masks, modifiers, scales, errors and `others` are as in flash_attn_with_kvcache. Arguments after max_seqlen_k are by
+    name, since FlashAttention-2 and 3 order them differently.
     """
     if others:
         page_table, s_aux, return_attn_probs = settled(
@@ -78,8 +78,8 @@ def flash_attn_func(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention of q [batch, q_len, num_heads, head_dim] over k, v [batch, seqlen, num_kv_heads, head_dim], for inference.
 
-    Returns out, of q's shape, with return_attn_probs (out, lse), where lse is f32 [batch, num_heads, q_len]. The rest is as in
-    flash_attn_with_kvcache. Arguments after v are by name: there the orders of FlashAttention-2 and 3 differ.
+    Returns out, of q's shape, or (out, lse) with return_attn_probs; lse is f32 [batch, num_heads, q_len]. All else is as in
+    flash_attn_with_kvcache. Arguments after v are by name, since FlashAttention-2 and 3 order them differently.
     """
     if others:
         s_aux, return_attn_probs = settled(others, s_aux=s_aux, return_attn_probs=return_attn_probs)

@@ -1,7 +1,7 @@
 """FlashInfer's classes and functions over the plans of this package: `import cute_kernels.integrations.flashinfer as flashinfer`.
 
-Arguments have FlashInfer's names, order and defaults, and an lse is to base 2. What the plans do not do raises Unsupported, which
-names the argument. docs/engines.md has the table.
+Arguments have FlashInfer's names, order and defaults, and an lse is to base 2. An argument that asks for something the plans do
+not do raises Unsupported, which names it. docs/engines.md has the table.
 """
 
 from .cascade import MultiLevelCascadeAttentionWrapper, merge_state, merge_state_in_place, merge_states

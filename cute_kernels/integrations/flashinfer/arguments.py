@@ -1,4 +1,4 @@
-"""FlashInfer's arguments in the words of our descriptors; what has no counterpart raises Unsupported, which names it."""
+"""FlashInfer's arguments in the words of our descriptors; an argument without a counterpart raises Unsupported, naming it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ...planning.variants import PlanPreference
 from .. import refuse_tensor
 from .slopes import get_alibi_slopes
 
-MAX_HEAD_DIM = 256  # of the variants on a GPU
+MAX_HEAD_DIM = 256  # the limit of the variants on a GPU
 LAYOUTS = {"HND": KVLayout.HND, "NHD": KVLayout.NHD}
 MASKED = "masks are causal, windows or, in PagedAttentionPlan, trees of the new tokens"
 ITEMS = "multi-item scoring is not served"
@@ -50,21 +50,21 @@ WHY = {
 
 
 def refuse(**arguments: Any) -> None:
-    """Raises Unsupported for all that are given, that is neither None, False, 0 nor empty."""
+    """Raises Unsupported for all given arguments: those that are not None, False, 0 or empty."""
     given = [name for name, value in arguments.items() if isinstance(value, Tensor) or value]
     if given:
         raise Unsupported([f"{name}: {WHY[name]}" for name in given])
 
 
 def layout_named(kv_layout: str) -> KVLayout:
-    """Raises InvalidProblem for another name than NHD and HND."""
+    """Returns the layout of that name. Raises InvalidProblem for another name than NHD and HND."""
     if kv_layout not in LAYOUTS:
         raise InvalidProblem("kv_layout", kv_layout, 'must be "NHD" or "HND"')
     return LAYOUTS[kv_layout]
 
 
 def dtype_named(name: str, value: str | torch.dtype) -> torch.dtype:
-    """Raises InvalidProblem for what names no torch.dtype."""
+    """Returns the dtype of that name. Raises InvalidProblem for a value that names no torch.dtype."""
     dtype = getattr(torch, value, None) if isinstance(value, str) else value
     if not isinstance(dtype, torch.dtype):
         raise InvalidProblem(name, value, "must be a torch.dtype or the name of one")
@@ -72,7 +72,7 @@ def dtype_named(name: str, value: str | torch.dtype) -> torch.dtype:
 
 
 def preference_of(fixed_split_size: int | None, disable_split_kv: bool) -> PlanPreference | None:
-    """Both arguments stand for what they are set for: bits of a row that do not depend on the batch."""
+    """A batch-invariant choice if either argument is set: callers want a row's bits not to depend on the batch."""
     invariant = disable_split_kv or fixed_split_size not in (None, -1)
     return PlanPreference(batch_invariant=True) if invariant else None
 
@@ -86,7 +86,7 @@ def heads_and_types(
     kv_data_type: str | torch.dtype | None,
     o_data_type: str | torch.dtype | None,
 ) -> dict[str, Any]:
-    """The fields that every descriptor is given of a plan()'s sizes and types. Raises Unsupported, InvalidProblem."""
+    """The descriptor fields that follow from a plan()'s sizes and types. Raises Unsupported, InvalidProblem."""
     q_dtype = dtype_named("q_data_type", q_data_type)
     kv_dtype = q_dtype if kv_data_type is None else dtype_named("kv_data_type", kv_data_type)
     out_dtype = q_dtype if o_data_type is None else dtype_named("o_data_type", o_data_type)
@@ -107,9 +107,9 @@ def heads_and_types(
 
 @dataclass(frozen=True)
 class Scores:
-    """What is said of scores. Raises Unsupported, InvalidProblem for what the plans leave out, InvalidArgument for a tensor.
+    """The arguments about scores. Raises Unsupported or InvalidProblem if no plan serves one, InvalidArgument for a tensor.
 
-    FlashInfer's bias of ALiBi is linear in the key's position, ours in its distance: the outputs are the same under a causal
+    FlashInfer's ALiBi bias is linear in the key's position, ours in its distance: the outputs are the same under a causal
     mask without a cap, and an lse differs by the slope times the query's position.
     """
 
@@ -135,7 +135,7 @@ class Scores:
 
     @property
     def alibi(self) -> bool:
-        """Whether scores have a bias."""
+        """Whether scores have an ALiBi bias."""
         return self.pos_encoding_mode == "ALIBI"
 
     @property
@@ -153,7 +153,7 @@ class Scores:
         return get_alibi_slopes(num_heads, device) if self.alibi else None
 
     def fields(self) -> dict[str, Any]:
-        """What every descriptor is given of it but the mask."""
+        """The fields of every descriptor, except the causal mask."""
         return {
             "window_left": self.window,
             "softcap": self.softcap,
@@ -171,13 +171,13 @@ class Scores:
 
 
 def check_window(window_left: int | None, scores: Scores | None) -> None:
-    """Raises InvalidArgument for a window of run() that is not plan()'s."""
+    """Raises InvalidArgument if a run()'s window differs from the planned one."""
     if scores is not None and window_left not in (None, scores.window_left):
         raise InvalidArgument("window_left", f"is {window_left}, must be None or as planned, {scores.window_left}")
 
 
 def scaled(q_scale: float | Tensor, k_scale: float | Tensor | None) -> float | Tensor:
-    """The scale of K with that of q in it. Raises Unsupported for a tensor's."""
+    """The scale of K times the scale of q. Raises Unsupported for a q_scale that is a tensor."""
     if isinstance(q_scale, Tensor):
         raise Unsupported(["q_scale: a float is served, a tensor is not"])
     return q_scale if k_scale is None else q_scale * k_scale

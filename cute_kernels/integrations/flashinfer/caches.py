@@ -15,7 +15,7 @@ Pages = tuple[Tensor, Tensor]  # K and V, four axes each
 class PagedCaches:
     """K and V of the caches that a wrapper is given.
 
-    The halves of one tensor are kept as long as it lives: a plan knows tensors by identity, and two views take 3 us to make.
+    The K and V halves of one tensor are kept as long as it lives: a plan knows tensors by identity, and two views take 3 us.
     """
 
     def __init__(self, kv_layout: str) -> None:
@@ -23,9 +23,9 @@ class PagedCaches:
         self._kept: dict[int, tuple[ref[Tensor], int, int, Pages]] = {}
 
     def __call__(self, cache: Cache) -> Pages:
-        """The pages of [pages, 2, ...] or of (K, V); without an axis of tokens, pages hold one.
+        """The pages of a tensor [pages, 2, ...] or of a tuple (K, V); without an axis of tokens, a page holds one token.
 
-        Raises InvalidArgument for what is neither, InvalidProblem for other axes.
+        Raises InvalidArgument for a cache that is neither, InvalidProblem for other axes.
         """
         if isinstance(cache, Tensor):
             kept = self._kept.get(id(cache))

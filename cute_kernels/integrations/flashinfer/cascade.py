@@ -16,7 +16,7 @@ from ...errors import InvalidProblem
 from .caches import Cache
 from .prefill import BatchPrefillWithPagedKVCacheWrapper
 
-Levels = Sequence[Tensor]  # one tensor a level
+Levels = Sequence[Tensor]  # one tensor per level
 
 
 def merge_state(v_a: Tensor, s_a: Tensor, v_b: Tensor, s_b: Tensor) -> tuple[Tensor, Tensor]:
@@ -38,7 +38,7 @@ def merge_states(v: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
 
 def merge_state_in_place(v: Tensor, s: Tensor, v_other: Tensor, s_other: Tensor, mask: Tensor | None = None) -> None:
     """merge_state of both states, written to v and s, which is f32. mask: bool [rows], the rows that are merged; None: all."""
-    check_tensor(v.device, "s", s, torch.float32)  # it is written: no copy of another type may take its place
+    check_tensor(v.device, "s", s, torch.float32)  # s is written, so no copy of another type may take its place
     s_other = s_other.float()
     if mask is not None:
         s_other = s_other.masked_fill(~mask.bool()[:, None], -math.inf)  # an empty state changes nothing
@@ -59,7 +59,7 @@ class MultiLevelCascadeAttentionWrapper:
         paged_kv_indices_buf_arr: Levels | None = None,
         paged_kv_last_page_len_buf_arr: Levels | None = None,
     ) -> None:
-        """Each level has a BatchPrefillWithPagedKVCacheWrapper, with its buffers beside use_cuda_graph."""
+        """Each level has a BatchPrefillWithPagedKVCacheWrapper, which takes the level's buffers with use_cuda_graph."""
         self.is_cuda_graph_enabled, self._num_levels = use_cuda_graph, num_levels
         given: dict[str, Levels | None] = {
             "qo_indptr_buf": qo_indptr_buf_arr,
@@ -76,7 +76,7 @@ class MultiLevelCascadeAttentionWrapper:
         ]
 
     def reset_workspace_buffer(self, float_workspace_buffer: Tensor, int_workspace_buffers: Levels) -> None:
-        """Changes nothing, as a level's reset_workspace_buffer. Raises InvalidArgument for a buffer on another device."""
+        """Changes nothing, like a level's reset_workspace_buffer. Raises InvalidArgument for a buffer on another device."""
         for level in self._levels:
             level.reset_workspace_buffer(float_workspace_buffer)
 
@@ -88,8 +88,9 @@ class MultiLevelCascadeAttentionWrapper:
     ) -> None:  # fmt: skip
         """Plans each level as BatchPrefillWithPagedKVCacheWrapper.plan does; the last level alone may be causal.
 
-        The arguments behind causal are pos_encoding_mode, use_fp16_qk_reduction, sm_scale, window_left, logits_soft_cap,
-        rope_scale, rope_theta, q_data_type and kv_data_type, in this order. Raises what that plan() raises: no level has changed.
+        The arguments after causal are pos_encoding_mode, use_fp16_qk_reduction, sm_scale, window_left, logits_soft_cap,
+        rope_scale, rope_theta, q_data_type and kv_data_type, in this order. Raises what a level's plan() raises; then no level
+        has changed.
         """
         given = {
             "qo_indptr_arr": qo_indptr_arr,
@@ -118,7 +119,7 @@ class MultiLevelCascadeAttentionWrapper:
     forward = run
 
     def end_forward(self) -> None:
-        """Does nothing, as FlashInfer's."""
+        """Does nothing, like FlashInfer's."""
 
     def _by_level(self, name: str, given: Levels) -> Levels:
         if len(given) != self._num_levels:

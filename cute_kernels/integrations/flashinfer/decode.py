@@ -23,7 +23,7 @@ __all__ = [
 
 
 class BatchDecodeWithPagedKVCacheWrapper(BatchWrapper):
-    """One query row a request through a PagedDecodePlan; q_len_per_req of them, causal, through a PagedAttentionPlan."""
+    """One query row per request through a PagedDecodePlan; q_len_per_req causal rows through a PagedAttentionPlan."""
 
     def __init__(
         self,
@@ -37,8 +37,10 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchWrapper):
         backend: str = "auto",
         jit_args: list[Any] | None = None,
     ) -> None:
-        """float_workspace_buffer: names the device. With use_cuda_graph, the three buffers are int32 tensors on it: plan() writes
-        into them what the launches of a captured graph read, [batch + 1], [at most so many pages] and [batch].
+        """float_workspace_buffer: names the device.
+
+        With use_cuda_graph, the three buffers are int32 tensors on that device, [batch + 1], [the most pages] and [batch]: plan()
+        writes into them the page table that captured launches read.
 
         use_tensor_cores and backend change nothing. Raises InvalidArgument for a buffer, Unsupported for jit_args.
         """
@@ -86,10 +88,11 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchWrapper):
 
         indptr [batch + 1], indices [pages], last_page_len [batch]: request b has the pages indices[indptr[b] : indptr[b + 1]], of
         page_size tokens each but the last, which holds last_page_len[b]. sm_scale: head_dim ** -0.5 by default. window_left: -1
-        for none, logits_soft_cap: None or 0 for none. fixed_split_size, disable_split_kv: bits of a row then do not depend on the
-        batch. block_tables and seq_lens say what the page table says and are not read; nor is what only rotary positions need.
+        for none, logits_soft_cap: None or 0 for none. fixed_split_size, disable_split_kv: if set, a row's bits do not depend on
+        the batch. block_tables and seq_lens repeat the page table and are not read; nor are rope_scale and rope_theta.
 
-        Raises Unsupported for what has no counterpart, InvalidProblem for what breaks a rule, and what `select` raises.
+        Raises Unsupported for an argument without a counterpart, InvalidProblem for a value that breaks a rule, and what `select`
+        raises.
         """
         refuse(window_right=window_right)
         if q_data_type is None:
@@ -104,7 +107,7 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchWrapper):
         table, batch = self._place_pages("", "buffer", indptr, indices, last_page_len, non_blocking)
         fields = {**heads, "batch_size": batch, "page_size": page_size, "table_format": "csr"}
         self._q_len, self._total_q, rows = q_len_per_req, None, None
-        if q_len_per_req != 1:  # ragged all the same: a view of q with an axis of requests would take 2 us a run
+        if q_len_per_req != 1:  # ragged, though rows are uniform: a view of q with an axis of requests would take 2 us per run
             fields["max_q_len"], rows, self._total_q = q_len_per_req, self._rows(batch), batch * q_len_per_req
         preference = preference_of(fixed_split_size, disable_split_kv)
         self._settle(fields, scores, table, qo_indptr=rows, preference=preference)
@@ -112,7 +115,7 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchWrapper):
     begin_forward = plan
 
     def _rows(self, batch: int) -> Tensor:
-        """int32 [batch + 1], where the query rows of each request begin. Kept: captured graphs go on reading it."""
+        """int32 [batch + 1], where the query rows of each request begin. Kept, since captured graphs go on reading it."""
         key = (batch, self._q_len)
         kept = self._row_bounds.get(key)
         if kept is None:
@@ -132,12 +135,12 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchWrapper):
         """Launches and returns out, or (out, lse) with return_lse; nothing is read back from the device.
 
         q, out: [batch * q_len_per_req, num_qo_heads, head_dim]; lse: f32 [rows of q, num_qo_heads], to base 2. paged_kv_cache:
-        one tensor [pages, 2, ...] or a tuple (K, V), in kv_layout. q_scale, k_scale, v_scale: factors on q, K and V, floats; of K
-        and V also f32 tensors [1]. sinks: f32 [num_qo_heads], natural logits. window_left, q_len_per_req: None, or as planned.
+        one tensor [pages, 2, ...] or a tuple (K, V), in kv_layout. q_scale, k_scale, v_scale: factors on q, K and V, floats; for
+        K and V also f32 tensors [1]. sinks: f32 [num_qo_heads], natural logits. window_left, q_len_per_req: None, or as planned.
         enable_pdl changes nothing.
 
-        Raises Unsupported for what has no counterpart, InvalidArgument and InvalidProblem for what contradicts plan(), and what
-        the plan's `run` raises.
+        Raises Unsupported for an argument without a counterpart, InvalidArgument and InvalidProblem for one that contradicts
+        plan(), and what the plan's `run` raises.
         """
         if args or not kv_cache_sf is skip_softmax_threshold_scale_factor is None:
             refuse(args=args, kv_cache_sf=kv_cache_sf, skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor)
@@ -161,7 +164,7 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchWrapper):
         rope_theta: float | None = None,
         return_lse: bool = False,
     ) -> Any:
-        """The older verb, `run`: what it says of scores takes the place of what was planned."""
+        """The older name of `run`: its arguments about scores replace the planned ones."""
         self._score_anew(Scores(True, pos_encoding_mode, window_left, logits_soft_cap, sm_scale))
         return self.run(q, paged_kv_cache, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, return_lse=return_lse)
 
@@ -172,7 +175,7 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchWrapper):
 
 
 class CUDAGraphBatchDecodeWithPagedKVCacheWrapper(BatchDecodeWithPagedKVCacheWrapper):
-    """The same over buffers that a captured graph reads."""
+    """The same wrapper over buffers that a captured graph reads."""
 
     def __init__(
         self,
@@ -183,7 +186,7 @@ class CUDAGraphBatchDecodeWithPagedKVCacheWrapper(BatchDecodeWithPagedKVCacheWra
         kv_layout: str = "NHD",
         use_tensor_cores: bool = False,
     ) -> None:
-        """As BatchDecodeWithPagedKVCacheWrapper with use_cuda_graph."""
+        """Like BatchDecodeWithPagedKVCacheWrapper with use_cuda_graph."""
         super().__init__(workspace_buffer, kv_layout, True, use_tensor_cores, indptr_buffer, indices_buffer, last_page_len_buffer)
 
 
@@ -196,7 +199,7 @@ def fast_decode_plan(
     non_blocking: bool = True, fixed_split_size: int | None = None, disable_split_kv: bool = False,
     q_len_per_req: int = 1, global_override_indptr_cpu: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """The wrapper's plan(), which schedules nothing on the host anyway: global_override_indptr_cpu is not read."""
+    """Calls the wrapper's plan(), which schedules nothing on the host anyway; global_override_indptr_cpu is not read."""
     # fmt: off
     wrapper.plan(
         indptr, indices, last_page_len, num_qo_heads, num_kv_heads, head_dim, page_size, pos_encoding_mode, window_left,

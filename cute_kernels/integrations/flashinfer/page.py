@@ -1,4 +1,4 @@
-"""FlashInfer's append to a paged cache, through KVAppendPlan, and what it computes of page tables on the device."""
+"""FlashInfer's append to a paged cache, through KVAppendPlan, and its functions that read page tables on the device."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .. import with_unit_last_stride
 from .arguments import layout_named
 from .caches import Cache, PagedCaches
 
-CONVERTED = (torch.float8_e4m3fn, torch.float8_e5m2)  # what 16-bit values are stored as without a scale
+CONVERTED = (torch.float8_e4m3fn, torch.float8_e5m2)  # the types that 16-bit values are rounded to without a scale
 
 
 def append_paged_kv_cache(
@@ -29,13 +29,13 @@ def append_paged_kv_cache(
 ) -> None:
     """Stores K and V of new tokens in the pages of their requests; nothing is read back from the device.
 
-    append_key, append_value: [tokens, num_kv_heads, head_dim], which go to place positions[i] of request batch_indices[i], both
-    integers [tokens]; a negative batch index skips its token. They have the caches' type, of 16 or 8 bits, and are copied bit by
-    bit; or f16 or bf16 beside caches of e4m3 or e5m2, and are rounded. paged_kv_cache, kv_indices, kv_indptr and
-    kv_last_page_len: as a batch wrapper takes them, with room for the new tokens; the last is not read. The slots are computed by
-    several operations of PyTorch: an engine computes them once a step and gives them to cute_kernels.append_kv in every layer.
+    append_key, append_value: [tokens, num_kv_heads, head_dim]; token i goes to position positions[i] of request batch_indices[i],
+    both integers [tokens]; a negative batch index skips its token. Keys and values of the caches' type, of 16 or 8 bits, are
+    copied bit by bit; f16 or bf16 for caches of e4m3 or e5m2 are rounded. paged_kv_cache, kv_indices, kv_indptr and
+    kv_last_page_len: as a batch wrapper takes them, with room for the new tokens; kv_last_page_len is not read. Several PyTorch
+    operations compute the slots: an engine can compute them once per step and give them to cute_kernels.append_kv in every layer.
 
-    Raises InvalidProblem and InvalidArgument for caches and for what is appended, and what append_kv raises.
+    Raises InvalidProblem and InvalidArgument for caches, keys or values that break a rule, and what append_kv raises.
     """
     layout = layout_named(kv_layout).order
     k_cache, v_cache = PagedCaches(kv_layout)(paged_kv_cache)
@@ -59,7 +59,7 @@ def append_paged_kv_cache(
 
 
 def _check_types(key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
-    """Raises InvalidArgument unless both are copied bit by bit, or both are rounded to 8 bits."""
+    """Raises InvalidArgument unless K and V are both copied bit by bit or rounded to 8 bits, with types that go together."""
     for name, new, cache in (("append_key", key, k_cache), ("append_value", value, v_cache)):
         copied = new.dtype == cache.dtype and (new.dtype in APPEND_DTYPES or new.element_size() == 1)
         rounded = new.dtype in APPEND_DTYPES and cache.dtype in CONVERTED
@@ -72,7 +72,7 @@ def _check_types(key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor) -
 
 
 def _as_pairs(name: str, x: Tensor) -> Tensor:
-    """Returns a view of 8-bit elements as half as many f16. Raises Unsupported where a pair of them has no place of its own."""
+    """Returns a view of 8-bit elements as half as many f16. Raises Unsupported if the elements do not lie in aligned pairs."""
     odd = x.shape[-1] % 2 or x.storage_offset() % 2 or any(stride % 2 for stride in x.stride()[:-1])
     if odd or x.stride(-1) != 1:
         rule = "8-bit values are copied two at a time: head_dim, the offset and all strides must be even, and the last stride 1"
@@ -83,11 +83,11 @@ def _as_pairs(name: str, x: Tensor) -> Tensor:
 def get_batch_indices_positions(
     append_indptr: Tensor, seq_lens: Tensor, nnz: int, batch_indices: Tensor | None = None, positions: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Each new token's request and its place there, int32 [nnz] both; request -1 and place 0 past the last token.
+    """Each new token's request and its position there, int32 [nnz] both; request -1 and position 0 past the last token.
 
-    append_indptr: int32 [batch + 1], request b has the new tokens append_indptr[b] : append_indptr[b + 1], which are its last.
-    seq_lens: int32 [batch], with the new tokens. batch_indices, positions: what is written instead of new tensors. Raises
-    InvalidProblem for those of another shape, and for tokens of no request.
+    append_indptr: int32 [batch + 1]; request b has the new tokens append_indptr[b] : append_indptr[b + 1], which are its last.
+    seq_lens: int32 [batch], which count the new tokens. batch_indices, positions: outputs, new tensors if None. Raises
+    InvalidProblem for an output of another shape, and for tokens if there is no request.
     """
     for name, given in (("batch_indices", batch_indices), ("positions", positions)):
         if given is not None and given.shape != (nnz,):
@@ -107,5 +107,5 @@ def get_batch_indices_positions(
 
 
 def get_seq_lens(kv_indptr: Tensor, kv_last_page_len: Tensor, page_size: int) -> Tensor:
-    """The tokens of each request, [batch]: of kv_indptr [batch + 1] and kv_last_page_len [batch]."""
+    """The tokens of each request, [batch], from kv_indptr [batch + 1] and kv_last_page_len [batch]."""
     return (kv_indptr.diff() - 1).clamp(min=0) * page_size + kv_last_page_len

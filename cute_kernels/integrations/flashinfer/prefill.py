@@ -1,4 +1,4 @@
-"""FlashInfer's batch prefill over a paged cache: several query rows a request, ragged."""
+"""FlashInfer's batch prefill over a paged cache: several query rows per request, ragged."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class BatchPrefillWithPagedKVCacheWrapper(RaggedRows):
         jit_args: list[Any] | None = None,
         jit_kwargs: dict[str, Any] | None = None,
     ) -> None:
-        """As BatchDecodeWithPagedKVCacheWrapper, with a buffer [batch + 1] for qo_indptr. Raises Unsupported for masks."""
+        """Like BatchDecodeWithPagedKVCacheWrapper, with a buffer [batch + 1] for qo_indptr. Raises Unsupported for masks."""
         refuse(custom_mask_buf=custom_mask_buf, mask_indptr_buf=mask_indptr_buf, jit_args=jit_args, jit_kwargs=jit_kwargs)
         buffers = {
             "qo_indptr_buf": qo_indptr_buf,
@@ -68,12 +68,13 @@ class BatchPrefillWithPagedKVCacheWrapper(RaggedRows):
         max_token_per_sequence: int | None = None, max_sequence_kv: int | None = None,
         fixed_split_size: int | None = None, disable_split_kv: bool = False,
     ) -> None:  # fmt: skip
-        """As BatchDecodeWithPagedKVCacheWrapper.plan; request b has the rows qo_indptr[b] : qo_indptr[b + 1] of q.
+        """Like BatchDecodeWithPagedKVCacheWrapper.plan; request b has the rows qo_indptr[b] : qo_indptr[b + 1] of q.
 
-        causal: the last row of a request is at its last token. max_token_per_sequence: the most rows of a request, which a
-        qo_indptr on the host says too; without either, every request may have all rows of q. A qo_indptr on the host is checked
-        against it, and against the rows of a run's q; of one on the device, further rows of a request are not computed, nor are
-        rows of q that it leaves out. max_sequence_kv: the most tokens of a request, a hint.
+        causal: the last row of a request is at its last token. max_token_per_sequence: the most rows of a request; a qo_indptr
+        on the host says this too, and without either, every request may have all rows of q. A qo_indptr on the host is checked
+        against max_token_per_sequence, and against the rows of a run's q. With a qo_indptr on the device, a request's rows past
+        max_token_per_sequence are not computed, nor are rows of q outside qo_indptr. max_sequence_kv: a hint, the most tokens of
+        a request.
         """
         refuse(custom_mask=custom_mask, packed_custom_mask=packed_custom_mask, use_fp16_qk_reduction=use_fp16_qk_reduction)
         refuse(prefix_len_ptr=prefix_len_ptr, max_item_len_ptr=max_item_len_ptr)
@@ -98,10 +99,10 @@ class BatchPrefillWithPagedKVCacheWrapper(RaggedRows):
         skip_softmax_threshold_scale_factor: float | None = None, use_fp16_softmax: bool | None = None,
         uses_spcompress: bool | None = None,
     ) -> Any:  # fmt: skip
-        """As BatchDecodeWithPagedKVCacheWrapper.run; q, out: [total_q, num_qo_heads, head_dim], lse: [total_q, num_qo_heads].
+        """Like BatchDecodeWithPagedKVCacheWrapper.run; q, out: [total_q, num_qo_heads, head_dim], lse: [total_q, num_qo_heads].
 
-        q has qo_indptr[batch] rows. Beside a qo_indptr on the device, rows at and past it are padding: nothing is read or written
-        there.
+        q has qo_indptr[batch] rows. If qo_indptr is on the device, rows at and past qo_indptr[batch] are padding: nothing is read
+        or written there.
         """
         if args or not kv_cache_sf is skip_softmax_threshold_scale_factor is use_fp16_softmax is uses_spcompress is None:
             refuse(args=args, kv_cache_sf=kv_cache_sf, skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor)
@@ -127,7 +128,7 @@ class BatchPrefillWithPagedKVCacheWrapper(RaggedRows):
         rope_theta: float | None = None,
         return_lse: bool = False,
     ) -> Any:
-        """The older verb, `run`: what it says of scores takes the place of what was planned."""
+        """The older name of `run`: its arguments about scores replace the planned ones."""
         refuse(use_fp16_qk_reduction=use_fp16_qk_reduction)
         self._score_anew(Scores(causal, pos_encoding_mode, window_left, logits_soft_cap, sm_scale))
         return self.run(q, paged_kv_cache, k_scale=k_scale, v_scale=v_scale, return_lse=return_lse)

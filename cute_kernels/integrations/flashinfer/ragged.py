@@ -31,13 +31,13 @@ class BatchPrefillWithRaggedKVCacheWrapper(RaggedRows):
         jit_args: list[Any] | None = None,
         jit_kwargs: dict[str, Any] | None = None,
     ) -> None:
-        """As BatchPrefillWithPagedKVCacheWrapper, with a buffer [batch + 1] for kv_indptr. Raises Unsupported for HND."""
+        """Like BatchPrefillWithPagedKVCacheWrapper, with a buffer [batch + 1] for kv_indptr. Raises Unsupported for HND."""
         refuse(custom_mask_buf=custom_mask_buf, mask_indptr_buf=mask_indptr_buf, jit_args=jit_args, jit_kwargs=jit_kwargs)
         if kv_layout == "HND":
             raise Unsupported(["kv_layout = 'HND': packed K and V are [tokens, num_kv_heads, head_dim], NHD"])
         super().__init__(
             float_workspace_buffer, "HND", use_cuda_graph, {"qo_indptr_buf": qo_indptr_buf, "kv_indptr_buf": kv_indptr_buf}
-        )  # a descriptor's layout beside packed tokens
+        )  # a descriptor of packed tokens has this layout
 
     @all_or_nothing
     def plan(
@@ -55,7 +55,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(RaggedRows):
         seq_lens_q: Tensor | None = None, max_token_per_sequence: int | None = None,
         max_sequence_kv: int | None = None, v_indptr: Tensor | None = None, o_indptr: Tensor | None = None,
     ) -> None:  # fmt: skip
-        """As BatchPrefillWithPagedKVCacheWrapper.plan; request b has the tokens kv_indptr[b] : kv_indptr[b + 1] of K and V."""
+        """Like BatchPrefillWithPagedKVCacheWrapper.plan; request b has the tokens kv_indptr[b] : kv_indptr[b + 1] of K and V."""
         refuse(custom_mask=custom_mask, packed_custom_mask=packed_custom_mask, use_fp16_qk_reduction=use_fp16_qk_reduction)
         refuse(prefix_len_ptr=prefix_len_ptr, max_item_len_ptr=max_item_len_ptr, v_indptr=v_indptr, o_indptr=o_indptr)
         refuse(token_pos_in_items_ptr=token_pos_in_items_ptr, token_pos_in_items_len=token_pos_in_items_len)
@@ -84,7 +84,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(RaggedRows):
         enable_pdl: bool | None = None,
         kv_cache_sf: Tensor | tuple[Tensor, Tensor] | None = None,
     ) -> Any:
-        """As BatchPrefillWithPagedKVCacheWrapper.run; k, v: [tokens, num_kv_heads, head_dim]."""
+        """Like BatchPrefillWithPagedKVCacheWrapper.run; k, v: [tokens, num_kv_heads, head_dim]."""
         if args or not kv_cache_sf is o_scale is None:
             refuse(args=args, kv_cache_sf=kv_cache_sf, o_scale=None if o_scale == 1 else o_scale)
         k, v = with_unit_last_stride(k), with_unit_last_stride(v)
@@ -105,7 +105,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(RaggedRows):
         rope_theta: float | None = None,
         return_lse: bool = False,
     ) -> Any:
-        """The older verb, `run`: what it says of scores takes the place of what was planned."""
+        """The older name of `run`: its arguments about scores replace the planned ones."""
         refuse(use_fp16_qk_reduction=use_fp16_qk_reduction)
         self._score_anew(Scores(causal, pos_encoding_mode, window_left, logits_soft_cap, sm_scale))
         return self.run(q, k, v, return_lse=return_lse)

@@ -1,4 +1,4 @@
-"""What batch prefill shares over pages and over packed tokens: its ragged query rows."""
+"""The ragged query rows of batch prefill, shared by the wrappers over pages and over packed tokens."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from .wrapper import BatchWrapper
 
 
 class RaggedRows(BatchWrapper):
-    """Knows how many query rows a plan() is for, and how many a request has at most."""
+    """Knows how many query rows a plan() is for, and the most rows of a request."""
 
-    _planned_rows: int | None = None  # max_token_per_sequence that captured launches have
+    _planned_rows: int | None = None  # the max_token_per_sequence that captured launches have
 
     def _settle_rows(
         self,
@@ -38,11 +38,12 @@ class RaggedRows(BatchWrapper):
         self._settle(fields, scores, table, qo_indptr=rows, rows_of_q=most is None, preference=preference)
 
     def _most_rows(self, qo_indptr: Tensor, max_token_per_sequence: int | None) -> int | None:
-        """Returns max_q_len, rounded up, or None where only the rows of a run's q bound it.
+        """Returns max_q_len, rounded up, or None if only the rows of a run's q bound it.
 
-        An indptr on the host is read, one on the device is not. A captured launch may be replayed with any division of its rows:
-        its bound is theirs, or the first max_token_per_sequence, which no later plan() may exceed. Raises InvalidProblem for a
-        bound that some request would exceed, and for one that is left open where captured launches have one.
+        A qo_indptr on the host is read, one on the device is not. A captured launch may be replayed with any division of its rows
+        among requests, so its max_q_len is the number of its rows, or the first plan()'s max_token_per_sequence, which no later
+        plan() may exceed. Raises InvalidProblem for a bound that some request would exceed, and for a plan() without a bound if
+        captured launches have one.
         """
         host = qo_indptr.device.type == "cpu" and len(qo_indptr) > 1
         longest, given = int(qo_indptr.diff().max()) if host else None, max_token_per_sequence
@@ -61,7 +62,7 @@ class RaggedRows(BatchWrapper):
         return rounded_rows(self._planned_rows)
 
     def _check_planned_rows(self, planned: int, given: int | None, longest: int | None) -> None:
-        """Raises InvalidProblem unless captured launches serve every request: they have the bound of an earlier plan()."""
+        """Raises InvalidProblem if a request may have more rows than captured launches serve, `planned` by an earlier plan()."""
         beside = "the first plan()'s, beside use_cuda_graph = True"
         if given is not None and given > planned:
             raise InvalidProblem("max_token_per_sequence", given, f"must be at most {planned}, {beside}")

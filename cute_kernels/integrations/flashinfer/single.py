@@ -31,10 +31,10 @@ def single_decode_with_kv_cache(
 ) -> Any:
     """One query row through decode_attention. Returns out, or (out, lse) with return_lse.
 
-    q, out: [num_qo_heads, head_dim]; k, v: [tokens, num_kv_heads, head_dim], "HND": the first two swapped; lse: f32
+    q, out: [num_qo_heads, head_dim]; k, v: [tokens, num_kv_heads, head_dim], "HND": the first two axes swapped; lse: f32
     [num_qo_heads], to base 2. q_scale, k_scale, v_scale: factors on q, K and V. use_tensor_cores changes nothing.
 
-    Raises Unsupported for what has no counterpart, and what decode_attention raises.
+    Raises Unsupported for an argument without a counterpart, and what decode_attention raises.
     """
     scores = Scores(True, pos_encoding_mode, window_left, logits_soft_cap, sm_scale)
     out, lse = decode_attention(
@@ -77,7 +77,7 @@ def single_prefill_with_kv_cache(
     q, out: [rows, num_qo_heads, head_dim], whose last row is at the last token; lse: f32 [rows, num_qo_heads], to base 2; k, v
     and the scales are as in single_decode_with_kv_cache. backend changes nothing.
 
-    Raises Unsupported for what has no counterpart, and what paged_attention raises.
+    Raises Unsupported for an argument without a counterpart, and what paged_attention raises.
     """
     refuse(scale_q=scale_q, scale_k=scale_k, scale_v=scale_v, kv_cache_sf=kv_cache_sf)
     refuse(custom_mask=custom_mask, packed_custom_mask=packed_custom_mask, use_fp16_qk_reduction=use_fp16_qk_reduction)
@@ -98,7 +98,7 @@ def single_prefill_with_kv_cache_return_lse(*args: Any, **options: Any) -> tuple
 def _options(
     q: Tensor, k: Tensor, kv_layout: str, scores: Scores, return_lse: bool, o_dtype: torch.dtype | None = None
 ) -> dict[str, Any]:
-    """What both calls say of scores and of the cache. Raises Unsupported, InvalidProblem."""
+    """The options about scores and the cache that both calls pass on. Raises Unsupported, InvalidProblem."""
     layout = layout_named(kv_layout).order
     num_heads, head_dim = q.shape[-2:]
     heads_and_types(num_heads, k.shape[0 if layout == "HND" else 1], head_dim, None, q.dtype, k.dtype, o_dtype)

@@ -1,4 +1,4 @@
-"""What FlashInfer's batch classes share: where tables live, the plan for what was planned, and its run."""
+"""The base of FlashInfer's batch classes: where tables live, the plan that a plan() call selects, and its run."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from .arguments import Scores, layout_named, scaled
 Options = ParamSpec("Options")
 Wrapper = TypeVar("Wrapper", bound="BatchWrapper")
 Launch = Callable[..., tuple[Tensor, Tensor]]
-Key = tuple[int, bool, bool, bool]  # rows of q where plans differ by them, else 0; whether sinks, k_scale and v_scale are given
+Key = tuple[int, bool, bool, bool]  # rows of q if plans differ by them, else 0; whether sinks, k_scale and v_scale are given
 PLAIN: Key = (0, False, False, False)
 Scale = float | Tensor | None
 
 
 def all_or_nothing(plan: Callable[Concatenate[Wrapper, Options], None]) -> Callable[Concatenate[Wrapper, Options], None]:
-    """Returns the method, which then leaves its wrapper and the buffers as they were where it raises."""
+    """Returns the method, changed so that its wrapper and the buffers stay as they were if it raises."""
 
     @wraps(plan)
     def planned(self: Wrapper, /, *args: Options.args, **options: Options.kwargs) -> None:
@@ -41,7 +41,7 @@ def all_or_nothing(plan: Callable[Concatenate[Wrapper, Options], None]) -> Calla
 
 
 class BatchWrapper:
-    """The workspace of a wrapper is its own, made once; FlashInfer's, which nobody has zeroed, only names the device."""
+    """A wrapper with a workspace of its own, made once: the caller's buffer, which nobody has zeroed, only names the device."""
 
     run: Callable[..., Any]
     forward: Callable[..., Any]
@@ -58,13 +58,13 @@ class BatchWrapper:
         self._buffers = buffers if use_cuda_graph else {}
         self._workspaces: list[Tensor] = []  # the last is the largest; captured graphs may use the others
         self._scales: dict[float, Tensor] = {}
-        self._aligned: int | None = None  # bytes, where strides or pointers of caches are less aligned than compact ones'
+        self._aligned: int | None = None  # bytes, if strides or pointers of caches are less aligned than those of compact caches
         self._launches: dict[Key, Launch] = {}
         self._scores: Scores | None = None
         self._slopes: Tensor | None = None
         self._rows_of_q = False
-        self._total_q: int | None = None  # rows that q must have, where plan() could know it
-        self._copies: list[tuple[Tensor, Tensor, bool]] | None = None  # to buffers, once the plan() that is under way succeeds
+        self._total_q: int | None = None  # rows that q must have, if plan() could know the number
+        self._copies: list[tuple[Tensor, Tensor, bool]] | None = None  # made into buffers once the current plan() succeeds
 
     def run_return_lse(self, *args: Any, **options: Any) -> Any:
         """`run` with return_lse."""
@@ -75,7 +75,7 @@ class BatchWrapper:
         return self.forward(*args, **{**options, "return_lse": True})
 
     def end_forward(self) -> None:
-        """Does nothing, as FlashInfer's."""
+        """Does nothing, like FlashInfer's."""
 
     def reset_workspace_buffer(self, float_workspace_buffer: Tensor, int_workspace_buffer: Tensor | None = None) -> None:
         """Changes nothing: the workspace is the wrapper's own. Raises InvalidArgument for a buffer on another device."""
@@ -85,7 +85,7 @@ class BatchWrapper:
 
     @contextmanager
     def planning(self) -> Iterator[None]:
-        """A plan() happens within: where it raises, the wrapper is as before, and no buffer has been written."""
+        """A context for a plan(): if it raises, the wrapper is as before, and no buffer has been written."""
         before, outermost = dict(self.__dict__), self._copies is None
         if outermost:
             self._copies = []
@@ -101,9 +101,9 @@ class BatchWrapper:
             raise
 
     def _place(self, name: str, buffer_name: str, tensor: Tensor, non_blocking: bool, extent: int | None = None) -> Tensor:
-        """Returns a table as int32 on the device; beside use_cuda_graph it goes to the front of its buffer, for captured runs.
+        """Returns a table as int32 on the device; with use_cuda_graph, returns its buffer, to whose front it will be copied.
 
-        extent: the entries that it must have, None for any number. Raises InvalidArgument, InvalidProblem.
+        extent: the entries that the table must have, None for any number. Raises InvalidArgument, InvalidProblem.
         """
         if not isinstance(tensor, Tensor) or tensor.is_floating_point():
             got = f"has dtype {tensor.dtype}" if isinstance(tensor, Tensor) else f"got {type(tensor).__name__}"
@@ -124,7 +124,7 @@ class BatchWrapper:
     def _place_pages(
         self, prefix: str, ending: str, indptr: Tensor, indices: Tensor, last_page_len: Tensor, non_blocking: bool
     ) -> tuple[PageTable, int]:
-        """Returns the page table, and how many requests it has. prefix, ending: of the arguments' names and of the buffers'."""
+        """Returns the page table and its number of requests. prefix: of the arguments' names; ending: of the buffers' names."""
         buffer = f"paged_kv_{{}}_{ending}".format
         last = self._place(f"{prefix}last_page_len", buffer("last_page_len"), last_page_len, non_blocking)
         bounds = self._place(f"{prefix}indptr", buffer("indptr"), indptr, non_blocking, len(last) + 1)
@@ -141,17 +141,16 @@ class BatchWrapper:
         rows_of_q: bool = False,
         preference: PlanPreference | None = None,
     ) -> None:
-        """Keeps what was planned and selects its plan. fields: of the descriptor, but of scores, the layout and what a run adds.
+        """Keeps what was planned and selects its plan. fields: the descriptor's, except scores, layout and what a run adds.
 
-        qo_indptr: None beside the fields of a PagedDecodeDescriptor. rows_of_q: whether max_q_len is what the
-        rows of a run's q allow.
+        qo_indptr: None if the fields are a PagedDecodeDescriptor's. rows_of_q: whether the rows of a run's q decide max_q_len.
         """
         self._fields, self._table, self._qo_indptr, self._rows_of_q = fields, table, qo_indptr, rows_of_q
         self._preference = preference
         self._rescore(scores)
 
     def _score_anew(self, scores: Scores) -> None:
-        """What `forward` says of scores takes the place of what was planned."""
+        """Replaces the planned scores by those that `forward` is given."""
         if self._scores not in (None, scores):
             self._rescore(scores)
 
@@ -164,7 +163,7 @@ class BatchWrapper:
             self._select(PLAIN)
 
     def _select(self, key: Key) -> Launch:
-        """The launch of the plan for what was planned and what a run adds to it."""
+        """Selects the plan for the planned fields and the additions of a run (`key`), and returns its launch."""
         if self._scores is None:
             raise InvalidArgument("plan", "must be called before run")
         rows, sinks, k_scale, v_scale = key
@@ -185,7 +184,7 @@ class BatchWrapper:
         return launch
 
     def _workspace_of(self, plan: PagedAttentionPlan | PagedDecodePlan) -> Tensor:
-        """A workspace that is large enough. One that is made within a graph capture belongs to that graph."""
+        """A workspace that is large enough. A workspace made within a graph capture belongs to that graph."""
         if self._workspaces and self._workspaces[-1].numel() >= plan.workspace_size():
             return self._workspaces[-1]
         workspace = plan.new_workspace()
@@ -209,9 +208,9 @@ class BatchWrapper:
         k_scale: Scale = None,
         v_scale: Scale = None,
     ) -> Any:
-        """Runs the plan. Returns out, or (out, lse) where return_lse says so.
+        """Runs the plan. Returns out, or (out, lse) if return_lse is True.
 
-        Raises InvalidProblem for a q without the rows that were planned.
+        Raises InvalidProblem for a q whose number of rows is not the planned one.
         """
         if self._total_q is not None and q.shape[0] != self._total_q:
             raise InvalidProblem("q.shape", tuple(q.shape), f"must have {self._total_q} rows, as plan() was told")
@@ -238,7 +237,7 @@ class BatchWrapper:
             return scale
         if scale == 1:
             return None
-        if self._capturing():  # a graph's own memory, written anew by each replay
+        if self._capturing():  # in the graph's own memory, which each replay writes anew
             return torch.full((1,), scale, dtype=torch.float32, device=self.device)
         kept = self._scales.get(scale)
         if kept is None:
@@ -246,7 +245,7 @@ class BatchWrapper:
         return kept
 
     def _realigned(self, error: MisalignedOperand, key: Key, k: Tensor, v: Tensor) -> Launch:
-        """The launch for caches like these, where their alignment is what was wrong."""
+        """The launch for caches of this alignment, if it caused `error`; raises `error` if it did not."""
         aligned = alignment(k, v)
         if not error.operand.startswith(("k_cache", "v_cache")) or (self._aligned is not None and aligned >= self._aligned):
             raise error

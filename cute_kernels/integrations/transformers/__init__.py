@@ -1,6 +1,6 @@
 """transformers models over the plans of this package: generate, and continuous batching.
 
-docs/engines.md has the lines to write, what is served, and what transformers' own attention does instead.
+docs/engines.md has the lines to write, and says what is served and what transformers' own attention does instead.
 """
 
 from .register import NAME, register

@@ -1,4 +1,4 @@
-"""Attention of a layer in continuous batching: new tokens are stored in pages, and attended to with those before them."""
+"""Attention of a layer in continuous batching: new tokens are stored in pages, and attended to with the earlier tokens."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ KEPT = "cache_of_cute_kernels"  # the attribute of a K: the cache whose `update`
 class Pages(NamedTuple):
     """The cache of a layer whose keys are all kept. k, v: [num_pages, page_size, num_kv_heads, head_dim].
 
-    span: what one page is in transformers' indices, in tokens; 2 page_size where pages of K and V take turns.
+    span: the distance of two pages in transformers' indices, in tokens; 2 page_size if pages of K and V alternate.
     """
 
     k: Tensor
@@ -33,7 +33,7 @@ class Pages(NamedTuple):
         return self.k.shape[1]
 
     def stored_as(self, kv_dtype: torch.dtype | None) -> Pages:
-        """The same pages, each with elements of 8 bits in its first half; as they are where kv_dtype is None."""
+        """The same pages, each with elements of 8 bits in its first half; unchanged if kv_dtype is None."""
         if kv_dtype is None:
             return self
         k, v = (x.flatten(1).view(kv_dtype)[:, : x[0].numel()].unflatten(1, x.shape[1:]) for x in (self.k, self.v))
@@ -44,22 +44,22 @@ class Pages(NamedTuple):
         return table if self.span == self.page_size else table // 2
 
     def slots(self, write_index: Tensor) -> Tensor:
-        """page * page_size + slot of transformers' indices of tokens."""
+        """Slots, page * page_size + offset, from transformers' indices of tokens."""
         if self.span == self.page_size:
             return write_index
         return write_index // self.span * self.page_size + write_index % self.span
 
     def table(self, read_index: Tensor, cu_seq_lens: Tensor, max_pages: int) -> Tensor:
-        """int32 [batch, max_pages]: the page of each page_size-th token of a request. Past its end any page."""
+        """int32 [batch, max_pages]: the page of each page_size-th token of a request; any page past the request's end."""
         firsts = cu_seq_lens[:-1, None] + torch.arange(0, max_pages * self.page_size, self.page_size, device=cu_seq_lens.device)
         return (read_index[firsts.clamp_(max=len(read_index) - 1)] // self.span).int()
 
 
 class Layer(NamedTuple):
-    """What a step says of a layer. pages: None for a sliding layer, whose keys transformers keeps in a ring.
+    """A step's tables for one layer. pages: None for a sliding layer, whose keys transformers keeps in a ring.
 
-    block_table: int32 [batch, max_pages] where each request has one new token, else None and the indices say where tokens are:
-    write_index int64 [tokens], read_index int64 [keys] or [0] where no request has earlier ones. cu_seq_lens: int32 [batch + 1].
+    block_table: int32 [batch, max_pages] if each request has one new token; otherwise None, and indices say where tokens are:
+    write_index int64 [tokens], read_index int64 [keys], or [0] if no request has earlier keys. cu_seq_lens: int32 [batch + 1].
     """
 
     pages: Pages | None
@@ -86,12 +86,12 @@ def continuous_forward(
 ) -> tuple[Tensor, None]:
     """transformers' attention interface in generate_batch: (out [1, tokens, num_heads, head_dim], None).
 
-    query: [1, num_heads, tokens, head_dim]; key, value: [1, num_kv_heads, tokens, head_dim]. kv_dtype: what pages hold, the
-    model's dtype by default. step: the tokens of all requests, one after another, as continuous batching describes them. Rows
-    that pad a step are 0. Nothing synchronises; capturable in a graph after one call.
+    query: [1, num_heads, tokens, head_dim]; key, value: [1, num_kv_heads, tokens, head_dim]. kv_dtype: the type that pages
+    store, the model's dtype by default. step: the tokens of all requests, one after another, as continuous batching describes
+    them. Rows that pad a step are 0. Nothing synchronises; capturable in a graph after one call.
 
-    Raises Unsupported outside continuous batching, where a layer changes scores or names its keys, and where a step or a cache is
-    described in words that are not known.
+    Raises Unsupported outside continuous batching, if a layer changes scores or chooses its keys, and if the step or the cache
+    lacks a name that is needed here.
     """
     refuse(module, CHOSEN + UNSERVED, step)
     step["cache"] = _cache(key, step)
@@ -133,7 +133,7 @@ def _cache(key: Tensor, step: dict[str, Any]) -> Any:
 
 
 def _decode(q: Tensor, key: Tensor, value: Tensor, layer: Layer, scores: dict[str, Any]) -> Tensor:
-    """One new token a request: [batch, num_heads, head_dim]. A request of no keys pads the step."""
+    """Attention of one new token per request: [batch, num_heads, head_dim]. A request without keys pads the step."""
     assert layer.pages is not None and layer.block_table is not None
     pages, lengths = layer.pages, layer.cu_seq_lens.diff()
     table = PageTable.dense(pages.ids(layer.block_table), lengths)
@@ -142,7 +142,7 @@ def _decode(q: Tensor, key: Tensor, value: Tensor, layer: Layer, scores: dict[st
 
 
 def _stored(module: Any, key: Tensor, value: Tensor, layer: Layer, step: dict[str, Any]) -> tuple[Tensor, Tensor, PageTable]:
-    """Stores new keys and values; returns what holds all that the step's rows may see: pages, or packed tokens."""
+    """Stores new keys and values; returns (K, V, table) with all keys that the step's rows may see: pages, or packed tokens."""
     k, v = key[0].transpose(0, 1), value[0].transpose(0, 1)
     pages, packed = layer.pages, PageTable.packed(layer.cu_seq_lens)
     if pages is None:
@@ -156,7 +156,7 @@ def _stored(module: Any, key: Tensor, value: Tensor, layer: Layer, step: dict[st
 
 
 def _updated(module: Any, key: Tensor, value: Tensor, step: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """transformers' own update of a ring: packed K and V, [keys, num_kv_heads, head_dim], in the order of their positions."""
+    """Runs transformers' own update of a ring; returns packed K and V, [keys, num_kv_heads, head_dim], in order of position."""
     if hasattr(step["cache"], "layer_to_allocator"):
         k, v = step["cache"].update(key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=dict(step))
         return k[0].transpose(0, 1), v[0].transpose(0, 1)
@@ -189,7 +189,7 @@ def _window_of(cache: Any) -> int:
 
 
 def _grouped(cache: Any, layer_idx: int) -> tuple[int, str, Pages | None]:
-    """A layer's group, its type and its pages, of transformers 5.17: one tensor each for K and V of a layer."""
+    """A layer's group, type and pages in transformers 5.17, which has one tensor each for K and V of a layer."""
     group, place = cache.layer_index_to_group_indices[layer_idx]
     if cache.sliding_windows[layer_idx] != 1:
         return group, "sliding_attention", None
@@ -199,7 +199,7 @@ def _grouped(cache: Any, layer_idx: int) -> tuple[int, str, Pages | None]:
 
 
 def _allocated(cache: Any, layer_idx: int) -> tuple[int, str, Pages | None]:
-    """The same of transformers 5.23: pages of K and V take turns in one tensor, so that every other page of a view is its own."""
+    """A layer's group, type and pages in transformers 5.23, whose pages of K and V alternate in one tensor."""
     allocator = cache.layer_to_allocator[layer_idx]
     if allocator.layer_type != "full_attention":
         return allocator.index, allocator.layer_type, None
@@ -208,7 +208,7 @@ def _allocated(cache: Any, layer_idx: int) -> tuple[int, str, Pages | None]:
 
 
 def _named(step: dict[str, Any], *names: str) -> Any:
-    """What a step has under one of its names."""
+    """The first value that a step has under one of `names`. Raises Unsupported if it has none."""
     for name in names:
         if step.get(name) is not None:
             return step[name]

@@ -1,4 +1,4 @@
-"""The transformers that is installed: the calls of it that are built upon, and whether they are still there."""
+"""The installed transformers: the calls that the integration builds upon, and whether they are still there."""
 
 from __future__ import annotations
 

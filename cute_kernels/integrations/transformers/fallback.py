@@ -1,4 +1,4 @@
-"""transformers' own attention, for what no plan serves."""
+"""transformers' own attention, for layers that no plan serves."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ class Own:
 
 
 def take_own() -> None:
-    """Finds what `Own` holds in the transformers that is installed."""
+    """Fills `Own` with the functions of the installed transformers."""
     Own.attention = staticmethod(part("integrations.sdpa_attention").sdpa_attention_forward)
     Own.mask = staticmethod(part("masking_utils").sdpa_mask)
 
 
 def tell_fallback(why: str) -> None:
-    """One line in the log for each reason; none while a compiler traces."""
+    """Writes one line to the log for each reason; none while a compiler traces."""
     if not torch.compiler.is_compiling():
         tell_once(f"cute_kernels: {why}: this is attended to by transformers' own attention")
 
@@ -34,7 +34,7 @@ def tell_fallback(why: str) -> None:
 def own_attention(
     module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scores: dict[str, Any], **others: Any
 ) -> tuple[Tensor, Any]:
-    """sdpa, or what the model's file calls eager where there are a soft cap or sinks, which sdpa has not.
+    """Runs sdpa, or the eager attention of the model's file if there is a soft cap or sinks, which sdpa lacks.
 
     mask: as transformers makes it for sdpa. scores: dropout, scaling, is_causal, sliding_window, softcap and s_aux.
     """
@@ -48,7 +48,7 @@ def own_attention(
 def _eager(module: Any) -> Callable[..., Any]:
     """Returns eager_attention_forward from the file of a layer's class, or from the file of a class that it is derived from.
 
-    Raises Unsupported where no such file has the function.
+    Raises Unsupported if no such file has the function.
     """
     for each in type(module).__mro__:
         eager: Callable[..., Any] | None = getattr(sys.modules.get(each.__module__), "eager_attention_forward", None)
@@ -58,7 +58,7 @@ def _eager(module: Any) -> Callable[..., Any]:
 
 
 def _added(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor:
-    """A mask as a term of the scores. None: sdpa's own, row i sees keys 0 to i; all of them where there is one row."""
+    """A mask as a term that is added to scores. None stands for sdpa's: row i sees keys 0 to i; a single row sees all keys."""
     q_len, kv_len = query.shape[2], key.shape[2]
     if mask is None:
         mask = torch.ones(q_len, kv_len, dtype=torch.bool, device=query.device)

@@ -1,4 +1,4 @@
-"""Attention of a layer over the keys that transformers' own caches give: prefill and decode of generate, and plain forwards."""
+"""Attention of a layer over the keys in transformers' own caches: prefill and decode of generate, and plain forwards."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from ...kv.page_table import PageTable
 from .fallback import own_attention, tell_fallback
 from .masks import dense_mask, lengths_of
 
-CHOSEN = ("indices", "block_indices")  # the keys that a layer has chosen: transformers' sdpa ignores these names
-UNSERVED = ("position_bias", "sinks")  # they change scores
+CHOSEN = ("indices", "block_indices")  # names of the keys that a layer has chosen: transformers' sdpa ignores these names
+UNSERVED = ("position_bias", "sinks")  # arguments that change scores
 
 
 def attention_forward(
@@ -35,8 +35,8 @@ def attention_forward(
     """transformers' attention interface: (out [batch, q_len, num_heads, head_dim], None).
 
     query: [batch, num_heads, q_len, head_dim]; key, value: [batch, num_kv_heads, kv_len, head_dim], any strides with a unit last
-    one. attention_mask: of `lengths_mask`, or one for sdpa. sliding_window: keys that a row sees, its own included. s_aux:
-    sinks [num_heads]. What no plan serves, transformers' own attention computes, with one line in the log for each reason.
+    one. attention_mask: from `lengths_mask`, or a mask for sdpa. sliding_window: keys that a row sees, its own included. s_aux:
+    sinks [num_heads]. If no plan serves a layer, transformers' own attention computes it, with one log line for each reason.
 
     Raises Unsupported for a layer that gives the keys it has chosen, and InvalidProblem for any other mask of integers.
     """
@@ -68,21 +68,21 @@ def attention_forward(
 
 
 def refuse(module: Any, names: tuple[str, ...], given: dict[str, Any]) -> None:
-    """Raises Unsupported where a layer gives an argument of one of these names."""
+    """Raises Unsupported if a layer gives an argument of one of these names."""
     refused = [f"{type(module).__name__} gives {name}, which no plan takes" for name in names if given.get(name) is not None]
     if refused:
         raise Unsupported(refused)
 
 
 def _whole(module: Any, query: Tensor, key: Tensor, is_causal: bool | None) -> Any:
-    """What sdpa does without a mask: several rows see keys 0 to their own, one row sees all."""
+    """The causal mask that sdpa applies without a mask: several rows see keys 0 to their own, a single row sees all keys."""
     if query.shape[2] == 1 or not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
         return None
     return "bottom_right" if query.shape[2] == key.shape[2] else "top_left"
 
 
 def _refusal(query: Tensor, key: Tensor, value: Tensor, dropout: float, others: dict[str, Any]) -> str | None:
-    """Why no plan serves a layer; None where one does."""
+    """The reason why no plan serves a layer; None if one does."""
     if query.device.type not in ("cuda", "cpu"):
         return f"a model on {query.device.type}"
     if query.is_cuda and query.dtype not in (torch.float16, torch.bfloat16):

@@ -1,4 +1,4 @@
-"""The mask that transformers makes once a forward: how many keys there are, where the pattern is one that kernels know."""
+"""The mask that transformers makes once per forward: only the keys' number, if kernels know the pattern of the mask."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FULL, SLIDING = 1, 2  # the first extent of a mask of lengths
 class Lengths(NamedTuple):
     """seq_lens: int32 [batch], the keys of each request; its new tokens count.
 
-    window: int32 [1], how many keys a row sees, and its own key counts; None where a row sees all keys before it.
+    window: int32 [1], how many keys a row sees, and its own key counts; None if a row sees all keys up to its own.
     """
 
     seq_lens: Tensor
@@ -39,15 +39,15 @@ def lengths_mask(
     attention_mask: Tensor | None = None,
     **pattern: Any,
 ) -> Tensor | None:
-    """What transformers asks of a mask interface: int32 lengths [1 or 2, 1, 1, batch], or its own mask for sdpa.
+    """transformers' mask interface: returns int32 lengths [1 or 2, 1, 1, batch], or transformers' own mask for sdpa.
 
     Query row i stands at q_offset + i, key j at kv_offset + j. Lengths say that a row sees all keys up to its own. A mask whose
-    first extent is SLIDING has the window in its second row: a row sees so many keys. transformers passes a mask of four axes
-    on unchanged. What transformers says of the `pattern`: allow_is_causal_skip is False for rows that see more or less, but
-    also for one row over a static cache; use_vmap is True for a function of the caller's; local_size is a window or a chunk.
+    first extent is SLIDING has in its second row the window: how many keys a row sees. transformers passes a mask of four axes
+    on unchanged. transformers describes the mask in `pattern`: allow_is_causal_skip is False for rows that see more or less, but
+    also for one row over a static cache; use_vmap is True for a caller's mask function; local_size is a window or a chunk.
 
-    Left padding, chunks, packed sequences and bidirectional rows get sdpa's mask. Reads the device where there is a padding
-    mask and no compiler traces.
+    Left padding, chunks, packed sequences and bidirectional rows get sdpa's mask. Reads the device if there is a padding mask
+    and no compiler traces.
     """
     device = pattern.get("device", "cpu")
     why = _not_lengths(q_length, attention_mask, pattern)
@@ -68,7 +68,7 @@ def lengths_mask(
 
 
 def lengths_of(mask: Tensor | None, batch: int) -> Lengths | None:
-    """Returns what `lengths_mask` has put into a mask for so many requests, or None for a mask that sdpa takes.
+    """Returns the lengths that `lengths_mask` has put into a mask for `batch` requests, or None for a mask that sdpa takes.
 
     Raises InvalidProblem for any other mask of integers: a caller gave it, or a layer made it from lengths.
     """
@@ -81,7 +81,7 @@ def lengths_of(mask: Tensor | None, batch: int) -> Lengths | None:
 
 
 def dense_mask(lengths: Lengths, q_length: int, kv_length: int) -> Tensor:
-    """bool [batch, 1, q_length, kv_length]: the same mask as sdpa takes it."""
+    """The mask of `lengths` as sdpa takes it, bool [batch, 1, q_length, kv_length]."""
     keys = torch.arange(kv_length, device=lengths.seq_lens.device)
     rows = lengths.seq_lens[:, None] - q_length + torch.arange(q_length, device=keys.device)
     seen = keys <= rows[:, :, None]
@@ -91,7 +91,7 @@ def dense_mask(lengths: Lengths, q_length: int, kv_length: int) -> Tensor:
 
 
 def _not_lengths(q_length: int, attention_mask: Tensor | None, pattern: dict[str, Any]) -> str | None:
-    """Why a mask is not one of lengths; None where it is."""
+    """The reason why lengths cannot describe a mask; None if they can."""
     plain = pattern.get("allow_is_causal_skip") or (q_length == 1 and "allow_is_causal_skip" in pattern)
     if "allow_is_bidirectional_skip" in pattern or pattern.get("use_vmap", True) or not plain:
         return "query rows that see other keys than those up to their own"

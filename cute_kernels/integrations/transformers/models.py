@@ -12,11 +12,11 @@ from ...config.append import MAX_HEAD_DIM
 
 CHOSEN_KEYS = ("index_topk", "index_topk_blocks")  # a config with one of these has layers that choose their keys
 INTERFACES = "ALL_ATTENTION_FUNCTIONS"  # the table in which a layer of transformers looks up its attention
-MASK_PLACE = 4  # of the mask among the arguments of an attention interface
+MASK_PLACE = 4  # the mask's index among the arguments of an attention interface
 
 
 def unserved(model: Any) -> str | None:
-    """Returns what of a model no plan serves, or None where attention judges each layer as it is called."""
+    """Returns the reason why no plan serves a model's layers, or None if attention judges each layer as it is called."""
     config = model.config.get_text_config()
     head_dim = getattr(config, "head_dim", None)
     if head_dim is not None and head_dim > MAX_HEAD_DIM:
@@ -41,8 +41,8 @@ def _modules_of(model: Any) -> list[str]:
 def mask_maker(module: str) -> str | None:
     """Returns the first class in a module that gives attention another mask than the class was given; None for no such class.
 
-    The source tells: such a class does arithmetic on the mask, or adds its choice of keys to the mask, and it knows only the
-    masks of transformers' own implementations. A module whose source is missing is taken to have no such class.
+    The module's source tells: such a class does arithmetic on the mask, or adds its choice of keys to the mask, and it knows only
+    the masks of transformers' own implementations. A module whose source is missing counts as having no such class.
     """
     try:
         source = inspect.getsource(sys.modules[module])

@@ -30,16 +30,16 @@ def register(kv_dtype: KVDtype | None = None) -> str:
     `AutoModelForCausalLM.from_pretrained(..., attn_implementation="cute_kernels")`, or `model.set_attn_implementation`, then
     serves generate, with dynamic and static caches, and generate_batch. Call it before the model is made.
 
-    kv_dtype: KVDtype.E4M3 or E5M2 for what generate_batch keeps, rounded without scales, of layers without a sliding window; by
-    default the model's dtype. The last call of `register` says. transformers' pages stay as large as they are: half the bytes
-    are read, no more tokens fit.
+    kv_dtype: the type that generate_batch stores, in layers without a sliding window: KVDtype.E4M3 or E5M2, rounded without
+    scales; by default the model's dtype. The last call of `register` decides. transformers' pages stay as large as they are: half
+    the bytes are read, no more tokens fit.
 
-    Raises MissingDependency without transformers, Unsupported for a version of it that has moved, naming the call, and
-    InvalidProblem for another kv_dtype.
+    Raises MissingDependency without transformers, Unsupported for a version that lacks a call that is needed, naming the call,
+    and InvalidProblem for another kv_dtype.
 
-    Besides what transformers lets one register, this wraps four of its functions: the one that checks names of implementations,
-    the one that finds a flash-attention by its name, continuous batching's choice of an implementation, and the update of its
-    cache.
+    In addition to what transformers lets one register, this wraps four of its functions: the one that checks names of
+    implementations, the one that finds a flash-attention by its name, continuous batching's choice of an implementation, and
+    the update of its cache.
     """
     if kv_dtype not in (None, KVDtype.E4M3, KVDtype.E5M2):
         raise InvalidProblem("kv_dtype", kv_dtype, "must be None, KVDtype.E4M3 or KVDtype.E5M2")
@@ -49,7 +49,7 @@ def register(kv_dtype: KVDtype | None = None) -> str:
     attention.register(NAME, attention_forward)
     masks.register(NAME, lengths_mask)
     batches = torch.compiler.disable(functools.partial(continuous_forward, kv_dtype=kv_dtype and kv_dtype.torch_dtype))
-    for name in (PAGED_NAME, PREFIX + PAGED_NAME):  # without a mask of their own, so that continuous batching makes none
+    for name in (PAGED_NAME, PREFIX + PAGED_NAME):  # no mask is registered for them, so continuous batching makes none
         attention.register(name, batches)
     _wrap(part("modeling_flash_attention_utils"), "_lazy_imports", _finding)
     _wrap(part("modeling_utils").PreTrainedModel, "_check_and_adjust_attn_implementation", _checking)
@@ -60,7 +60,7 @@ def register(kv_dtype: KVDtype | None = None) -> str:
 
 
 def _wrap(owner: Any, name: str, around: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Puts `around` about a function of transformers, once."""
+    """Wraps a function of transformers by `around`, once."""
     original = getattr(owner, name)
     if getattr(original, "by_cute_kernels", False):
         return
@@ -70,7 +70,7 @@ def _wrap(owner: Any, name: str, around: Callable[[Callable[..., Any]], Callable
 
 
 def _finding(original: Callable[..., Any]) -> Callable[..., Any]:
-    """_lazy_imports: the functions of a flash-attention, by name."""
+    """Wraps _lazy_imports, which finds the functions of a flash-attention by its name."""
 
     def lazy_imports(implementation: str | None, *args: Any, **kwargs: Any) -> Any:
         if not _is_paged(implementation):
@@ -83,7 +83,7 @@ def _finding(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _checking(original: Callable[..., Any]) -> Callable[..., Any]:
-    """_check_and_adjust_attn_implementation: the name that a model gets for the one that was asked for."""
+    """Wraps _check_and_adjust_attn_implementation, which returns the implementation that a model gets for a name asked for."""
 
     def check(model: Any, attn_implementation: str | None, *args: Any, **kwargs: Any) -> Any:
         name = (attn_implementation or "").removeprefix(PREFIX)
@@ -99,7 +99,7 @@ def _checking(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _switching(original: Callable[..., Any]) -> Callable[..., Any]:
-    """switch_to_cb_friendly_attn: the implementation that a model has while it generates by continuous batching."""
+    """Wraps switch_to_cb_friendly_attn, which sets the implementation that a model has during continuous batching."""
 
     def switch(manager: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
         before = model.config._attn_implementation
@@ -112,14 +112,14 @@ def _switching(original: Callable[..., Any]) -> Callable[..., Any]:
         if not _is_paged(model.config._attn_implementation):
             found = model.config._attn_implementation
             raise moved("ContinuousBatchingManager.switch_to_cb_friendly_attn", f"takes {found} in place of {PAGED_NAME}")
-        manager._original_attn_impl = before  # what the model gets back when the manager stops
+        manager._original_attn_impl = before  # the model gets this name back when the manager stops
         return None
 
     return switch
 
 
 def _updating(original: Callable[..., Any]) -> Callable[..., Any]:
-    """PagedAttentionCache.update: in 5.24 a layer calls it before attention, and the step that attention gets names no cache.
+    """Wraps PagedAttentionCache.update: in 5.24 a layer calls it before attention, whose step then names no cache.
 
     Our attention stores K and V itself, so the wrapped function only writes the cache into the step. It also attaches the cache
     to K: a later layer may take K and V from this one, and then that layer calls no update.

@@ -1,6 +1,6 @@
 """vLLM's attention over the plans of this package: the backend CUTE_KERNELS, which an entry point of vLLM's plugins registers.
 
-docs/engines.md has the lines to write, what is served, and what vLLM says where something is not.
+docs/engines.md has the lines to write, and says what is served and how vLLM reports what is not.
 """
 
 from .register import NAME, plugin, register

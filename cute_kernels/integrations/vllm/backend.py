@@ -1,4 +1,4 @@
-"""The backend as vLLM asks for it: what it serves, its metadata, and its attention of a layer. vLLM imports this module."""
+"""The backend's classes for vLLM, which imports this module: what it serves, its metadata, and its attention of a layer."""
 
 from __future__ import annotations
 
@@ -39,15 +39,15 @@ CALLS = (
     Call(BACKEND, "AttentionImpl.forward", LAYER),
     Call(BACKEND, "CommonAttentionMetadata", (*STEP, "block_table_tensor", "slot_mapping", "causal")),
 )
-AXES = {"NHD": (0, 2, 1, 3), "HND": (0, 1, 2, 3)}  # of [blocks, heads, tokens, content], in the order in which memory has them
-LAYERED_AXES = {"NHD": (1, 0, 3, 2, 4), "HND": (1, 2, 0, 3, 4)}  # of [layers, blocks, heads, tokens, content]
+AXES = {"NHD": (0, 2, 1, 3), "HND": (0, 1, 2, 3)}  # the order in memory of the axes [blocks, heads, tokens, content]
+LAYERED_AXES = {"NHD": (1, 0, 3, 2, 4), "HND": (1, 2, 0, 3, 4)}  # and of [layers, blocks, heads, tokens, content]
 ENGINE._replace(calls=(Call(BACKEND, "AttentionCGSupport.UNIFORM_BATCH", ()),)).check_calls()
 BLOCK_MULTIPLE = 16  # tokens
 HEAD_MULTIPLE = 8  # elements: the scale of a token is then aligned
 
 
 class CuteKernelsBackend(AttentionBackend):
-    """Decoder attention over vLLM's paged cache. What is not served vLLM hears by `validate_configuration`, with its reason."""
+    """Decoder attention over vLLM's paged cache. `validate_configuration` tells vLLM what is not served, and why."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = list(APPEND_DTYPES)
     supported_kv_cache_dtypes: ClassVar[list[Any]] = list(STORED)
@@ -73,7 +73,7 @@ class CuteKernelsBackend(AttentionBackend):
     def get_kv_cache_shape(
         num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
     ) -> tuple[int, ...]:
-        """[num_blocks, num_kv_heads, block_size, content], content in elements. vLLM 0.26 asks; 0.33 asks `customize_spec`."""
+        """[num_blocks, num_kv_heads, block_size, content], content in elements. vLLM 0.26 calls it; 0.33 calls customize_spec."""
         stored = stored_as(cache_dtype_str)
         element_bytes = 2 if stored.dtype is None else stored.dtype.itemsize
         content = content_bytes(stored, head_size, element_bytes) // element_bytes
@@ -81,7 +81,7 @@ class CuteKernelsBackend(AttentionBackend):
 
     @staticmethod
     def get_kv_cache_stride_order(include_num_layers_dimension: bool = False) -> tuple[int, ...]:
-        """The axes in memory, of the layout that vLLM 0.26 is set to; 0.33 does not ask."""
+        """The order of the axes in memory, for the layout that vLLM 0.26 is set to; 0.33 does not call it."""
         layout = ENGINE.part("v1.attention.backends.utils").get_kv_cache_layout()
         orders = LAYERED_AXES if include_num_layers_dimension else AXES
         if layout not in orders:
@@ -90,7 +90,7 @@ class CuteKernelsBackend(AttentionBackend):
 
     @classmethod
     def customize_spec(cls, spec: Any) -> Any:
-        """The cache of a layer with room for a scale a token and KV head where its kv_cache_dtype has them."""
+        """A layer's cache spec, with room for one scale per token and KV head if its kv_cache_dtype has such scales."""
         if spec.state_content_bytes is not None or not spec.kv_quant_mode.is_per_token_head:
             return spec
         return replace(spec, state_content_bytes=content_bytes(stored_as("int8_per_token_head"), spec.head_size, 1))
@@ -129,7 +129,7 @@ class CuteKernelsBackend(AttentionBackend):
 
     @classmethod
     def validate_configuration(cls, *given: Any, **named: Any) -> list[str]:
-        """Every reason why a model's layers are not served. One is that vLLM has moved: it names the version and the call."""
+        """Every reason why a model's layers are not served. If vLLM has changed, the reason names the version and the call."""
         try:
             _check_vllm()
         except Unsupported as error:
@@ -139,9 +139,9 @@ class CuteKernelsBackend(AttentionBackend):
 
 
 class CuteKernelsMetadataBuilder(AttentionMetadataBuilder[Step]):
-    """Describes a step without a plan of its own: kernels find each request's share on the device."""
+    """Describes a step without a schedule: kernels divide the work between CTAs on the device."""
 
-    # a graph of a batch whose requests have as many rows each: one, or one and the drafts. Its kernel has them as a bound
+    # graphs are captured for batches whose requests all have the same rows: one, or one and the drafts, the kernel's bound
     _cudagraph_support: ClassVar[Any] = AttentionCGSupport.UNIFORM_BATCH
     supports_update_block_table = True
 
@@ -149,7 +149,7 @@ class CuteKernelsMetadataBuilder(AttentionMetadataBuilder[Step]):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Step:
-        """common_prefix_len: taken and not used, every request attends to all of its keys."""
+        """Returns the step. common_prefix_len is not used: every request attends to all of its keys."""
         return step_of(common_attn_metadata)
 
     def update_block_table(self, metadata: Step, blk_table: Tensor, slot_mapping: Tensor) -> Step:
@@ -159,7 +159,7 @@ class CuteKernelsMetadataBuilder(AttentionMetadataBuilder[Step]):
 
 
 class CuteKernelsImpl(AttentionImpl[Step]):
-    """One layer. Raises Unsupported for an argument that is not served, naming it."""
+    """Attention of one layer. Raises Unsupported for an argument that is not served, naming it."""
 
     supports_dcp = False
 
@@ -195,7 +195,7 @@ class CuteKernelsImpl(AttentionImpl[Step]):
         self.attention.load_sinks()
 
     def do_kv_cache_update(self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
-        if kv_cache.numel():  # none while vLLM measures memory
+        if kv_cache.numel():  # the cache is empty while vLLM measures memory
             self.attention.store(layer, key, value, kv_cache, slot_mapping)
 
     def forward(
@@ -210,7 +210,7 @@ class CuteKernelsImpl(AttentionImpl[Step]):
         output_scale: Tensor | None = None,
         output_block_scale: Tensor | None = None,
     ) -> Tensor:
-        """Writes output [tokens, num_heads, head_size], and returns it; zeros without metadata, while vLLM measures memory."""
+        """Writes output [tokens, num_heads, head_size] and returns it; zeros if there is no metadata: vLLM measures memory."""
         scales = {"output_scale": output_scale, "output_block_scale": output_block_scale}
         refused = [f"{name}: an output in 8 bits is not served" for name, scale in scales.items() if scale is not None]
         if refused:
@@ -222,7 +222,7 @@ class CuteKernelsImpl(AttentionImpl[Step]):
 
 
 def _check_vllm() -> None:
-    """Raises Unsupported for a vLLM whose calls have moved, or which asks a class for more than it has here."""
+    """Raises Unsupported for a vLLM whose calls have changed, or whose base classes ask for methods that ours lack."""
     ENGINE._replace(calls=CALLS).check_calls()
     for mine in (CuteKernelsBackend, CuteKernelsMetadataBuilder, CuteKernelsImpl):
         missing = sorted(getattr(mine, "__abstractmethods__", ()))

@@ -1,4 +1,4 @@
-"""What vLLM's cache of a layer holds: K, V and their scales, as views of one tensor."""
+"""The contents of vLLM's cache of a layer: K, V and their scales, as views of one tensor."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from torch import Tensor
 from ...errors import InvalidProblem, Unsupported
 from ...kv.scale import Granularity
 
-SCALE = torch.float32  # of a token and KV head, behind its elements
+SCALE = torch.float32  # the scale of a token and KV head, stored after elements
 
 
 class Stored(NamedTuple):
-    """What a kv_cache_dtype of vLLM says. dtype: None for that of the cache's tensor."""
+    """The meaning of a kv_cache_dtype of vLLM. dtype: None for the dtype of the cache's tensor."""
 
     dtype: torch.dtype | None
     scales: Granularity
@@ -30,8 +30,10 @@ STORED = {
 
 
 class Cache(NamedTuple):
-    """k, v: [num_pages, page_size, num_kv_heads, head_dim]. k_scale, v_scale: f32 [num_pages, page_size, num_kv_heads], or None
-    where a layer's own, one for all tokens, are given beside them."""
+    """k, v: [num_pages, page_size, num_kv_heads, head_dim].
+
+    k_scale, v_scale: f32 [num_pages, page_size, num_kv_heads]; None if the cache has none: a layer may have one for all tokens.
+    """
 
     k: Tensor
     v: Tensor
@@ -40,7 +42,7 @@ class Cache(NamedTuple):
 
 
 def stored_as(kv_cache_dtype: str) -> Stored:
-    """What vLLM's name of a cache says. Raises Unsupported for one that is not served."""
+    """The meaning of vLLM's name of a cache dtype. Raises Unsupported for a name that is not served."""
     stored = STORED.get(kv_cache_dtype)
     if stored is None:
         raise Unsupported([f"kv_cache_dtype = {kv_cache_dtype!r}: must be one of {', '.join(STORED)}"])
@@ -48,16 +50,16 @@ def stored_as(kv_cache_dtype: str) -> Stored:
 
 
 def content_bytes(stored: Stored, head_dim: int, element_bytes: int) -> int:
-    """Bytes of K and V of a token and KV head, with their scales."""
+    """Bytes of K and V, with their scales, for one token and KV head."""
     return 2 * (head_dim * element_bytes + (SCALE.itemsize if stored.scales == "token" else 0))
 
 
 def cache_of(kv_cache: Tensor, stored: Stored, head_dim: int) -> Cache:
     """The views of vLLM's tensor [num_pages, num_kv_heads, page_size, content], in any strides with a unit last one.
 
-    content: the elements of K, then those of V. Scales a token lie behind all elements of a page, in NHD, or behind those of a
-    page's head, in HND, so that rows stay aligned for TMA; each behind its own elements where neither is contiguous. Raises
-    InvalidProblem for a tensor of other axes.
+    content: the elements of K, then those of V. Scales per token lie after all elements of a page (NHD), or of a page's head
+    (HND), so that rows stay aligned for TMA; if neither is contiguous, each lies after its own elements. Raises InvalidProblem
+    for a tensor of other axes.
     """
     wanted = content_bytes(stored, head_dim, kv_cache.element_size()) // kv_cache.element_size()
     if kv_cache.dim() != 4 or kv_cache.shape[3] != wanted:
@@ -73,7 +75,7 @@ def cache_of(kv_cache: Tensor, stored: Stored, head_dim: int) -> Cache:
 
 
 def _with_token_scales(kv_cache: Tensor, head_dim: int) -> Cache:
-    """kv_cache: bytes, in content_bytes of each token and KV head."""
+    """The views with scales per token. kv_cache: bytes, content_bytes for each token and KV head."""
     pages, heads, tokens, content = kv_cache.shape
     page, head, token, _ = kv_cache.stride()
     if token == content or tokens == 1:  # HND: [page, head] planes

@@ -18,10 +18,10 @@ from .step import Step
 
 
 class LayerAttention:
-    """head_size to sinks: as vLLM gives them to a layer, None for none. kv_cache_dtype: a name of cache.STORED.
+    """Arguments are as vLLM gives them to a layer, None for none. kv_cache_dtype: a name of cache.STORED.
 
     alibi_slopes: [num_heads] numbers. sliding_window: the keys that a row sees, its own included. sinks: [num_heads], of any
-    float type. Raises Unsupported for a cache that is not served, InvalidProblem for sinks of another number.
+    float type. Raises Unsupported for a cache that is not served, InvalidProblem for sinks of another shape.
     """
 
     def __init__(
@@ -42,14 +42,14 @@ class LayerAttention:
         self._given_sinks = self._sinks = sinks
         left = -1 if sliding_window is None else sliding_window - 1
         shared = (logits_soft_cap or 0.0, float(scale), 0)
-        self._scores: dict[bool, Scores] = {  # without causal a window is as wide to both sides
+        self._scores: dict[bool, Scores] = {  # without a causal mask, a window reaches as far to the right as to the left
             True: scores_of(True, (left, 0), *shared),
             False: scores_of(False, (left, left), *shared),
         }
         self._cache: tuple[Tensor, Cache] | None = None
 
     def load_sinks(self) -> None:
-        """Takes the sinks' values, as f32: of a parameter that weights have been loaded into, also again."""
+        """Converts the sinks to f32, from a parameter that weights have been loaded into; may be called again after a reload."""
         given, kept = self._given_sinks, self._sinks
         if given is None or given.dtype == torch.float32:
             return
@@ -59,7 +59,7 @@ class LayerAttention:
             kept.copy_(given.detach())
 
     def store(self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
-        """Stores tokens [tokens, num_kv_heads, head_dim] in their slots, those of a negative one nowhere.
+        """Stores tokens [tokens, num_kv_heads, head_dim] in their slots; a token with a negative slot is not stored.
 
         Tokens past the slots, or slots past the tokens, pad the step. layer: has _k_scale and _v_scale, f32 on the device.
         """
@@ -70,7 +70,7 @@ class LayerAttention:
         append_kv(key, value, cache.k, cache.v, slot_mapping[:tokens], k_scale=k_scale, v_scale=v_scale, layout="NHD")
 
     def attend(self, layer: Any, query: Tensor, kv_cache: Tensor, step: Step, output: Tensor) -> None:
-        """Writes the step's rows of output, as query [tokens, num_heads, head_dim]. Rows that pad the step may be left."""
+        """Writes the step's rows of output; it and query are [tokens, num_heads, head_dim]. Padding rows may stay unwritten."""
         tokens = step.num_actual_tokens
         if query.shape[0] != tokens:
             query, output = query[:tokens], output[:tokens]

@@ -1,4 +1,4 @@
-"""register(): makes CUTE_KERNELS an attention backend of vLLM. Imports nothing of the kernels: every vLLM process runs it."""
+"""register(): makes CUTE_KERNELS an attention backend of vLLM. It imports no kernel code, since every vLLM process runs it."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ ENGINE = Engine("vllm", "0.26.0 and 0.33.0", CALLS)
 
 
 def plugin() -> None:
-    """The entry point of vLLM's general plugins. A vLLM that has moved gets one line in the log, and keeps its own backends.
+    """The entry point of vLLM's general plugins. For a vLLM whose calls have changed, it only writes one line to the log.
 
-    Every process of vLLM runs this, also one that asks for another backend: it raises nothing.
+    Every process of vLLM runs this, also a process that asks for another backend, so it raises nothing.
     """
     try:
         register()
@@ -31,14 +31,14 @@ def register() -> Any:
     """Makes CUTE_KERNELS a member of vLLM's AttentionBackendEnum, once, and returns it; `--attention-backend` takes the name.
 
     vLLM calls it in each of its processes, by the entry point. Raises MissingDependency without vLLM, and Unsupported for a
-    version that has moved, naming the call.
+    version whose calls have changed, naming the call.
     """
     ENGINE.check_calls()
     registry = ENGINE.part(REGISTRY)
     backends = registry.AttentionBackendEnum
     if NAME in backends.__members__:
         return backends.__members__[NAME]
-    if hasattr(backends, "register"):  # of vLLM 0.33: a name makes a member
+    if hasattr(backends, "register"):  # vLLM 0.33: a name makes a member
         registry.register_backend(NAME, PATH)
         member = backends.__members__[NAME]
     else:
@@ -49,7 +49,7 @@ def register() -> Any:
 
 
 def _new_member(backends: Any) -> Any:
-    """A member of an Enum that is made already: vLLM 0.26 registers members alone, and looks for a backend by its name."""
+    """Adds a member to an existing Enum: vLLM 0.26 registers members only, and looks up a backend by its name."""
     member = object.__new__(backends)
     member._name_, member._value_ = NAME, PATH
     if not all(isinstance(getattr(backends, kept, None), dict) for kept in ("_member_map_", "_value2member_map_")):

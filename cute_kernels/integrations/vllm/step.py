@@ -1,4 +1,4 @@
-"""What a step of vLLM asks of every layer: its rows, keys and pages, as they lie on the device."""
+"""A step of vLLM, the same for every layer: its rows, keys and pages, in tensors on the device."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ REFUSED = {
 
 @dataclass
 class Step:
-    """The metadata that layers share, under vLLM's names: vLLM derives classes of it, which set its fields.
+    """The metadata that layers share, under vLLM's names: vLLM derives subclasses, which set the fields.
 
     query_start_loc: int32 [num_reqs + 1]; seq_lens: int32 [num_reqs]; block_table: int32 [num_reqs, max_blocks]; slot_mapping:
     int64 [tokens], -1 for a token that is not stored. A request that pads the batch has no query rows, or no keys.
-    max_query_len: what a plan is made for, at least that of the batch. max_seq_len: no plan depends on it, since vLLM captures a
-    graph with another than it warms up with, and nothing compiles in a capture. one_each: whether row i of q is the one row of
-    request i.
+    max_query_len: the bound that a plan is made for, at least the batch's. max_seq_len: no plan depends on it, since vLLM
+    captures a graph with another value than it warms up with, and nothing compiles in a capture. one_each: whether row i of q is
+    the only row of request i.
     """
 
     num_actual_tokens: int

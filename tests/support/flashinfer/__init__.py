@@ -1,1 +1,1 @@
-"""What FlashInfer's own tests need beside cute_kernels.integrations.flashinfer."""
+"""What FlashInfer's own tests need in addition to cute_kernels' classes."""

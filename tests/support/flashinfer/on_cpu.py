@@ -1,4 +1,4 @@
-"""Tests that name cuda:0, run on the CPU: devices are rewritten, and a graph is what was called while it was captured."""
+"""Runs tests that name cuda:0 on the CPU: devices are rewritten, and a graph replays the calls made during its capture."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CPU = torch.device("cpu")
 
 
 def moved(value: Any, to: bool) -> Any:
-    """The CPU for a CUDA device, however it is named; `to`: a number is one too, as in Tensor.to(0)."""
+    """The CPU in place of a CUDA device, however it is named. to: whether a number names a device too, as in Tensor.to(0)."""
     named = isinstance(value, torch.device | str) and str(value).startswith("cuda")
     return CPU if named or (to and type(value) is int) else value
 
@@ -33,14 +33,14 @@ class OnCPU(TorchFunctionMode):
 
 
 class CPUGenerator(torch.Generator):
-    """Of random numbers on the CPU, whatever device is named."""
+    """A random number generator on the CPU, whatever device is named."""
 
     def __new__(cls, device: Any = CPU) -> CPUGenerator:
         return super().__new__(cls, CPU)
 
 
 class RecordedGraph:
-    """Replays the runs of wrappers that were called while it was captured, into the outputs that they gave then."""
+    """Replays the wrapper runs that were called during its capture, into the outputs that they returned then."""
 
     capturing: RecordedGraph | None = None
 

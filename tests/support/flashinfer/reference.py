@@ -1,4 +1,4 @@
-"""What FlashInfer's tests compare with, in dense f32 PyTorch: shares nothing with the package."""
+"""The reference of FlashInfer's tests, in dense f32 PyTorch: shares nothing with the package."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ ROWS = 256  # query rows that are scored at a time
 
 
 def alibi_slopes(num_heads: int) -> Tensor:
-    """f32 [num_heads], as the paper has them: of a power of two of heads, then every other one of twice as many."""
+    """f32 [num_heads], as in the paper: the slopes of the largest power of two of heads, then every other slope of twice that."""
     n = 2 ** int(math.log2(num_heads))
     ratio, finer = 2.0 ** (-8 / n), 2.0 ** (-4 / n)
     return torch.tensor([ratio ** (i + 1) if i < n else finer ** (2 * (i - n) + 1) for i in range(num_heads)])
@@ -48,7 +48,7 @@ def single_prefill_with_kv_cache(
             scores -= alibi_slopes(q.shape[1]).to(q.device)[:, None, None] * gap
         if logits_soft_cap:
             scores = logits_soft_cap * torch.tanh(scores / logits_soft_cap)
-        weights = scores.masked_fill(~visible, -torch.inf).softmax(-1).nan_to_num()  # a row that sees no key: 0
+        weights = scores.masked_fill(~visible, -torch.inf).softmax(-1).nan_to_num()  # 0 for a row that sees no key
         outs.append(torch.einsum("hqk,khd->qhd", weights, v).to(q.dtype))
     return torch.cat(outs)
 
@@ -59,7 +59,7 @@ def single_decode_with_kv_cache(q: Tensor, k: Tensor, v: Tensor, **options: Any)
 
 
 class BatchPrefillWithPagedKVCacheWrapper:
-    """Requests one by one; NHD pages."""
+    """Attends to requests one by one, over NHD pages."""
 
     def __init__(self, _workspace: Tensor, kv_layout: str = "NHD", **_options: Any) -> None:
         assert kv_layout == "NHD"

@@ -1,4 +1,4 @@
-"""A module named flashinfer: what FlashInfer's test files import, with our wrappers or the reference for its attention."""
+"""A module named flashinfer for FlashInfer's test files, with our wrappers or the reference in place of its attention."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ SHORT_NAMES = {torch.float16: "f16", torch.bfloat16: "bf16", torch.float8_e4m3fn
 
 
 class StandIn(ModuleType):
-    """A module whose other names are there, and fail when they are called."""
+    """A module in which every other name exists too, and fails when it is called."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -81,7 +81,7 @@ def repeat_sinks(sinks: Tensor, pattern: str, b: int, m: int) -> Tensor:
 
 
 def assign(references: frozenset[str]) -> None:
-    """Gives each name the package's, or the reference to those that a test compares with."""
+    """Sets each name to the package's object, or to the reference's for names that a test compares with."""
     for name in ASSIGNED:
         target = getattr(reference, name) if name in references else getattr(wrappers, name, getattr(flashinfer, name, None))
         if name.startswith("single") and name not in references and hasattr(reference, name):
@@ -91,7 +91,7 @@ def assign(references: frozenset[str]) -> None:
 
 
 def ours_where_modified(ours: Callable[..., Any], theirs: Callable[..., Any]) -> Callable[..., Any]:
-    """Single calls with a window, a cap, a bias or scales are ours; others are what tests compare these with: the reference."""
+    """Sends single calls with a window, cap, bias or scales to ours; other calls go to the reference, as the value to compare."""
 
     def call(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
         windowed = options.get("window_left", -1) >= 0

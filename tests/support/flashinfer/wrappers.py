@@ -1,4 +1,4 @@
-"""FlashInfer's classes that its tests of sinks compile for themselves: run takes the sinks and the scale behind the cache."""
+"""FlashInfer's classes that its tests of sinks compile for themselves: run takes the sinks and the scale after the cache."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from cute_kernels.integrations.flashinfer.caches import Cache
 
 
 class BatchAttentionWithAttentionSinkWrapper(flashinfer.BatchPrefillWithPagedKVCacheWrapper):
-    """Over pages."""
+    """Attends over pages."""
 
     def __init__(self, float_workspace_buffer: Tensor, kv_layout: str = "NHD", **_kernel: Any) -> None:
         super().__init__(float_workspace_buffer, kv_layout)
@@ -25,7 +25,7 @@ class BatchAttentionWithAttentionSinkWrapper(flashinfer.BatchPrefillWithPagedKVC
 
 
 class BatchPrefillWithRaggedKVCacheWrapper(flashinfer.BatchPrefillWithRaggedKVCacheWrapper):
-    """Over packed tokens; without jit_args the package's own."""
+    """Attends over packed tokens; without jit_args as the package's own."""
 
     def __init__(self, float_workspace_buffer: Tensor, kv_layout: str = "NHD", jit_args: Any = None, **kernel: Any) -> None:
         super().__init__(float_workspace_buffer, kv_layout, **({} if jit_args is not None else kernel))
