@@ -76,7 +76,8 @@ def last_slots(page_table: PageTable, page_size: int, num_pages: int) -> Tensor:
         entries, indptr, last_page_len = (held(page_table, operand) for operand in range(3))
         first, end = indptr[:-1].long(), indptr[1:].long()
         length = (end - first - 1) * page_size + last_page_len
-        sound = (first >= 0) & (end > first) & (end <= len(entries)) & (length > 0) & (last_page_len <= page_size)
+        sound = (first >= 0) & (end > first) & (end <= len(entries)) & (length > 0)
+        sound &= (last_page_len >= 0) & (last_page_len <= page_size)
     last = length - 1
     page = torch.full_like(length, NO_SLOT)
     page[sound] = entries[(first + last // page_size)[sound]].long()

@@ -47,7 +47,7 @@ def naive_slot(table: ck.PageTable, row: int, pages: int = PAGES, page_size: int
     else:
         indices, indptr, last_page_len = (operand.tolist() for operand in table.operands)
         begin, end = indptr[row : row + 2]
-        if not 0 <= begin <= end <= len(indices) or last_page_len[row] > page_size:
+        if not 0 <= begin <= end <= len(indices) or not 0 <= last_page_len[row] <= page_size:
             return -1
         entries, length = indices[begin:end], (end - begin - 1) * page_size + last_page_len[row]
     if not 0 < length <= len(entries) * page_size:
@@ -90,7 +90,7 @@ FAULTS: dict[str, list[tuple[int, object, str, int]]] = {
     ],
     "csr": [
         *[(2, 3, "page", page) for page in (PAGES, INT_MAX, -1)],
-        *[(1, 1, "length", last) for last in (5, INT_MAX)],
+        *[(1, 1, "length", last) for last in (5, INT_MAX, -1)],
         (5, 5, "indptr", -1),
     ],
 }

@@ -141,7 +141,8 @@ def test_last_page_lengths_out_of_range(batch_invariant: bool, backend: str) -> 
     prepared = prepare(backend, lengths_for(backend, whole_pages=True), table_format="csr", batch_invariant=batch_invariant)
     inputs, table = prepared[1], prepared[1].table()
     full = inputs.shape.lengths[ROW]
-    for value, meaning in ((INT_MIN, 0), (-full, 0), (inputs.shape.page_size + 1, full), (INT_MAX, full)):
+    size = inputs.shape.page_size
+    for value, meaning in ((INT_MIN, 0), (-full, 0), (-3, full - size - 3), (size + 1, full), (INT_MAX, full)):
         broken = copied(table)
         broken.operands[2][ROW] = value
         meant, _ = equivalent(inputs, broken)

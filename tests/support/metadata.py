@@ -44,8 +44,8 @@ def _csr(table: ck.PageTable, row: int, page_size: int) -> tuple[list[int], int,
     if start == stop:
         return [], 0, set()
     length = (stop - start - 1) * page_size + last
-    fits = length >= 0 and last <= page_size
-    return indices[start:stop].tolist(), length, set() if fits else {(row, "length", min(length, INT_MAX))}
+    shown = last if last < 0 <= length else min(length, INT_MAX)
+    return indices[start:stop].tolist(), length, set() if 0 <= last <= page_size else {(row, "length", shown)}
 
 
 def equivalent(inputs: Inputs, table: ck.PageTable, rows: list[int] | None = None) -> tuple[Inputs, set[Fault]]:

@@ -37,7 +37,7 @@ def find_slot(
         if cutlass.const_expr(spec.table_format == "dense"):
             within = tables[1][token] == length
         else:
-            within = tables[2][token] <= spec.page_size
+            within = (tables[2][token] >= 0) & (tables[2][token] <= spec.page_size)
         if length > 0 and within:
             last = length - 1
             page = find_page(spec, tables, start, KvRange(length), last, 1, num_pages)

@@ -185,8 +185,9 @@ def inspect_row(spec: cutlass.Constexpr, tables: tuple, k: cute.Tensor | None, r
         length = (Int64(stop) - start - 1) * spec.page_size + last
         if start < 0 or stop < start or stop > Int32(indices.shape[0]):
             report(status, row, INDPTR_FAULT, start)
-        elif stop > start and (length < 0 or last > spec.page_size):
-            report(status, row, LENGTH_FAULT, Int32(cutlass.min(length, Int64(LONGEST))))
+        elif stop > start and (last < 0 or last > spec.page_size):
+            shown = Int32(cutlass.min(length, Int64(LONGEST)))
+            report(status, row, LENGTH_FAULT, cutlass.select_((last < 0) & (length >= 0), last, shown))
     if cutlass.const_expr(spec.table_format == "lengths"):
         length = tables[0][row]
         if length < 0 or length > Int32(k.shape[2]):
