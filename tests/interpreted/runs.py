@@ -1,14 +1,22 @@
-"""Runs of decode and of several query rows on the interpreter, from the problems that the tests of a GPU have."""
+"""Runs of attention and of its backward on the interpreter, from the problems that the tests of a GPU have."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
 
+import cute_kernels as ck
 from cute_kernels.attention.checks import Rules
-from cute_kernels.attention.operands import Extras, Operands, by_request, normalised, viewed
+from cute_kernels.attention.operands import Extras, Operands, by_request, kernel_views, normalised, viewed
+from cute_kernels.backward.variants import kernel_spec
 from tests.interpreted.machine.attention import Kernel
+from tests.interpreted.machine.gradients import Backward, scratch
+from tests.interpreted.machine.gradients import Operands as BackwardOperands
 from tests.support.attention_cases import AttentionInputs
+from tests.support.backward_cases import BackwardInputs, make_backward
+from tests.support.backward_cases import Case as BackwardCase
 from tests.support.inputs import NAN, Inputs
 
 State = tuple[Tensor, Tensor]
@@ -64,3 +72,26 @@ def check_left(kernel: Kernel) -> None:
     """What a launch leaves beside its outputs."""
     assert kernel.workspace is None or not kernel.workspace.any(), "a launch leaves the workspace as it found it"
     assert not kernel.status.any(), f"a fault is reported: {kernel.status.tolist()}"
+
+
+def run_backward(one: BackwardCase, arch: Any) -> tuple[BackwardInputs, ck.AttentionGradients]:
+    """(inputs, the gradients) of a case."""
+    inputs, descriptor = make_backward(one, "cpu"), one.descriptor()
+    spec = kernel_spec(descriptor, arch, "sm_90a" if arch == "sm90" else "sm_80")
+    own, attention = inputs.attention, one.attention
+    order: Any = "packed" if attention.table == "packed" else attention.cache.order
+    fill = 0.0 if one.unread == "zeros" else NAN
+    dq, dk, dv = torch.full_like(own.q, NAN), torch.full_like(own.k, fill), torch.full_like(own.v, fill)
+    k, v, _, _ = kernel_views(order, ((), ()), own.k, own.v, None, None)
+    dk_view, dv_view, _, _ = kernel_views(order, ((), ()), dk, dv, None, None)
+    lse = inputs.lse.view(*own.q.shape[:-1])
+    dsinks = torch.full((own.q.shape[-2],), NAN) if attention.sinks else None
+    extras = (inputs.extras.get(name) for name in ("qo_indptr", "alibi_slopes", "sinks"))
+    operands = BackwardOperands(
+        *(inputs.dout, own.q, k, v, inputs.out, lse, *own.table.operands, *extras),
+        *(dq, dk_view, dv_view, dsinks, *scratch(descriptor, lse)),  # type: ignore[arg-type]
+    )
+    backward = Backward(spec, descriptor, operands)
+    backward.run()
+    assert not backward.status.any()
+    return inputs, ck.AttentionGradients(dq, dk, dv, dsinks)

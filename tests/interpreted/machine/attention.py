@@ -12,12 +12,14 @@ from torch import Tensor
 from cute_kernels.attention.descriptors import DecodeProblem
 from cute_kernels.attention.kernel_spec import kernel_spec, units_of
 from cute_kernels.attention.operands import NO_EXTRAS, Extras, Operands
+from cute_kernels.attention.variants import explain
 from cute_kernels.attention.workspace import workspace_bytes
 from cute_kernels.config.decode import LOG2_E, DecodeConfig, KernelSpec, Partition
 from cute_kernels.config.limits import supports
 from cute_kernels.config.mixed import MixedSpec, mixed_supports
 from cute_kernels.device.tracing.decode import arguments, build
 from cute_kernels.device.tracing.mixed import build_mixed
+from cute_kernels.planning.variants import DeviceFacts, PlanPreference
 
 from .launch import Launch, compiled
 from .memory import READ, WRITE
@@ -103,6 +105,14 @@ def mixed_kernel(problem: DecodeProblem, spec: MixedSpec, num_ctas: int, descrip
     assert mixed_supports(spec) == []
     (program,) = get(build_mixed, spec)
     return _kernel(problem, spec, program, num_ctas, descriptor)
+
+
+def chosen_kernel(descriptor: Any, facts: DeviceFacts, preference: PlanPreference) -> Kernel:
+    """The kernel that a plan of several query rows would choose on a device."""
+    problem = descriptor.problem
+    chosen = explain(problem, facts, preference).chosen
+    (program,) = compiled(build_mixed if isinstance(chosen.spec, MixedSpec) else build, chosen.spec)
+    return _kernel(problem, chosen.spec, program, chosen.num_ctas, descriptor)
 
 
 def _kernel(problem: DecodeProblem, spec: Any, program: Program, num_ctas: int, descriptor: Any) -> Kernel:
