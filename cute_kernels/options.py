@@ -171,6 +171,9 @@ RENAMED = {
     "table_format": "--table",
     "max_seq_len": "--seq-len",
     "query_format": "--queries",
+    "rotary.rotary_dim": "--rotary-dim",
+    "rotary.pairing": "--pairing",
+    "num_states": "--merge",
     "layout.alignment_bytes": "--alignment",
     "alignment_bytes": "--alignment",
 }
