@@ -28,7 +28,7 @@ from tests.support.attention_harness import assert_close as assert_attention_clo
 from tests.support.attention_harness import run as run_attention
 from tests.support.attention_harness import select as select_attention
 from tests.support.backward_cases import CASES as BACKWARD_CASES
-from tests.support.backward_cases import make_backward
+from tests.support.backward_cases import in_f32, make_backward
 from tests.support.backward_harness import assert_close as assert_gradients_close
 from tests.support.backward_harness import run as run_backward
 from tests.support.backward_harness import select as select_backward
@@ -166,6 +166,7 @@ ATTENTION = {
         "verify_64_e4m3_everything",
         "verify_128_int8",
         "verify_128_k_bf16_v_e4m3",
+        "verify_128_token_scales",
     ),
     ("sm90", "invariant"): ("everything", "int8_token_scales_packed"),
     ("sm90", "f32"): ("f32_everything", "f32_prefill_d128", "f32_rows_64"),
@@ -207,8 +208,16 @@ APPENDS = (
 
 # names of backward_cases, and of weights_cases, by backend
 BACKWARDS = {
-    "sm90": ("everything", "everything_f16_base2", "csr", "d256", "prefill_d128", "uniform_strided_everything"),
-    "sm80": ("everything", "page_5_d40", "group_5_d96", "lengths_nhd_everything"),
+    "sm90": (
+        "everything",
+        "everything_f16_base2",
+        "csr",
+        "d256",
+        "prefill_d128",
+        "uniform_strided_everything",
+        "everything in f32",
+    ),
+    "sm80": ("everything", "page_5_d40", "group_5_d96", "lengths_nhd_everything", "d192 in f32"),
 }
 WEIGHTS = {
     "sm90": ("usual", "csr_p128_bf16", "odd_keys", "int8_token_f16", "everything_e4m3_lengths", "group_71", "d256", "page_256"),
@@ -278,8 +287,9 @@ def weights(name: str, arch: str) -> None:
 
 
 def backward(name: str, arch: str) -> None:
-    """A case of attention's backward, compared with f64."""
-    inputs = make_backward(next(case for case in BACKWARD_CASES if case.name == name))
+    """A case of attention's backward, or the same in f32, compared with f64."""
+    one = next(case for case in BACKWARD_CASES if case.name == name.removesuffix(" in f32"))
+    inputs = make_backward(in_f32(one) if name.endswith("in f32") else one)
     own = inputs.attention
     table = own.table._replace(operands=tuple(t if t is None else t.cuda() for t in own.table.operands))
     attention = replace(own, q=own.q.cuda(), k=own.k.cuda(), v=own.v.cuda(), table=table)
@@ -358,7 +368,7 @@ def all_runs() -> dict[str, Callable[[], None]]:
     for arch, names in WEIGHTS.items():
         runs |= {f"{arch}-weights-{name}": partial(weights, name, arch) for name in names}
     for arch, names in BACKWARDS.items():
-        runs |= {f"{arch}-backward-{name}": partial(backward, name, arch) for name in names}
+        runs |= {f"{arch}-backward-{name.replace(' ', '-')}": partial(backward, name, arch) for name in names}
     return runs
 
 
