@@ -21,12 +21,12 @@ from tests.support.attention_harness import assert_close
 from tests.support.harness import assert_bitwise
 
 Arch = Literal["sm90", "sm80"]
-SM_COUNTS = (1, 2, 3, 5, 8)  # few CTAs, so that rows are cut between them, or blocks dealt to them, also where lengths are small
+SM_COUNTS = (1, 2, 3, 5, 8)  # few CTAs, so that rows are cut between them, or blocks dealt to them, even if lengths are small
 INVARIANT_SHARE = 0.3
 
 
 def attention(case: Case, arch: Arch, draw: random.Random) -> None:
-    """A case twice over one workspace, in other orders of warps: each row is right, and both runs have the same bits."""
+    """Runs a case twice over one workspace, in two orders of warps: each row is right, and both runs have the same bits."""
     preference = PlanPreference(arch=arch, sm_count=draw.choice(SM_COUNTS), batch_invariant=draw.random() < INVARIANT_SHARE)
     kernel = chosen_kernel(case.descriptor(), preference.part_of(PRETEND["h200"]), preference)
     inputs, total = make_attention(case), sum(case.q_lens)
@@ -37,12 +37,12 @@ def attention(case: Case, arch: Arch, draw: random.Random) -> None:
 
 
 def backward(case: backward_cases.Case, arch: Arch, draw: random.Random) -> None:
-    """The gradients of a case; half of the cases in f32."""
+    """Checks the gradients of a case; half of the cases run in f32."""
     backward_harness.assert_close(*run_backward(backward_cases.in_f32(case) if draw.random() < 0.5 else case, arch))
 
 
 def runs(arch: Arch, draw: random.Random) -> dict[str, Callable[[], None]]:
-    """What each name runs."""
+    """The function that each name runs."""
     served = (case for case in (*CASES, *F32_CASES) if case.tma or arch == "sm80")
     found = {f"attention-{case.name}": partial(attention, case, arch, draw) for case in served}
     return found | {f"backward-{case.name}": partial(backward, case, arch, draw) for case in backward_cases.CASES}
@@ -64,7 +64,7 @@ def main(
             break
         try:
             run()
-        except Exception as error:  # whatever a kernel does wrong: the other cases go on
+        except Exception as error:  # after any error of a kernel, the other cases go on
             wrong += 1
             typer.echo(f"WRONG {name}: {type(error).__name__}: {error}", err=True)
         else:

@@ -1,4 +1,4 @@
-"""Runs of attention and of its backward on the interpreter, from the problems that the tests of a GPU have."""
+"""Runs attention and its backward on the interpreter, with the problems of the GPU tests."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CPU = torch.device("cpu")
 
 
 def decode_operands(inputs: Inputs) -> Operands:
-    """What a plan of one query row a request hands to its kernel, with outputs of NaN."""
+    """The operands of a plan with one query row per request; outputs hold NaN."""
     shape, q = inputs.shape, inputs.q
     descriptor = shape.descriptor()
     rules = Rules(descriptor.problem, CPU, nhd=shape.order == "NHD")
@@ -35,7 +35,7 @@ def decode_operands(inputs: Inputs) -> Operands:
 
 
 def attention_operands(inputs: AttentionInputs) -> tuple[Operands, Extras]:
-    """The same of several query rows, or of modified scores."""
+    """The same for several query rows, or for modified scores."""
     case, q = inputs.case, inputs.q
     problem = case.descriptor().problem
     rules = Rules(problem, CPU, nhd=case.cache.order == "NHD")
@@ -52,7 +52,7 @@ def attention_operands(inputs: AttentionInputs) -> tuple[Operands, Extras]:
 
 
 def run_decode(kernel: Kernel, inputs: Inputs, *, seed: int = 0, resident: int | None = None) -> State:
-    """(out, lse); no fault is reported, and the workspace is zero as it was."""
+    """Returns (out, lse); asserts that no fault is reported and the workspace is zero as it was."""
     operands = decode_operands(inputs)
     kernel.run(operands, seed=seed, resident=resident)
     check_left(kernel)
@@ -60,7 +60,7 @@ def run_decode(kernel: Kernel, inputs: Inputs, *, seed: int = 0, resident: int |
 
 
 def run_attention(kernel: Kernel, inputs: AttentionInputs, *, seed: int = 0, resident: int | None = None) -> State:
-    """The same, as [total_q, ...]."""
+    """The same for attention, as [total_q, ...]."""
     operands, extras = attention_operands(inputs)
     kernel.run(operands, extras, seed=seed, resident=resident)
     check_left(kernel)
@@ -69,13 +69,13 @@ def run_attention(kernel: Kernel, inputs: AttentionInputs, *, seed: int = 0, res
 
 
 def check_left(kernel: Kernel) -> None:
-    """What a launch leaves beside its outputs."""
+    """Asserts that the workspace is zero and no fault is reported."""
     assert kernel.workspace is None or not kernel.workspace.any(), "a launch leaves the workspace as it found it"
     assert not kernel.status.any(), f"a fault is reported: {kernel.status.tolist()}"
 
 
 def run_backward(one: BackwardCase, arch: Any) -> tuple[BackwardInputs, ck.AttentionGradients]:
-    """(inputs, the gradients) of a case."""
+    """Returns (inputs, the gradients) of a case."""
     inputs, descriptor = make_backward(one, "cpu"), one.descriptor()
     spec = kernel_spec(descriptor, arch, "sm_90a" if arch == "sm90" else "sm_80")
     own, attention = inputs.attention, one.attention

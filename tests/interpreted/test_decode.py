@@ -1,4 +1,4 @@
-"""Decode of one query row a request, executed without a GPU: numbers against f64, cut rows, and what a run leaves behind."""
+"""Decode with one query row per request, executed without a GPU: numbers against f64, cut rows, the workspace after a run."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.support.inputs import Shape, make_inputs
 from tests.support.storage import STORAGES
 
 ONE_HEAD: dict[str, Any] = {"num_heads": 4, "num_kv_heads": 1}
-CUT = (700, 0, 33, 400)  # rows of several CTAs, none, one
+CUT = (700, 0, 33, 400)  # lengths of rows that take several CTAs, no CTA and one CTA
 WHOLE = (0, 1, 17, 100, 40)
 WARPS_4 = DecodeConfig(32, 8, 4, 1)
 SM80 = ("sm80", "balanced", WARPS_4)
@@ -54,7 +54,7 @@ def made(name: str, get: Any = compiled) -> tuple[Kernel, Shape]:
 
 @pytest.mark.parametrize("name", CASES)
 def test_decode(name: str) -> None:
-    """Twice over one workspace: right, and bit for bit the same whatever the order of warps and the CTAs that run together."""
+    """Two runs over one workspace are right, with the same bits whatever the order of warps and the CTAs that run together."""
     kernel, shape = made(name)
     inputs = make_inputs(shape, "cpu")
     found = run_decode(kernel, inputs)
@@ -64,7 +64,7 @@ def test_decode(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["balanced", "invariant"])
 def test_rows_are_cut(name: str) -> None:
-    """What the tests above say of a cut row is said of one."""
+    """These cases do cut a row, as the tests above assume."""
     kernel, shape = made(name)
     stores = kernel.run(decode_operands(make_inputs(shape, "cpu")))
     assert stores > 4 * 2 * kernel.spec.row_words, "no piece but of one CTA"
@@ -72,7 +72,7 @@ def test_rows_are_cut(name: str) -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_every_order_of_ctas(seed: int) -> None:
-    """A row of four CTAs, of which so many run at a time: they combine it, or hand it over, and leave no word."""
+    """Four CTAs work on one row; `resident` CTAs run at a time: they combine it, or hand it over, and leave no word."""
     kernel, _ = made("balanced")
     inputs = make_inputs(Shape(lengths=(1500,), **ONE_HEAD), "cpu", seed=seed)
     expected = run_decode(kernel, inputs, seed=seed)
@@ -99,7 +99,7 @@ def test_control_a_cta_that_waits_for_one_that_has_not_started(monkeypatch: pyte
 
 @pytest.mark.parametrize("wait", ["cp_async_wait_group", "mbarrier_wait"])
 def test_control_no_wait(monkeypatch: pytest.MonkeyPatch, wait: str) -> None:
-    """Of the query, or of tiles: copies land late, on memory that has NaN."""
+    """Without the wait for the query or for tiles, a kernel reads NaN: copies land late, and memory has NaN before."""
     monkeypatch.setattr(cute.arch, wait, lambda *_, **__: None)
     kernel, shape = made("whole", compiled_anew)
     inputs = make_inputs(shape, "cpu")

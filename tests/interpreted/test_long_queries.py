@@ -37,7 +37,7 @@ CASES: dict[str, tuple[Case, DecodeConfig, str, str]] = {
 
 
 def check(kernel: Kernel, problem: Case) -> None:
-    """Twice over one workspace: right, and bit for bit the same whatever the order of warps and CTAs."""
+    """Two runs over one workspace are right, and bit for bit the same whatever the order of warps and CTAs."""
     inputs, total = make_attention(problem), sum(problem.q_lens)
     found = run_attention(kernel, inputs)
     assert_close(inputs, found)
@@ -55,7 +55,7 @@ def test_long_queries(name: str) -> None:
 
 
 def test_a_mixed_batch() -> None:
-    """Requests of each phase: decode rows and drafts that are cut, some rows, a prompt."""
+    """The batch has requests of each phase: decode rows and drafts that are cut, some rows, a prompt."""
     cache = {**ONE_HEAD, "lengths": (1400, 150, 300, 0), "max_seq_len": 8192}
     problem = case("mixed", cache, q_lens=(2, 80, 16, 1), max_q_len=8192)
     descriptor = problem.descriptor()

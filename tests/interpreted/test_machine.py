@@ -1,4 +1,4 @@
-"""The interpreter itself: what it refuses, what it finds, and lanes that part and meet."""
+"""The interpreter itself: accesses that it refuses, deadlocks that it finds, and lanes that part and meet."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ KERNEL = """
 
 
 def run(body: str, source: torch.Tensor, threads: int = 32, ctas: int = 1, **schedule: Any) -> torch.Tensor:
-    """What a kernel of such a body leaves in %rd2, int32 [threads], where %rd1 is the source."""
+    """Runs a kernel with this body; returns the int32 [threads] at %rd2. The source is at %rd1."""
     (kernel,) = parse(KERNEL.format(body=body, threads=threads)).values()
     memory, found = GlobalMemory(), torch.full((threads,), -1, dtype=torch.int32)
     params = struct.pack("<QQ", memory.add(source, READ), memory.add(found, BOTH))
@@ -50,7 +50,7 @@ SOURCE = torch.arange(32, dtype=torch.int32)
 
 
 def test_lanes_that_part_meet_at_the_shuffle() -> None:
-    """A loop of as many turns as the lane's number, then the value of the next lane."""
+    """Each lane loops as often as its number says, then reads the next lane's value."""
     body = """
     mov.b32 %r2, 0;
 $AGAIN:
@@ -120,7 +120,7 @@ def test_an_unknown_opcode_is_named(text: str) -> None:
 
 
 def test_copies_land_when_they_are_waited_for() -> None:
-    """A word that is read before has the bytes of memory that nobody wrote."""
+    """A word that is read before the wait has the bytes of memory that nobody wrote."""
     body = """
     mov.b32 %r2, 1024;
     shl.b32 %r3, %r1, 2;

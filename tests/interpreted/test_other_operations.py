@@ -35,7 +35,7 @@ MERGES: dict[str, tuple[str, dict[str, Any]]] = {
 @pytest.mark.parametrize("arch", ["sm90", "sm80"])
 @pytest.mark.parametrize("name", APPENDS)
 def test_append(name: str, arch: Any) -> None:
-    """Byte for byte, and nothing beside what is appended."""
+    """An append is right byte for byte, and writes nothing else."""
     fields = {"head_dim": 64, "dtype": BF16, **APPENDS[name]}
     d = ck.KVAppendDescriptor(TOKENS, HEADS, fields.pop("head_dim"), 16, fields.pop("dtype"), **fields)
     spec = append_spec(d, arch, "sm_90a" if arch == "sm90" else "sm_80")
@@ -69,7 +69,7 @@ WEIGHTS = {
 
 @pytest.mark.parametrize("arch", WEIGHTS)
 def test_weights(arch: Any) -> None:
-    """Every weight, mean and page mass."""
+    """Every weight, mean and page mass is right."""
     one = WEIGHTS[arch]
     inputs, d = weights_cases.make_weights(one), one.descriptor()
     spec = weights_spec(d, arch, "sm_90a" if arch == "sm90" else "sm_80", 4)

@@ -1,4 +1,4 @@
-"""Attention of several query rows a request by warps, executed without a GPU: wide words of cut rows, masks, scores."""
+"""Attention by warps with several query rows per request, executed without a GPU: wide words of cut rows, masks, scores."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.support.inputs import NAN
 ONE_HEAD: dict[str, Any] = {"num_heads": 4, "num_kv_heads": 1}
 LENGTHS = {"lengths": (700, 0, 33, 400)}
 WARPS = {4: DecodeConfig(32, 8, 4, 1), 8: DecodeConfig(16, 8, 8, 1)}
-# head_dim, query rows of 4 heads, warps -> packed rows of a unit, words that a thread merges and sends together
+# (head_dim, query rows of 4 heads, warps) -> (packed rows per unit, words that a thread merges and sends together)
 WIDE: dict[tuple[int, int, int], tuple[int, int]] = {
     (64, 2, 4): (8, 1),
     (64, 4, 4): (16, 2),
@@ -31,7 +31,7 @@ WIDE: dict[tuple[int, int, int], tuple[int, int]] = {
 
 
 def rows_of(q_len: int) -> dict[str, Any]:
-    """Requests of so many query rows, of fewer, and of one."""
+    """Requests with `q_len` query rows, with one row fewer, and with one row."""
     return {"q_lens": (q_len, q_len, q_len - 1, 1), "max_q_len": q_len}
 
 
@@ -41,7 +41,7 @@ def made(problem: Case, warps: int, partition: Any = "balanced") -> Kernel:
 
 
 def check(kernel: Kernel, problem: Case) -> None:
-    """Twice over one workspace: right, and bit for bit the same whatever the order of warps and CTAs."""
+    """Two runs over one workspace are right, and bit for bit the same whatever the order of warps and CTAs."""
     inputs = make_attention(problem)
     found = run_attention(kernel, inputs)
     assert_close(inputs, found)
@@ -67,7 +67,7 @@ def test_wide_words_of_an_invariant_plan() -> None:
 
 
 def test_rows_are_cut() -> None:
-    """What the tests above say of cut rows is said of such."""
+    """This case does cut rows, as the tests above assume."""
     problem = case("wide", {**ONE_HEAD, **LENGTHS, "head_dim": 64}, **rows_of(4))
     kernel = made(problem, 4)
     stores = kernel.run(*attention_operands(make_attention(problem)))
@@ -76,7 +76,7 @@ def test_rows_are_cut() -> None:
 
 @pytest.mark.parametrize("seed", range(2))
 def test_every_order_of_ctas(seed: int) -> None:
-    """A request of four CTAs, of which so many run at a time."""
+    """Four CTAs work on one request; `resident` of them run at a time."""
     problem = case("wide", {**ONE_HEAD, "lengths": (1500,), "head_dim": 64}, q_lens=(4,), max_q_len=4)
     kernel, inputs = made(problem, 4), make_attention(problem, seed=seed)
     expected = run_attention(kernel, inputs, seed=seed)

@@ -1,4 +1,4 @@
-"""Attention by warpgroups, executed without a GPU: wgmma on tiles of 16 bits and on widened ones, whole rows and cut ones."""
+"""Attention by warpgroups, executed without a GPU: wgmma on tiles of 16 bits and on widened tiles, whole rows and cut rows."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def made(name: str) -> tuple[Kernel, Case]:
 
 @pytest.mark.parametrize("name", CASES)
 def test_warpgroups(name: str) -> None:
-    """Twice over one workspace: right, and bit for bit the same whatever the order of warps and CTAs."""
+    """Two runs over one workspace are right, and bit for bit the same whatever the order of warps and CTAs."""
     kernel, problem = made(name)
     assert kernel.spec.by_warpgroup and kernel.spec.block_rows == (128 if "128" in name else 64)
     inputs, total = make_attention(problem), sum(problem.q_lens)
@@ -66,7 +66,7 @@ def test_scales_of_tokens_beside_16_bits() -> None:
 
 @pytest.mark.parametrize("name", [name for name in CASES if name.endswith("cut")])
 def test_rows_are_cut(name: str) -> None:
-    """What the test above says of a cut row is said of one."""
+    """These cases do cut a row, as the test above assumes."""
     kernel, problem = made(name)
     stores = kernel.run(*attention_operands(make_attention(problem)))
     assert stores > 4 * 64 * kernel.spec.row_words, "no row of two pieces that are written and cleared"

@@ -1,4 +1,4 @@
-"""What arithmetic, comparisons and conversions become."""
+"""Handlers of arithmetic, comparisons and conversions."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ COMPARED = {"eq": "{a} == {b}", "lt": "{a} < {b}", "le": "{a} <= {b}", "gt": "{a
 UNORDERED = {"equ": "~(({a} < {b}) | ({a} > {b}))", "neu": "{a} != {b}", "ltu": "~({a} >= {b})", "leu": "~({a} > {b})"}
 UNORDERED |= {"gtu": "~({a} <= {b})", "geu": "~({a} < {b})"}
 
-FLOAT = {  # by opcode, of f32
+FLOAT = {  # f32 expressions by opcode
     "add.f32": "{a} + {b}",
     "add.rn.f32": "{a} + {b}",
     "sub.f32": "{a} - {b}",
@@ -31,7 +31,7 @@ FLOAT = {  # by opcode, of f32
     "abs.f32": "np.abs({a})",
     "neg.f32": "-{a}",
 }
-PACKED = {  # of words of two halves
+PACKED = {  # expressions on words of two halves, by opcode
     "add.f16x2": "({a}.view(float16) + {b}.view(float16)).view(uint32)",
     "sub.f16x2": "({a}.view(float16) - {b}.view(float16)).view(uint32)",
     "mul.f16x2": "({a}.view(float16) * {b}.view(float16)).view(uint32)",
@@ -44,7 +44,7 @@ PACKED = {  # of words of two halves
     "max.bf16x2": "max_bf16x2({a}, {b})",
     "max.NaN.xorsign.abs.bf16x2": "max_nan_xorsign_abs_bf16x2({a}, {b})",
 }
-WHOLE = {  # of integers, by the words before the type
+WHOLE = {  # integer expressions, by the opcode's words before the type
     "add": "{a} + {b}",
     "sub": "{a} - {b}",
     "mul.lo": "{a} * {b}",
@@ -101,7 +101,7 @@ def arithmetic(emitter: Emitter, instruction: Instruction) -> None:
 
 
 def multiply(emitter: Emitter, instruction: Instruction) -> None:
-    """Products of one width, of two, and their upper halves."""
+    """Multiplies to the same width or twice it, or takes the upper halves."""
     parts = instruction.parts
     if parts[0] not in ("wide", "hi"):
         arithmetic(emitter, instruction)
@@ -123,7 +123,7 @@ def multiply(emitter: Emitter, instruction: Instruction) -> None:
 
 
 def dot_product(emitter: Emitter, instruction: Instruction) -> None:
-    """Two halves times two bytes."""
+    """Multiplies two halves with two bytes."""
     if instruction.opcode != "dp2a.lo.u32.u32":
         raise unknown(instruction)
     a, b, c = (emitter.source(operand, "u32") for operand in instruction.operands[1:])
@@ -132,7 +132,7 @@ def dot_product(emitter: Emitter, instruction: Instruction) -> None:
 
 
 def shift(emitter: Emitter, instruction: Instruction) -> None:
-    """Shifts, by any count."""
+    """Shifts by any count."""
     kind, (result, value, count) = instruction.parts[0], instruction.operands
     source = emitter.source(value, kind)
     left = instruction.base == "shl"
@@ -144,7 +144,7 @@ def shift(emitter: Emitter, instruction: Instruction) -> None:
 
 
 def funnel_shift(emitter: Emitter, instruction: Instruction) -> None:
-    """The lower half of two words that are shifted as one."""
+    """Takes the lower half of two words that are shifted as one."""
     if instruction.opcode != "shf.r.wrap.b32":
         raise unknown(instruction)
     low, high, count = (emitter.source(operand, "b32") for operand in instruction.operands[1:])
@@ -154,7 +154,7 @@ def funnel_shift(emitter: Emitter, instruction: Instruction) -> None:
 
 
 def compare(emitter: Emitter, instruction: Instruction) -> None:
-    """A predicate from a comparison."""
+    """Makes a predicate from a comparison."""
     if len(instruction.parts) != 2:
         raise unknown(instruction)
     how, kind = instruction.parts
@@ -172,14 +172,14 @@ def compare(emitter: Emitter, instruction: Instruction) -> None:
 
 
 def select(emitter: Emitter, instruction: Instruction) -> None:
-    """One of two values by a predicate."""
+    """Selects one of two values by a predicate."""
     kind, (result, a, b, chosen) = instruction.parts[0], instruction.operands
     text = f"where({emitter.source(chosen, 'pred')}, {emitter.source(a, kind)}, {emitter.source(b, kind)})"
     emitter.put(result, text, kind)
 
 
 def convert(emitter: Emitter, instruction: Instruction) -> None:
-    """Conversions: those of floats from the table, those of integers by their types."""
+    """Converts floats by the table, integers by their types."""
     opcode, parts = instruction.opcode, instruction.parts
     if opcode in CONVERTED:
         kind, formula, result = CONVERTED[opcode]
@@ -193,7 +193,7 @@ def convert(emitter: Emitter, instruction: Instruction) -> None:
 
 
 def permute(emitter: Emitter, instruction: Instruction) -> None:
-    """Bytes of two words by a selector."""
+    """Selects bytes of two words by a selector."""
     if instruction.opcode != "prmt.b32":
         raise unknown(instruction)
     a, b, selector = (emitter.source(operand, "b32") for operand in instruction.operands[1:])
@@ -201,7 +201,7 @@ def permute(emitter: Emitter, instruction: Instruction) -> None:
 
 
 def count_bits(emitter: Emitter, instruction: Instruction) -> None:
-    """How many bits are set."""
+    """Counts the bits that are set."""
     if instruction.opcode != "popc.b32":
         raise unknown(instruction)
     text = f"np.bitwise_count({emitter.source(instruction.operands[1], 'b32')}).astype({U32.__name__})"

@@ -33,7 +33,7 @@ Get = Callable[[Any, Any], list[Program]]
 
 @dataclass
 class Kernel:
-    """What runs: a spec and its program, CTAs, and the workspace that every run finds as the last one left it.
+    """A kernel to run: its spec, program and number of CTAs, and the workspace, which every run finds as the last run left it.
 
     values: max_q_len, window_left, window_right and softcap of an extended kernel.
     """
@@ -48,11 +48,11 @@ class Kernel:
 
     @property
     def phases(self) -> tuple[KernelSpec, ...]:
-        """Those of a mixed kernel, or the spec alone."""
+        """The phases of a mixed kernel, or the spec alone."""
         return self.spec.phases if isinstance(self.spec, MixedSpec) else (self.spec,)
 
     def run(self, operands: Operands, extras: Extras = NO_EXTRAS, *, seed: int = 0, resident: int | None = None) -> int:
-        """How many words were stored in the workspace. operands: as a kernel takes them, but the workspace."""
+        """Runs it; returns how many words it stored in the workspace. operands: as a kernel takes them, except the workspace."""
         given = (*operands[:WORKSPACE], self.workspace)
         traced = max(self.phases, key=lambda phase: phase.split)
         launch, fakes = Launch(), arguments(traced)
@@ -64,7 +64,7 @@ class Kernel:
                     launch.tensor_map(given[place], ring, slots_are_open=not phase.page_size)
                 else:
                     launch.tensor(given[place], fakes[place])
-        for i in SCALES:  # of an f16 scale a kernel copies the whole word that holds it
+        for i in SCALES:  # a kernel copies the whole word that holds an f16 scale
             launch.tensor(given[i], fakes[i], whole_words="token_f16" in (traced.k_scale, traced.v_scale))
         for i in TABLES:
             launch.tensor(given[i], fakes[i])
@@ -92,7 +92,7 @@ def kernel_of(
     descriptor: Any = None,
     get: Get = compiled,
 ) -> Kernel:
-    """The kernel of a problem on a grid of `slices` CTAs a unit. descriptor: of several query rows, for what it says of masks."""
+    """A problem's kernel on `slices` CTAs per unit (head block). descriptor: of several query rows, for its values and scale."""
     target = "sm_90a" if arch == "sm90" else "sm_80"
     spec = kernel_spec(problem, arch, target, config, partition=partition)
     assert supports(spec) == []

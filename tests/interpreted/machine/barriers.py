@@ -1,4 +1,4 @@
-"""Barriers of a CTA: mbarriers in its shared memory, and the named ones."""
+"""Barriers of a CTA: mbarriers in its shared memory, and named barriers."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from .numbers import LANES
 
 
 class BarrierFault(Exception):
-    """A barrier was used before it was made, or met by more than it waits for."""
+    """A barrier was used before it was made, made twice, or met by more than it waits for."""
 
 
 @dataclass
 class Phases:
-    """An mbarrier: how many arrivals a phase takes, how many and how many bytes the current one lacks, how many are over."""
+    """An mbarrier: the arrivals per phase, the arrivals and bytes that the current phase lacks, the phases that are over."""
 
     count: int
     pending: int
@@ -31,13 +31,13 @@ class Phases:
 
 
 def active(mask: np.ndarray | None, *arrays: np.ndarray) -> Iterator[tuple[int, ...]]:
-    """The values of each lane that runs."""
+    """Yields the values of each lane that runs."""
     for lane in range(LANES) if mask is None else np.flatnonzero(mask):
         yield tuple(int(array[lane]) for array in arrays)
 
 
 class Mbarriers:
-    """Those of a CTA by their addresses. changed: is called whenever one did."""
+    """A CTA's mbarriers by their addresses. changed: is called whenever one changed."""
 
     def __init__(self, changed: Callable[[], None]) -> None:
         self.made: dict[int, Phases] = {}
@@ -65,13 +65,13 @@ class Mbarriers:
         self.changed()
 
     def expect(self, address: np.ndarray, nbytes: np.ndarray, mask: np.ndarray | None) -> None:
-        """Arrives, and makes the phase wait for so many bytes."""
+        """Makes the phase wait for `nbytes` more bytes, then arrives."""
         for where, number in active(mask, address, nbytes):
             self.find(where).missing_bytes += number
         self.arrive(address, np.ones(LANES, np.int64), mask)
 
     def complete(self, address: int, nbytes: int) -> None:
-        """Bytes have come."""
+        """Counts bytes that have come."""
         barrier = self.find(address)
         barrier.missing_bytes -= nbytes
         if barrier.missing_bytes < 0:
@@ -92,7 +92,7 @@ class Mbarriers:
 
 @dataclass
 class Meeting:
-    """A named barrier that some have met."""
+    """A named barrier that some warps have met."""
 
     threads: int
     arrived: int = 0
@@ -100,14 +100,14 @@ class Meeting:
 
 
 class NamedBarriers:
-    """Those of a CTA by their numbers."""
+    """A CTA's named barriers by their numbers."""
 
     def __init__(self, changed: Callable[[], None]) -> None:
         self.met: dict[int, Meeting] = {}
         self.changed = changed
 
     def meet(self, number: int, threads: int, warp: Any, waits: bool) -> None:
-        """A warp arrives; where it waits it is blocked until so many threads have."""
+        """A warp arrives; if it waits, it is blocked until `threads` threads have."""
         if not 0 <= number < 16 or threads % LANES:
             raise BarrierFault(f"barrier {number} of {threads} threads")
         meeting = self.met.setdefault(number, Meeting(threads))

@@ -1,4 +1,4 @@
-"""Asynchronous copies, which land at once or late: those of lanes when they are waited for, boxes of a tensor some time after."""
+"""Asynchronous copies, which land at once or late: lanes' copies (cp.async) when waited for, TMA boxes at some later time."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class TensorMap:
 
     @staticmethod
     def unpack(text: bytes) -> TensorMap:
-        """The map whose bytes these are."""
+        """The map that was packed into these bytes."""
         if text[:16] != MAP_MAGIC[:16]:
             raise MemoryFault("a copy's tensor map is none")
         body = struct.calcsize("<qBB5q")
@@ -50,7 +50,7 @@ class TensorMap:
 
 
 def land_box(cta: Any, tensor_map: TensorMap, to: int, corner: tuple[int, ...]) -> int:
-    """Copies a box to shared memory, with zeros for what lies outside of the tensor; the bytes that came."""
+    """Copies a box to shared memory, with zeros outside of the tensor; returns how many bytes came."""
     axes = [np.arange(begin, begin + count) for begin, count in zip(corner, tensor_map.box, strict=True)]
     inside, offset = np.ones((), bool), np.zeros((), np.int64)
     for axis, extent, stride in zip(axes, tensor_map.extents, tensor_map.strides, strict=True):
@@ -74,7 +74,7 @@ def land_box(cta: Any, tensor_map: TensorMap, to: int, corner: tuple[int, ...]) 
 
 @dataclass
 class LaneCopy:
-    """A copy of some lanes. group: of each lane which of its groups; waiting: the lanes whose copy has not landed."""
+    """A cp.async of some lanes. group: for each lane, the number of its group; waiting: the lanes whose copy has not landed."""
 
     to: np.ndarray
     of: np.ndarray
@@ -85,11 +85,11 @@ class LaneCopy:
 
 
 class LaneCopies:
-    """A warp's cp.async. They read and land at once, or when they are waited for."""
+    """A warp's cp.async copies. Each reads and lands at once, or when it is waited for."""
 
     def __init__(self, warp: Any) -> None:
         self.warp, self.cta = warp, warp.cta
-        self.group = np.zeros(LANES, np.int64)  # that each lane fills
+        self.group = np.zeros(LANES, np.int64)  # the group that each lane fills
         self.under_way: list[LaneCopy] = []
 
     def start(self, to: np.ndarray, of: np.ndarray, size: int, given: np.ndarray, mask: np.ndarray | None) -> None:
@@ -103,11 +103,11 @@ class LaneCopies:
             self.under_way.append(copy)
 
     def commit(self, mask: np.ndarray | None) -> None:
-        """Ends the lanes' groups."""
+        """Ends each active lane's current group."""
         self.group = self.group + (1 if mask is None else mask)
 
     def wait(self, pending: int, mask: np.ndarray | None) -> None:
-        """Until each lane has so many groups under way."""
+        """Lands copies until each active lane has at most `pending` groups under way."""
         last = self.group - pending
         for copy in self.under_way:
             ready = copy.waiting & (copy.group < last)
@@ -115,7 +115,7 @@ class LaneCopies:
         self.under_way = [copy for copy in self.under_way if copy.waiting.any()]
 
     def land(self, copy: LaneCopy, lanes: np.ndarray) -> None:
-        """The bytes of these lanes, zeros behind those that are given, come to shared memory."""
+        """Copies these lanes' bytes to shared memory: the given bytes, then zeros up to the copy's size."""
         if not lanes.any():
             return
         copy.waiting = copy.waiting & ~lanes
@@ -131,7 +131,7 @@ class LaneCopies:
         self.cta.grid.changed()
 
     def arrive(self, address: np.ndarray, mask: np.ndarray | None) -> None:
-        """The lanes arrive at an mbarrier once their copies so far have landed, some time later."""
+        """Lands the lanes' copies so far, at once or later; then the lanes arrive at an mbarrier."""
         lanes, copies = (EVERY if mask is None else mask).copy(), list(self.under_way)
 
         def landed() -> None:

@@ -1,8 +1,8 @@
 """Instructions as lines of Python. A register R[i] is an array of 32 lanes that is never written in place.
 
-Lines are made for a warp whose lanes all run, or for some lanes, by the mask `m`. What an opcode becomes stands in tables of
-handlers, by the opcode's first word: arithmetic.py, movement.py, together.py. An opcode that is in none, or has a word that its
-handler does not know, raises NotImplementedError.
+Lines are made for a warp whose lanes all run, or for the lanes of the mask `m`. Tables of handlers, by the opcode's first word,
+say which lines an opcode becomes: arithmetic.py, movement.py, together.py. An opcode that is in no table, or has a word that
+its handler does not know, raises NotImplementedError.
 """
 
 from __future__ import annotations
@@ -56,12 +56,12 @@ Handler = Callable[["Emitter", Instruction], None]
 
 
 def unknown(instruction: Instruction) -> NotImplementedError:
-    """What is raised for what the interpreter does not know."""
+    """The error for an instruction that the interpreter does not know."""
     return NotImplementedError(f"the interpreter does not know {instruction.opcode}: {instruction.text}")
 
 
 class Emitter:
-    """Makes the lines of a kernel's blocks. namespace: what they name; full: whether all lanes of the warp run."""
+    """Makes the lines of a kernel's blocks. namespace: the objects that lines name; full: whether all lanes of the warp run."""
 
     def __init__(self, kernel: Kernel, tables: list[dict[str, Handler]]) -> None:
         self.kernel, self.handlers = kernel, {word: handler for table in tables for word, handler in table.items()}
@@ -78,7 +78,7 @@ class Emitter:
         self.full, self.mask = True, "None"
 
     def new_registers(self) -> list[np.ndarray]:
-        """A warp's registers, which hold what no program wrote. All code that names a register has been emitted."""
+        """A warp's registers, which hold POISON until they are written. Every register must already have its number."""
         poison = {width: np.full(LANES, POISON, U64).astype(dtype) for width, dtype in STORED.items()}
         poison[128] = np.full((2, LANES), POISON, U64)
         return [poison[self.kernel.width(name) or 0] for name in self.places]
@@ -95,7 +95,7 @@ class Emitter:
         return self.places[name]
 
     def constant(self, value: object, dtype: type) -> str:
-        """The name of 32 lanes of a number."""
+        """The name of an array whose 32 lanes hold `value`."""
         key = value, dtype
         if key not in self.constants:
             self.constants[key] = f"k{len(self.constants)}"
@@ -103,7 +103,7 @@ class Emitter:
         return self.constants[key]
 
     def immediate(self, text: str, dtype: type) -> str:
-        """The name of 32 lanes of an operand that is a number, or a symbol's address."""
+        """An expression for 32 lanes of an operand that is a number or a symbol's address."""
         if text == SHARED_SYMBOL:
             return self.constant(SHARED_BEGIN, dtype)
         if text in self.offsets:
@@ -123,7 +123,7 @@ class Emitter:
         return self.constant(number, dtype)
 
     def source(self, operand: Operand, kind: str) -> str:
-        """An expression of an operand, as a PTX type."""
+        """An expression for an operand, as a PTX type."""
         assert isinstance(operand, str), operand
         dtype = TYPES[kind]
         if operand in SPECIAL:
@@ -142,7 +142,7 @@ class Emitter:
         return f"{text}.view({NAMES[dtype]})"
 
     def put(self, operand: Operand, text: str, kind: str) -> None:
-        """A line that writes an expression of a PTX type to a register, in the lanes that run."""
+        """Adds a line that writes an expression of a PTX type to a register, in the lanes that run."""
         assert isinstance(operand, str), operand
         if operand == "_":
             return
@@ -158,7 +158,7 @@ class Emitter:
         self.line(f"R[{place}] = {text}" if self.mask == "None" else f"R[{place}] = where({self.mask}, {text}, R[{place}])")
 
     def address(self, operand: Operand, kind: str) -> str:
-        """An expression of the addresses in brackets, u32 or u64."""
+        """An expression for the addresses in brackets, u32 or u64."""
         match = ADDRESS.match(operand) if isinstance(operand, str) else None
         if not match:
             raise NotImplementedError(f"the interpreter does not know the address {operand}")

@@ -1,4 +1,4 @@
-"""The kernels of attention's backward, run on CPU tensors one behind the other as their plan launches them."""
+"""The kernels of attention's backward, run on CPU tensors one after the other as their plan launches them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NAME = re.compile(r"kernel_cutlass_([a-z]+)_")
 
 
 class Operands(NamedTuple):
-    """As the kernels take them: caches HND; lse with the leading axes of q."""
+    """The operands as the kernels take them: caches are HND; lse has the leading axes of q."""
 
     dout: Tensor
     q: Tensor
@@ -46,7 +46,7 @@ class Operands(NamedTuple):
 
 
 def scratch(descriptor: PagedAttentionBackwardDescriptor, lse: Tensor) -> tuple[Tensor | None, ...]:
-    """delta, ranges, pages, nodes, offsets."""
+    """The scratch operands: delta, ranges, pages, nodes, offsets."""
     d = descriptor.attention
     ranges = torch.zeros(d.batch_size, d.num_kv_heads, dtype=torch.int32) if d.q_dtype == torch.float16 else None
     chains: tuple[Tensor | None, ...] = (None, None, None)
@@ -71,7 +71,7 @@ class Backward:
         self.programs = found
 
     def launch(self, name: str, outputs: tuple[str, ...], ctas: int, nbytes: int, seed: int) -> None:
-        """One kernel. outputs: the names of the operands behind those that all kernels take."""
+        """Launches one kernel. outputs: the names of the operands after those that all kernels take."""
         launch, attention = Launch(), self.descriptor.attention
         operands, fakes = self.operands._asdict(), self.fakes._asdict()
         for key in ("q", "dout", "out", "lse", "delta", "ranges", "k", "v", "table0", "table1", "table2", "qo_indptr"):
@@ -91,7 +91,7 @@ class Backward:
         launch.run(self.programs[name].pop(0), (ctas, 1, 1), nbytes, seed=seed)
 
     def run(self, seed: int = 0) -> None:
-        """All kernels, in the order of their launches."""
+        """Runs all kernels in the order of their launches."""
         spec, operands, chains = self.spec, self.operands, ("pages", "nodes", "offsets")
         heads = operands.k.shape[1]
         if spec.shared_pages:

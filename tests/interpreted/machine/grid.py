@@ -1,4 +1,4 @@
-"""A launch: the CTAs of a grid, whose warps run by turns in a random order, and the end of it, or a deadlock."""
+"""A launch: the warps of a grid's CTAs run by turns in a random order, to their end or a deadlock."""
 
 from __future__ import annotations
 
@@ -13,11 +13,13 @@ from .numbers import LANES, U32, UINTS
 from .program import Program
 from .warp import Fault, Warp
 
-TURNS = (1, 4, 16, 64, 256)  # blocks that a warp may run before another one's turn
-LATE = 0.05  # how often a copy lands although some warp has other work
-EAGER = (0.0, 0.5, 1.0)  # how often a copy lands at once, by the seed: too late for who did not wait, too early for who reads yet
-LONGEST_SLEEP = 10  # 2 ** this: turns that a warp leaves out which has looked in vain so often
-IDLE_ROUNDS = 2000  # without a change, before it is a deadlock: a warp may look at many words one by one
+TURNS = (1, 4, 16, 64, 256)  # blocks of code that a warp may run before another warp's turn
+LATE = 0.05  # probability, per turn of a CTA, that one of its late copies lands although a warp has other work
+# probability that a copy lands at once, by the seed: 0 is too late for a reader that did not wait, 1 too early for one that still
+# reads the old bytes
+EAGER = (0.0, 0.5, 1.0)
+LONGEST_SLEEP = 10  # a warp that has looked in vain n times in a row leaves out 2 ** n - 1 turns, with n at most this
+IDLE_ROUNDS = 2000  # more rounds than these without a change are a deadlock: a warp may look at many words one by one
 
 
 class Deadlock(Fault):
@@ -25,7 +27,7 @@ class Deadlock(Fault):
 
 
 class Cta:
-    """late: what lands some time."""
+    """A CTA. late: the copies that have yet to land."""
 
     def __init__(self, grid: Grid, number: int) -> None:
         self.grid, self.number, self.threads = grid, number, grid.program.kernel.threads
@@ -40,14 +42,14 @@ class Cta:
         self.param = grid.param
 
     def begin(self, copy: Callable[[], None]) -> None:
-        """A copy lands at once, or some time."""
+        """Begins a copy, which lands at once or later."""
         if self.grid.lands_at_once():
             copy()
         else:
             self.late.append(copy)
 
     def run(self) -> bool:
-        """One turn of each of its warps, in a random order; whether one did more than look."""
+        """Gives each warp a turn, in a random order; returns whether a warp did more than look."""
         picks, moved = self.grid.picks, False
         picks.shuffle(self.warps)
         for warp in self.warps:
@@ -73,13 +75,13 @@ class Cta:
             self.land()
 
     def land(self) -> None:
-        """One copy lands, any."""
+        """Lands a random late copy."""
         self.late.pop(self.grid.picks.randrange(len(self.late)))()
         self.grid.changed()
 
 
 class Grid:
-    """One launch of a kernel. params: its bytes. resident: as many CTAs run at a time, those of lower numbers first."""
+    """One launch of a kernel. params: its parameters' bytes. resident: how many CTAs run at a time, lower numbers first."""
 
     def __init__(
         self,
@@ -100,15 +102,15 @@ class Grid:
         self.read: dict[tuple[int, int], np.ndarray] = {}
 
     def changed(self) -> None:
-        """Something that others may wait for has happened."""
+        """Counts an event that other warps may wait for."""
         self.changes += 1
 
     def lands_at_once(self) -> bool:
-        """Whether a copy that begins now is over now."""
+        """Draws whether a copy that begins now lands at once."""
         return self.picks.random() < self.eager
 
     def param(self, offset: int, size: int) -> np.ndarray:
-        """32 lanes of a parameter."""
+        """A parameter's value in each of 32 lanes."""
         if (offset, size) not in self.read:
             value = int.from_bytes(self.param_bytes(offset, size), "little")
             self.read[offset, size] = np.full(LANES, value, UINTS[size])

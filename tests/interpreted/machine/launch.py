@@ -24,14 +24,14 @@ _programs: dict[tuple[object, Any], list[Program]] = {}
 
 
 def compiled(build: Callable[[Any, str], object], spec: Any) -> list[Program]:
-    """The kernels of what build(spec, options) compiles, in the order of its PTX; compiled once a process."""
+    """The kernels that build(spec, options) compiles, in the order of its PTX; compiled once per process."""
     if (build, spec) not in _programs:
         _programs[build, spec] = compiled_anew(build, spec)
     return _programs[build, spec]
 
 
 def compiled_anew(build: Callable[[Any, str], object], spec: Any) -> list[Program]:
-    """The same, and not kept: for kernels with a planted mistake."""
+    """Compiles the same kernels anew: for kernels with a planted mistake."""
     with tempfile.TemporaryDirectory() as folder:
         build(spec, f"--keep-ptx --dump-dir {folder}")
         (path,) = Path(folder).glob("*.ptx")
@@ -48,7 +48,7 @@ class Launch:
         self.blobs: list[bytes] = []
 
     def tensor(self, tensor: Tensor | None, fake: Any, rights: int = READ, whole_words: bool = False) -> None:
-        """A tensor as its fake was traced: its address, then the extents and the strides that the fake leaves open."""
+        """Adds a tensor as its fake was traced: its address, then the extents and strides that the fake leaves open."""
         assert (tensor is None) == (fake is None)
         if tensor is None:
             return
@@ -60,7 +60,7 @@ class Launch:
         self.blobs.append(struct.pack(f"<{1 + len(open_axes)}q", self.memory.add(tensor, rights, whole_words), *open_axes))
 
     def tensor_map(self, cache: Tensor, ring: RingShape, slots_are_open: bool) -> None:
-        """The map and the coordinates of a cache [pages, heads, slots, head_dim] for boxes of a ring."""
+        """Adds the tensor map of a cache [pages, heads, slots, head_dim] for a ring's boxes, then its coordinate tensor."""
         size = cache.element_size()
         pages, heads, slots, _ = cache.shape
         page_bytes, head_bytes, slot_bytes, _ = (stride * size for stride in cache.stride())
@@ -76,11 +76,11 @@ class Launch:
         self.numbers("i" * (2 + slots_are_open), *([slots] if slots_are_open else []), heads, pages)
 
     def numbers(self, form: str, *values: float) -> None:
-        """One parameter of numbers, in the letters of struct."""
+        """Adds one parameter of numbers; form: their letters in struct."""
         self.blobs.append(struct.pack("<" + form, *values))
 
     def params(self, program: Program) -> bytes:
-        """All parameters as the kernel declares them."""
+        """All parameters' bytes, as the kernel declares them."""
         declared = program.kernel.params
         assert [len(blob) for blob in self.blobs] == [param.size for param in declared], (
             [len(blob) for blob in self.blobs],

@@ -1,4 +1,4 @@
-"""Products of matrices: how their elements lie in registers and in shared memory, and a warpgroup's steps, which end late."""
+"""Matrix products: how elements lie in registers and in shared memory, and a warpgroup's steps (wgmma)."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import numpy as np
 from .memory import MemoryFault, SharedMemory
 from .numbers import F16, F32, LANE, LANES, U16, U32, f32_of_bf16
 
-GROUP, THREAD = LANE >> 2, LANE & 3  # of a lane in a fragment
-ROWS, DEPTH, COLUMNS = 16, 16, 8  # of a warp's product
+GROUP, THREAD = LANE >> 2, LANE & 3  # a lane's group, and its number in the group
+ROWS, DEPTH, COLUMNS = 16, 16, 8  # the extents of a warp's product
 
 
 def _a_places() -> np.ndarray:
@@ -25,7 +25,7 @@ def _a_places() -> np.ndarray:
 
 
 def _b_places() -> np.ndarray:
-    """The same of B [16, 8] in 2 registers."""
+    """The same for B [16, 8] in 2 registers."""
     places = np.zeros((DEPTH, COLUMNS), np.int64)
     for register in range(2):
         for half in range(2):
@@ -72,7 +72,7 @@ def load_matrices(shared: SharedMemory, address: np.ndarray, transposed: bool) -
 
 
 class Descriptor(NamedTuple):
-    """An operand of a warpgroup in shared memory. row_bytes: of a swizzled row: 32, 64 or 128."""
+    """A warpgroup's operand in shared memory. row_bytes: the size of a swizzled row, 32, 64 or 128."""
 
     start: int
     leading: int
@@ -81,7 +81,7 @@ class Descriptor(NamedTuple):
 
 
 def descriptor(word: int) -> Descriptor:
-    """What a descriptor's 64 bits say."""
+    """Decodes the 64 bits of a matrix descriptor."""
     layout = word >> 62 & 3
     if not layout or word >> 49 & 7:
         raise NotImplementedError(f"the interpreter does not know the matrix descriptor {word:#x}")
@@ -94,22 +94,22 @@ def descriptor(word: int) -> Descriptor:
 def _offsets(leading: int, stride: int, row_bytes: int, rows: int, transposed: bool) -> np.ndarray:
     """Byte offsets [16 deep, rows] of an operand from its start, before the swizzle."""
     depth, row = np.arange(DEPTH)[:, None], np.arange(rows)[None, :]
-    if transposed:  # rows of a few columns of one depth, blocks of columns `leading` apart
+    if transposed:  # each row has a few columns of one depth; blocks of columns are `leading` apart
         columns = row_bytes // 2
         return row % columns * 2 + row // columns * leading + depth % 8 * row_bytes + depth // 8 * stride
     return depth * 2 + row % 8 * row_bytes + row // 8 * stride
 
 
 def swizzled(address: np.ndarray, row_bytes: int) -> np.ndarray:
-    """Where bytes lie: bits 4 and up are crossed with bits 7 and up."""
+    """Where bytes lie after the swizzle: it XORs address bits from 4 up with bits from 7 up."""
     return address ^ ((address >> 7 & (row_bytes // 16 - 1)) << 4)
 
 
 class Steps:
-    """A warp's share of its warpgroup's steps. What they read of shared memory may not change until they have been waited for."""
+    """A warp's part of its warpgroup's steps. Shared memory that a step reads may not change until the wait for it."""
 
     def __init__(self, shared: SharedMemory, row: int) -> None:
-        self.shared, self.row = shared, row  # row: the first of the warp's 16 of A
+        self.shared, self.row = shared, row  # row: the first of the warp's 16 rows of A
         self.open: list[tuple[np.ndarray, np.ndarray]] = []
         self.groups: list[list[tuple[np.ndarray, np.ndarray]]] = []
 
@@ -140,12 +140,12 @@ class Steps:
         return found.view(U32)
 
     def commit(self) -> None:
-        """Ends a group."""
+        """Ends the current group of steps."""
         self.groups.append(self.open)
         self.open = []
 
     def wait(self, pending: int) -> None:
-        """Until so many groups are under way: those before must still find what they have read."""
+        """Ends the oldest groups until `pending` are under way; the shared memory that they read must not have changed."""
         while len(self.groups) > pending:
             for index, bits in self.groups.pop(0):
                 if (self.shared.data.view(U16)[index] != bits).any():

@@ -13,18 +13,18 @@ from .numbers import LANES, U8, U64, UINTS, mask_of
 GLOBAL_BASE, SEGMENT_BITS = 0x7000_0000_0000, 32  # each storage has a segment of 4 GiB for itself
 PARAM_BASE = 0x5000_0000_0000
 SHARED_BASE = 0x6000_0000_0000
-SHARED_BEGIN = 1024  # the machine keeps what lies below for itself
+SHARED_BEGIN = 1024  # the machine keeps the lower addresses for itself
 READ, WRITE = 1, 2
 ALL = mask_of(0xFFFFFFFF)
 
 
 class MemoryFault(Exception):
-    """A lane touched memory that is no tensor's, or of which it may not do that, or not at such an address."""
+    """A lane touched memory outside of the tensors, without the right to do so, or at a misaligned address."""
 
 
 @dataclass
 class Segment:
-    """data: a storage's bytes. flags: of each byte READ and WRITE, where some tensor has it. stores: elements so far."""
+    """data: a storage's bytes. flags: each byte's rights, READ and WRITE, by its tensors. stores: elements stored so far."""
 
     data: np.ndarray
     flags: np.ndarray
@@ -33,19 +33,19 @@ class Segment:
 
 
 class Wide(NamedTuple):
-    """Elements of some bytes: the numpy type in which they travel, how many of these, and flags that permit all of an element."""
+    """How numpy holds an element of some bytes: as `count` numbers of `dtype`."""
 
     dtype: type
     count: int
 
 
 def wide(nbytes: int) -> Wide:
-    """How an element of so many bytes travels."""
+    """How numpy holds an element of `nbytes` bytes."""
     return Wide(UINTS[min(nbytes, 8)], max(1, nbytes // 8))
 
 
 def fill(value: int, dtype: type) -> np.integer:
-    """A number of that type whose bytes all are `value`."""
+    """A number of type `dtype` whose bytes all are `value`."""
     return np.full(np.dtype(dtype).itemsize, value, U8).view(dtype)[0]
 
 
@@ -58,7 +58,7 @@ class GlobalMemory:
         self.kept: list[torch.Tensor] = []
 
     def add(self, tensor: torch.Tensor, rights: int = READ, whole_words: bool = False) -> int:
-        """The address of a tensor, whose own bytes may then be read, or written; whole_words: the others of their words, too."""
+        """Adds a tensor; returns its address. rights: to its bytes, with whole_words to all of their 4-byte words."""
         storage = tensor.untyped_storage()
         segment = self.known.get(storage.data_ptr()) if storage.nbytes() else None
         if segment is None:
@@ -82,7 +82,7 @@ class GlobalMemory:
         return segment.base + offset
 
     def find(self, address: np.ndarray, nbytes: int, right: int) -> tuple[Segment, np.ndarray]:
-        """(segment, offsets in elements) of such an access; address: of the active lanes."""
+        """(segment, offsets in elements) for an access that needs `right`; address: the active lanes' addresses."""
         number = (address - U64(GLOBAL_BASE)) >> U64(SEGMENT_BITS)
         first = int(number[0])
         if (number != number[0]).any():
@@ -111,19 +111,19 @@ class GlobalMemory:
         return segment, index
 
     def load(self, address: np.ndarray, nbytes: int) -> np.ndarray:
-        """[lanes, parts] of elements of up to 16 bytes."""
+        """Loads one element of up to 16 bytes per lane, as [lanes, parts]."""
         segment, index = self.find(address, nbytes, READ)
         return self.parts(segment, nbytes)[index]
 
     def store(self, address: np.ndarray, nbytes: int, values: np.ndarray) -> None:
-        """values: as load gives them."""
+        """Stores values as load returns them."""
         segment, index = self.find(address, nbytes, WRITE)
         self.parts(segment, nbytes)[index] = values
         segment.stores += len(index)
 
     @staticmethod
     def parts(segment: Segment, nbytes: int) -> np.ndarray:
-        """A segment as elements of so many bytes."""
+        """A segment as elements of `nbytes` bytes."""
         element = wide(nbytes)
         whole = len(segment.data) // nbytes * nbytes
         return segment.data[:whole].view(element.dtype).reshape(-1, element.count)
@@ -142,7 +142,7 @@ class SharedMemory:
         self.views = {n: self.data.view(wide(n).dtype).reshape(-1, wide(n).count) for n in (1, 2, 4, 8, 16)}
 
     def index(self, address: np.ndarray, nbytes: int) -> np.ndarray:
-        """Where elements of so many bytes lie."""
+        """The indices of the elements of `nbytes` bytes at these addresses."""
         offset = address.astype(np.int64) - self.begin
         if (offset & (nbytes - 1)).any():
             raise MemoryFault(f"shared addresses are no multiple of {nbytes}: {address.tolist()}")
@@ -151,16 +151,16 @@ class SharedMemory:
         return offset // nbytes
 
     def load(self, address: np.ndarray, nbytes: int) -> np.ndarray:
-        """[lanes, parts] of elements of up to 16 bytes."""
+        """Loads one element of up to 16 bytes per lane, as [lanes, parts]."""
         return self.views[nbytes][self.index(address, nbytes)]
 
     def store(self, address: np.ndarray, nbytes: int, values: np.ndarray) -> None:
-        """values: as load gives them."""
+        """Stores values as load returns them."""
         self.views[nbytes][self.index(address, nbytes)] = values
 
 
 def as_registers(parts: np.ndarray, dtype: type, count: int, mask: np.ndarray | None) -> list[np.ndarray]:
-    """What `count` registers of 32 lanes get of the active lanes' parts."""
+    """`count` registers of 32 lanes, filled from the active lanes' parts; other lanes get 0."""
     columns = np.ascontiguousarray(parts).view(dtype).reshape(len(parts), count).T
     if mask is None or len(parts) == LANES:
         return list(np.ascontiguousarray(columns))
@@ -170,7 +170,7 @@ def as_registers(parts: np.ndarray, dtype: type, count: int, mask: np.ndarray | 
 
 
 def from_registers(registers: list[np.ndarray], nbytes: int, mask: np.ndarray | None) -> np.ndarray:
-    """[active lanes, parts] of what lies side by side in registers."""
+    """[active lanes, parts]: each active lane's values in the registers, side by side as one element."""
     element = wide(nbytes)
     rows = np.ascontiguousarray(np.stack(registers, axis=1))
     rows = rows if mask is None else rows[mask]

@@ -1,4 +1,4 @@
-"""What moves, loads, stores and copies become."""
+"""Handlers of moves, loads, stores and copies."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from .emitter import TYPES, Emitter, Handler, unknown
 from .numbers import U64
 from .ptx import Instruction, Operand
 
-CACHED = {"cg", "cs", "ca", "nc", "L1::no_allocate"}  # hints
+CACHED = {"cg", "cs", "ca", "nc", "L1::no_allocate"}  # cache hints, which are ignored
 RELAXED = ["relaxed", "gpu"]
 COORDINATES = re.compile(r"\[(\S+), \{(.*)\}\]$")
 BULK_TENSOR = re.compile(
@@ -17,7 +17,7 @@ BULK_TENSOR = re.compile(
 
 
 def move(emitter: Emitter, instruction: Instruction) -> None:
-    """Copies of a register, and words to their parts and back."""
+    """Copies a register, or moves words to their parts and back."""
     kind, (result, value) = instruction.parts[0], instruction.operands
     if isinstance(value, tuple):
         emitter.put(result, _joined(emitter, instruction, kind, value), kind)
@@ -65,7 +65,7 @@ def _space(instruction: Instruction) -> tuple[str, int, str, bool]:
 
 
 def load(emitter: Emitter, instruction: Instruction) -> None:
-    """Loads of one to four elements."""
+    """Loads one to four elements."""
     space, count, kind, relaxed = _space(instruction)
     result, address = instruction.operands
     results = result if isinstance(result, tuple) else (result,)
@@ -95,7 +95,7 @@ def _load_param(emitter: Emitter, address: Operand, results: tuple[str, ...], ki
 
 
 def store(emitter: Emitter, instruction: Instruction) -> None:
-    """Stores of one to four elements."""
+    """Stores one to four elements."""
     space, count, kind, _ = _space(instruction)
     if space == "param":
         raise unknown(instruction)
@@ -111,7 +111,7 @@ def store(emitter: Emitter, instruction: Instruction) -> None:
 
 
 def address_of(emitter: Emitter, instruction: Instruction) -> None:
-    """A generic address of a parameter."""
+    """Makes a parameter's generic address."""
     if instruction.opcode != "cvta.param.u64":
         raise unknown(instruction)
     base = emitter.constant(0x5000_0000_0000, U64)
@@ -119,7 +119,7 @@ def address_of(emitter: Emitter, instruction: Instruction) -> None:
 
 
 def copy(emitter: Emitter, instruction: Instruction) -> None:
-    """Asynchronous copies, of lanes and of tensors."""
+    """Starts or awaits asynchronous copies, of lanes and of tensors."""
     opcode, operands = instruction.opcode, instruction.operands
     if opcode.startswith("cp.async.bulk.prefetch.tensor."):
         return
@@ -151,7 +151,7 @@ def _copy_box(emitter: Emitter, operands: list[Operand], dims: int) -> None:
 
 
 def atomic(emitter: Emitter, instruction: Instruction) -> None:
-    """Atomic maxima of global memory."""
+    """Takes atomic maxima in global memory."""
     if instruction.opcode != "atom.global.max.s32":
         raise unknown(instruction)
     result, address, value = instruction.operands
@@ -161,7 +161,7 @@ def atomic(emitter: Emitter, instruction: Instruction) -> None:
 
 
 def nothing(emitter: Emitter, instruction: Instruction) -> None:
-    """What changes no value here: prefetches, fences, registers that warps hand over, and the waits for another grid."""
+    """Does nothing for instructions that change no value: prefetches, fences, register hand-overs, waits for another grid."""
     known = ("prefetch.global.L2", "prefetch.tensormap", "fence.mbarrier_init.release.cluster", "fence.proxy.async.shared::cta")
     others = ("griddepcontrol.wait", "griddepcontrol.launch_dependents", "setmaxnreg.inc.sync.aligned.u32")
     if instruction.opcode not in (*known, *others, "setmaxnreg.dec.sync.aligned.u32"):

@@ -1,4 +1,4 @@
-"""Conversions and arithmetic on 32 lanes that numpy has no one call for. Arrays in and out are of bits unless they say floats."""
+"""Conversions and arithmetic on 32 lanes for which numpy has no single call. Arrays hold bits unless a docstring names floats."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ UINTS = {1: U8, 2: U16, 4: U32, 8: U64}
 
 
 def mask_of(bits: int) -> np.ndarray:
-    """Which lanes a word of bits names."""
+    """The mask of the lanes that a word of bits names."""
     return _mask_of(bits)
 
 
@@ -28,17 +28,17 @@ def _mask_of(bits: int) -> np.ndarray:
 
 
 def bits_of(mask: np.ndarray) -> int:
-    """The word of bits of such lanes."""
+    """The word of bits that names the lanes of a mask."""
     return int.from_bytes(np.packbits(mask, bitorder="little").tobytes(), "little")
 
 
 def flushed(values: np.ndarray) -> np.ndarray:
-    """f32 without subnormal numbers."""
+    """f32, with zeros for subnormal numbers."""
     return np.where(np.abs(values) < TINY, np.copysign(F32(0), values), values)
 
 
 def fma(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
-    """a b + c in f32, rounded once but for rare ties."""
+    """a b + c in f32, rounded once except for rare ties."""
     return (np.multiply(a, b, dtype=F64) + c).astype(F32)
 
 
@@ -100,7 +100,7 @@ def _fp8_of(values: np.ndarray, name: str) -> np.ndarray:
 
 
 def fp8x2_of(upper: np.ndarray, lower: np.ndarray, name: str) -> np.ndarray:
-    """Two f32 as fp8, the largest number at most, in 16 bits."""
+    """Two f32 as fp8 in 16 bits, saturated at the largest number."""
     return _fp8_of(upper, name) << U16(8) | _fp8_of(lower, name)
 
 
@@ -112,7 +112,7 @@ def s32_of(values: np.ndarray) -> np.ndarray:
 
 
 def rounded_up(values: np.ndarray) -> np.ndarray:
-    """f64 as f32, towards infinity."""
+    """f64 as f32, rounded towards infinity."""
     nearest = values.astype(F32)
     return np.where(nearest.astype(F64) < values, np.nextafter(nearest, F32(np.inf)), nearest)
 
@@ -133,7 +133,7 @@ def reciprocal(values: np.ndarray) -> np.ndarray:
 
 
 def prmt(a: np.ndarray, b: np.ndarray, selector: np.ndarray) -> np.ndarray:
-    """Four of the eight bytes of a and b, each by a nibble of the selector, whose top bit asks for copies of the sign."""
+    """Four of the eight bytes of a and b, each chosen by a nibble of the selector; its top bit asks for copies of the sign."""
     both = b.astype(U64) << U64(32) | a
     found = np.zeros(LANES, U32)
     for place in range(4):
@@ -168,35 +168,35 @@ def max_nan_xorsign_abs_bf16x2(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 
 def max_nan_xorsign_abs_f16x2(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """The same of two words of two f16."""
+    """The same for two words of two f16."""
     x, y = a.view(F16), b.view(F16)
     largest = np.maximum(np.abs(x), np.abs(y))
     return np.where((np.signbit(x) ^ np.signbit(y)) & ~np.isnan(largest), -largest, largest).view(U32)
 
 
 def upper_product(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """The upper 64 bits of the products of two times 64."""
+    """The upper 64 bits of products of 64-bit words."""
     return np.array([int(x) * int(y) >> 64 for x, y in zip(a, b, strict=True)], U64)
 
 
 def split_word(word: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(lower, upper) 32 bits of 64."""
+    """(lower, upper) 32 bits of 64-bit words."""
     return word.astype(U32), (word >> U64(32)).astype(U32)
 
 
 def joined_word(lower: np.ndarray, upper: np.ndarray) -> np.ndarray:
-    """64 bits of two times 32."""
+    """64-bit words from their halves."""
     return upper.astype(U64) << U64(32) | lower
 
 
 def shift_left(value: np.ndarray, count: np.ndarray) -> np.ndarray:
-    """value << count, 0 from the width on."""
+    """value << count; 0 if count is at least the width."""
     width = 8 * value.dtype.itemsize
     return np.where(count < width, value << (count & U32(width - 1)).astype(value.dtype), value.dtype.type(0))
 
 
 def shift_right(value: np.ndarray, count: np.ndarray) -> np.ndarray:
-    """value >> count, all sign from the width on."""
+    """value >> count; copies of the sign if count is at least the width (0 if unsigned)."""
     width = 8 * value.dtype.itemsize
     most = value.dtype.type(0) if value.dtype.kind == "u" else value >> value.dtype.type(width - 1)
     return np.where(count < width, value >> (count & U32(width - 1)).astype(value.dtype), most)

@@ -23,7 +23,7 @@ BOTH = READ | WRITE
 
 
 def fast_divisor(launch: Launch, divisor: int) -> None:
-    """A divisor with the multiplier and the two shifts that divide by it, and the divisor once more."""
+    """Adds a divisor with the multiplier and the two shifts that divide by it, and the divisor once more."""
     bits = (divisor - 1).bit_length()
     multiplier = ((1 << 32) * ((1 << bits) - divisor)) // divisor + 1
     launch.numbers("IIBBxx", divisor, multiplier, min(bits, 1), max(bits - 1, 0))
@@ -39,7 +39,7 @@ def run_append(
     rotary: tuple[Tensor | None, ...] = (None,) * 4,
     seed: int = 0,
 ) -> Tensor:
-    """The status words. rotary: q, q_out, cos_sin_cache, positions."""
+    """Returns the status words. rotary: q, q_out, cos_sin_cache, positions."""
     assert append_supports(spec) == []
     launch, fakes = Launch(), append_tracing.arguments(spec)
     status = torch.zeros(4, dtype=torch.int32)
@@ -66,7 +66,7 @@ def run_append(
 
 
 def run_merge(spec: MergeSpec, outs: Tensor, lses: Tensor, sinks: Tensor | None, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """(out, lse) of states [num_states, batch, num_heads, ...]."""
+    """Merges states [num_states, batch, num_heads, ...]; returns (out, lse)."""
     assert merge_supports(spec) == []
     launch, fakes = Launch(), merge_tracing.arguments(spec)
     out, lse = torch.full_like(outs[0], torch.nan), torch.full_like(lses[0], torch.nan)
@@ -85,8 +85,9 @@ def run_weights(
     values: tuple[float, int, int, float],
     seed: int = 0,
 ) -> Tensor:
-    """The status words. tensors: q, k as HND, the table's, k_scale, lse, slopes. outputs: weights, mean, page_mass.
+    """Returns the status words.
 
+    tensors: q, k as HND, the table's tensors, k_scale, lse, slopes. outputs: weights, mean, page_mass.
     values: softmax_scale, max_seq_len, window_left, softcap.
     """
     assert weights_supports(spec) == []

@@ -1,4 +1,4 @@
-"""A kernel as functions of a warp: one for the instructions from a place on, made when a warp first comes there."""
+"""A kernel as functions of a warp (blocks): each runs the instructions from a place on, made when a warp first comes there."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from .numbers import FULL
 from .ptx import ADDRESS_PARTS, Instruction, Kernel, target_of
 from .together import TOGETHER
 
-# a warp, its registers, and which lanes run (None: all) -> where it goes on, or where which of its lanes do
+# A block maps a warp, its registers and the lanes that run (None: all) to the pc where they go on, or to (pc, lanes, pc, lanes)
 Next = int | tuple[int, int, int, int]
 Block = Callable[[Any, list[np.ndarray], np.ndarray | None], Next]
 EXIT = -1
-LONGEST = 400  # instructions of a block
+LONGEST = 400  # instructions per block of all lanes
 TOGETHER_WORDS = {"shfl", "vote", "redux", "elect", "bar", "barrier", "ldmatrix", "mma", "wgmma", "setmaxnreg"}
-MASKED = {"shfl", "vote", "redux", "elect"}  # whose last operand names the lanes that must come
+MASKED = {"shfl", "vote", "redux", "elect"}  # their last operand names the lanes that must come
 LIVE = "live"
 FILE = "<ptx from {}>"
 
 
 class Program:
-    """blocks: of all lanes and of some, by their first instruction. sources: the instruction of each line of a block."""
+    """blocks: for all lanes (True) or some (False), by first instruction. sources: each block line's instruction."""
 
     def __init__(self, kernel: Kernel) -> None:
         self.kernel = kernel
@@ -39,7 +39,7 @@ class Program:
         self.members = {i.pc: self.members_of(i) for i in kernel.instructions if i.base in TOGETHER_WORDS}
 
     def place_registers(self, instruction: Instruction) -> None:
-        """Gives every register that an instruction names its number."""
+        """Gives a number to every register that an instruction names."""
         names = [instruction.guard[1]] if instruction.guard else []
         for operand in instruction.operands:
             for part in operand if isinstance(operand, tuple) else (operand,):
@@ -49,7 +49,7 @@ class Program:
                 self.emitter.place(name)
 
     def members_of(self, instruction: Instruction) -> int | str:
-        """The lanes that an instruction waits for: a word of bits, the register that has it, or all that have not ended."""
+        """The lanes that an instruction waits for: a word of bits, the register that has it, or all lanes that have not ended."""
         named = instruction.base in MASKED or instruction.opcode == "bar.warp.sync"
         if not named:
             return LIVE
@@ -57,7 +57,7 @@ class Program:
         return operand if self.kernel.width(operand) else number_of(operand) & FULL
 
     def block(self, pc: int, full: bool) -> Block:
-        """The function of the instructions from `pc` on."""
+        """The function that runs the instructions from `pc` on."""
         found = self.blocks[full].get(pc)
         if found is None:
             found = self.blocks[full][pc] = self.make(pc, full)
@@ -83,13 +83,13 @@ class Program:
         return emitter.namespace.pop("block")
 
     def stops(self, pc: int, length: int, full: bool) -> bool:
-        """Whether a block ends before this instruction: lanes that parted may meet there."""
+        """Whether a block ends before this instruction: it is long, or parted lanes may meet there."""
         if full:
             return length >= LONGEST
         return pc in self.leaders or pc in self.members
 
     def add(self, instruction: Instruction) -> bool:
-        """Adds an instruction to the block; whether the block ends with it."""
+        """Adds an instruction to the block; returns whether that ends the block."""
         emitter, behind = self.emitter, instruction.pc + 1
         if instruction.base in ("bra", "ret"):
             if instruction.opcode not in ("bra", "bra.uni", "ret"):
@@ -98,7 +98,7 @@ class Program:
             self.branch(instruction, target, behind)
             return True
         emitter.emit(instruction)
-        if instruction.opcode in ("bar.sync", "barrier.sync") or "relaxed" in instruction.parts:  # others may have a turn
+        if instruction.opcode in ("bar.sync", "barrier.sync") or "relaxed" in instruction.parts:  # other warps may have a turn
             emitter.line(f"return {behind}")
             return True
         return False
@@ -118,5 +118,5 @@ class Program:
         emitter.line(f"return {target} if b == {every} else {behind} if not b else ({target}, b, {behind}, {every} & ~b)")
 
     def place_of(self, file: str, line: int) -> Instruction:
-        """The instruction of a line of a block."""
+        """The instruction from which a block's line was made."""
         return self.kernel.instructions[self.sources[file][line - 2]]

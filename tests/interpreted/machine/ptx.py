@@ -1,4 +1,4 @@
-"""PTX as instructions: what a kernel's text says, before anything is known of what an opcode does."""
+"""PTX as instructions: parses a kernel's text without knowledge of what an opcode does."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-Operand = str | tuple[str, ...]  # a vector in braces, an address with its offset in brackets as it stands, or a name
+Operand = str | tuple[str, ...]  # a tuple for a vector in braces; else a name, or an address in brackets as it stands
 
 WIDTHS = {"pred": 1, "b8": 16, "b16": 16, "b32": 32, "b64": 64, "b128": 128, "f32": 32, "f64": 64}
 PARAM_BYTES = {"8": 1, "16": 2, "32": 4, "64": 8}
@@ -47,13 +47,13 @@ class Instruction:
 
     @property
     def parts(self) -> list[str]:
-        """The opcode's words behind the first."""
+        """The opcode's words after the first."""
         return self.opcode.split(".")[1:]
 
 
 @dataclass
 class Kernel:
-    """labels: the pc that each names. registers: the width in bits of each, 1 for a predicate. threads: of a CTA."""
+    """labels: the pc that each label names. registers: each register's width in bits, 1 for a predicate. threads: per CTA."""
 
     name: str
     params: list[Param]
@@ -64,7 +64,7 @@ class Kernel:
     families: dict[str, int] = field(default_factory=dict)
 
     def width(self, name: str) -> int | None:
-        """The width of a register, None for what is no register."""
+        """A register's width; None if `name` names no register."""
         if (known := self.registers.get(name)) is not None:
             return known
         family = name.rstrip("0123456789")
@@ -99,7 +99,7 @@ def _params(text: str) -> list[Param]:
 
 
 def statements(text: str) -> Iterator[str]:
-    """Statements, labels with their colon, and the braces of scopes; it ends with the scope in which it began."""
+    """Yields statements, labels with their colon, and the braces of scopes, up to the end of the scope in which `text` begins."""
     depth, at = 1, 0
     while True:
         while text[at].isspace() or text[at] == ";":
@@ -132,7 +132,7 @@ def split_operands(text: str) -> list[str]:
 
 
 class _Body:
-    """Reads a kernel's statements. names: by scope, what local registers are called in the whole kernel."""
+    """Reads a kernel's statements. names: by scope, the names that its local registers have in the whole kernel."""
 
     def __init__(self, kernel: Kernel) -> None:
         self.kernel, self.scopes, self.opened = kernel, (0,), 0

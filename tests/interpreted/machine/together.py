@@ -1,4 +1,4 @@
-"""What the lanes of a warp, or the warps of a CTA, do together: shuffles, votes, barriers, products of matrices."""
+"""Handlers of instructions that lanes or warps run together: shuffles, votes, barriers, products of matrices."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TRY_WAIT, TEST_WAIT = "mbarrier.try_wait.parity.shared.b64", "mbarrier.test_wait
 
 
 def registers(emitter: Emitter, operand: Operand, kind: str = "b32") -> str:
-    """A tuple of the registers of a vector."""
+    """A tuple of a vector's registers."""
     assert isinstance(operand, tuple)
     return f"({', '.join(emitter.source(part, kind) for part in operand)},)"
 
@@ -29,7 +29,7 @@ def put_rows(emitter: Emitter, operand: Operand, name: str) -> None:
 
 
 def shuffle(emitter: Emitter, instruction: Instruction) -> None:
-    """A value of another lane."""
+    """Reads another lane's value."""
     _, mode, kind = instruction.parts
     if kind != "b32" or mode not in ("idx", "up", "down", "bfly"):
         raise unknown(instruction)
@@ -42,7 +42,7 @@ def shuffle(emitter: Emitter, instruction: Instruction) -> None:
 
 
 def shuffled(mode: str, value: np.ndarray, place: np.ndarray, clamp: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(what each lane gets, whether its source is in its segment)."""
+    """(the value that each lane gets, whether its source is in its segment)."""
     place, limit, segment = (part.astype(np.int64) for part in (place & 31, clamp & 31, clamp >> 8 & 31))
     first = LANE & segment
     last = first | (limit & ~segment)
@@ -56,7 +56,7 @@ def shuffled(mode: str, value: np.ndarray, place: np.ndarray, clamp: np.ndarray)
 
 
 def vote(emitter: Emitter, instruction: Instruction) -> None:
-    """Votes over the lanes that run, which are those of the instruction's mask."""
+    """Votes over the lanes that run, which are the lanes of the instruction's mask."""
     _, how, kind = instruction.parts
     chosen = emitter.source(instruction.operands[1], "pred")
     inside = chosen if emitter.mask == "None" else f"({chosen} & {emitter.mask})"
@@ -72,7 +72,7 @@ def vote(emitter: Emitter, instruction: Instruction) -> None:
 
 
 def reduce(emitter: Emitter, instruction: Instruction) -> None:
-    """A sum or an extremum over the lanes that run, which are those of the instruction's mask."""
+    """Takes a sum or an extremum over the lanes that run, which are the lanes of the instruction's mask."""
     _, how, kind = instruction.parts
     if how not in ("add", "min", "max") or kind not in ("s32", "u32"):
         raise unknown(instruction)
@@ -84,7 +84,7 @@ def reduce(emitter: Emitter, instruction: Instruction) -> None:
 
 
 def elect(emitter: Emitter, instruction: Instruction) -> None:
-    """The first lane that runs."""
+    """Elects the first lane that runs."""
     lane, chosen, _ = instruction.operands
     emitter.line(f"t = w.first({emitter.mask})")
     emitter.put(lane, "np.full(32, t, uint32)", "b32")
@@ -92,7 +92,7 @@ def elect(emitter: Emitter, instruction: Instruction) -> None:
 
 
 def barrier(emitter: Emitter, instruction: Instruction) -> None:
-    """Named barriers of a CTA; of a warp alone there is nothing to do once its lanes are together."""
+    """Meets a CTA's named barriers; a warp's own barrier needs nothing once the warp's lanes are together."""
     if instruction.opcode == "bar.warp.sync":
         return
     if instruction.opcode not in ("bar.sync", "barrier.sync", "bar.arrive"):
@@ -103,7 +103,7 @@ def barrier(emitter: Emitter, instruction: Instruction) -> None:
 
 
 def mbarrier(emitter: Emitter, instruction: Instruction) -> None:
-    """Barriers in shared memory."""
+    """Operates on barriers in shared memory."""
     opcode, operands, mask = instruction.opcode, instruction.operands, emitter.mask
     if opcode == "mbarrier.init.shared.b64":
         where, count = emitter.address(operands[0], "u32"), emitter.source(operands[1], "u32")
@@ -123,7 +123,7 @@ def mbarrier(emitter: Emitter, instruction: Instruction) -> None:
 
 
 def load_matrix(emitter: Emitter, instruction: Instruction) -> None:
-    """Four 8 x 8 matrices of 16 bits."""
+    """Loads four 8 x 8 matrices of 16 bits."""
     if instruction.opcode not in (f"ldmatrix.sync.aligned.m8n8.x4.{how}shared.b16" for how in ("", "trans.")):
         raise unknown(instruction)
     results, address = instruction.operands
@@ -133,7 +133,7 @@ def load_matrix(emitter: Emitter, instruction: Instruction) -> None:
 
 
 def multiply(emitter: Emitter, instruction: Instruction) -> None:
-    """A product of a warp."""
+    """Multiplies the matrices of a warp."""
     match = MMA.match(instruction.opcode)
     if not match or match[1] != match[2]:
         raise unknown(instruction)
@@ -144,7 +144,7 @@ def multiply(emitter: Emitter, instruction: Instruction) -> None:
 
 
 def multiply_group(emitter: Emitter, instruction: Instruction) -> None:
-    """A warp's rows of a product of a warpgroup, and the waits for it."""
+    """Multiplies a warp's rows of a warpgroup's product, or waits for it."""
     opcode, operands = instruction.opcode, instruction.operands
     emitter.line(f"w.whole({emitter.mask})")
     if opcode == "wgmma.fence.sync.aligned":

@@ -16,11 +16,11 @@ from .program import EXIT, LIVE
 
 
 class Fault(Exception):
-    """A kernel did what no machine permits: where, and which lanes."""
+    """A kernel did something forbidden; the message says where, and in which lanes."""
 
 
 class Warp:
-    """fragments: the place of each set of lanes. blocked: the barrier it waits at. spin: it has found nothing new to do."""
+    """fragments: the lanes at each place. blocked: the barrier that the warp waits at. spin: the warp found nothing new to do."""
 
     def __init__(self, cta: Any, number: int, program: Any, picks: random.Random) -> None:
         self.cta, self.number, self.program, self.picks = cta, number, program, picks
@@ -29,8 +29,8 @@ class Warp:
         self.registers = program.emitter.new_registers()
         self.fragments: dict[int, int] = {0: FULL}
         self.blocked, self.spin, self.pc = "", False, 0
-        self.looks, self.sleeps = 0, 0  # in vain, and turns to leave out
-        self.looked_at: set[int] = set()  # in this turn
+        self.looks, self.sleeps = 0, 0  # looks in vain in a row, and turns to leave out
+        self.looked_at: set[int] = set()  # the places of loads that have looked in this turn
         self.copies = LaneCopies(self)
         self.steps = Steps(cta.shared, 16 * (number % 4))
 
@@ -39,7 +39,7 @@ class Warp:
         return not self.fragments
 
     def run(self, blocks: int) -> bool:
-        """Runs at most so many blocks; whether it did more than look whether something has come."""
+        """Runs at most `blocks` blocks; returns whether the warp did more than look for something new."""
         before = self.cta.grid.changes
         self.looked_at.clear()
         for done in range(blocks):
@@ -51,7 +51,7 @@ class Warp:
         return not self.looked_at or self.cta.grid.changes > before
 
     def step(self) -> bool:
-        """Runs one block of a fragment; False where all wait for each other."""
+        """Runs one block of a fragment; False if all fragments wait for each other."""
         pc = self.choose()
         if pc is None:
             return False
@@ -80,17 +80,17 @@ class Warp:
             self.cta.grid.changed()
 
     def choose(self) -> int | None:
-        """The place of the fragment that runs next: the first in the code, so that others catch up; any, now and then."""
+        """The place of the fragment that runs next: the first in the code, so that late lanes catch up; now and then, any."""
         if len(self.fragments) == 1:
             (pc,) = self.fragments
             return pc if self.fragments[pc] == FULL or self.ready(pc) else None
         places = sorted(self.fragments)
-        if self.picks.random() < 0.02:  # one that waits for another of this warp shall not starve it
+        if self.picks.random() < 0.02:  # a fragment that waits for another one must not starve the other one
             self.picks.shuffle(places)
         return next((pc for pc in places if self.ready(pc)), None)
 
     def ready(self, pc: int) -> bool:
-        """Whether all lanes have come that the instruction there waits for."""
+        """Whether all lanes for which the instruction at `pc` waits have come."""
         members = self.program.members.get(pc)
         if members is None:
             return True
@@ -109,28 +109,28 @@ class Warp:
         return bits == members & live
 
     def fault(self, error: Exception, bits: int) -> Fault:
-        """The error with where it came from."""
+        """The error with the place that it came from."""
         frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename in self.program.sources]
         where = self.program.place_of(frames[-1].filename, frames[-1].lineno or 2) if frames else None
         place = f"instruction {where.pc}, {where.text}" if where else f"from instruction {self.pc} on"
         return Fault(f"{error}\n  at {place}\n  CTA {self.cta.number}, warp {self.number}, lanes {bits:#010x}")
 
     def state(self) -> str:
-        """Where its lanes are."""
+        """The places of the lanes."""
         lines = [
             f"lanes {bits:#010x} at {pc}: {self.program.kernel.instructions[pc].text}"
             for pc, bits in sorted(self.fragments.items())
         ]
         return f"CTA {self.cta.number}, warp {self.number} {self.blocked}: " + "; ".join(lines)
 
-    # what blocks call
+    # the methods that blocks call
 
     def whole(self, mask: np.ndarray | None) -> None:
         if mask is not None and not mask.all():
             raise Fault("an instruction of whole warps is run by some lanes")
 
     def look(self, pc: int) -> None:
-        """A load of what others may change: the second time in a turn it is another's turn."""
+        """Notes a load of words that others may change: its second time in a turn ends the turn."""
         self.spin |= pc in self.looked_at
         self.looked_at.add(pc)
 
