@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, is_grad_enabled
 
-from ..checks.fields import check_extent, check_modifiers
+from ..checks.fields import check_choice, check_extent, check_modifiers
 from ..checks.tensors import MALFORMED_ERRORS, refuse_unplain
 from ..config.problem import LseBase
 from ..errors import InvalidArgument, InvalidProblem, Unsupported
@@ -162,8 +162,7 @@ def paged_attention(
     that is no multiple of 8 (in f32 of 4) and caches that are aligned to less than 4 bytes. They raise Unsupported in this call,
     or in the backward of a traced one.
     """
-    if not (causal is None or isinstance(causal, str)) or causal not in ("bottom_right", "top_left", None):
-        raise InvalidProblem("causal", causal, 'must be "bottom_right", "top_left" or None')
+    check_choice("causal", causal, ("bottom_right", "top_left", None))
     check_modifiers(window_left, window_right, softcap)
     if max_q_len is not None:
         check_extent("max_q_len", max_q_len)

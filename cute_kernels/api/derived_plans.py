@@ -30,9 +30,9 @@ from .plan_cache import (
     alignment,
     attention_fields,
     cache_extents,
+    described_plan,
     layout_of,
     length_hint,
-    plan_of,
     query_extents,
     query_rows,
     scale_kind_of,
@@ -81,7 +81,7 @@ def run_append(
     kept = (layout_of(layout, max(widest, alignment(k_cache, v_cache))), table_format, None, stored[1], k_kind, v_kind)
     aligned = _alignment(cos_sin_cache, *(t for t in (k, v, q, q_out) if t is not None))
     fields = (*shape, k.dtype, stored[0], *kept, slot_dtype, aligned, rotary)
-    plan = plan_of(KVAppendPlan, KVAppendDescriptor, fields, k.device)
+    plan = described_plan(KVAppendPlan, KVAppendDescriptor, fields, k.device)
     given = {"q": q, "q_out": q_out, "cos_sin_cache": cos_sin_cache, "positions": positions}
     plan.run(k, v, k_cache, v_cache, slots, k_scale=scales[0], v_scale=scales[1], **given)
 
@@ -91,7 +91,7 @@ def run_merge(outs: Tensor, lses: Tensor, sinks: Tensor | None, out: Tensor, lse
     _check_axes("outs", outs, STATE_AXES)
     _check_axes("out", out, STATE_AXES[1:])
     fields = (*outs.shape, outs.dtype, lse_base, alignment(outs, out), sinks is not None)
-    plan_of(MergeStatesPlan, MergeStatesDescriptor, fields, outs.device).run(outs, lses, sinks=sinks, out=out, lse=lse)
+    described_plan(MergeStatesPlan, MergeStatesDescriptor, fields, outs.device).run(outs, lses, sinks=sinks, out=out, lse=lse)
 
 
 def run_weights(
@@ -126,11 +126,7 @@ def run_weights(
     wanted = (None if weights is None else weights.dtype, mean is not None, page_mass is not None)
     shape = (batch, heads, kv_heads, dim, page_size, q.dtype, max_seq_len)
     fields: tuple[Any, ...] = (*shape, *cache, softmax_scale, lse_base, *scores, *wanted)
-    try:
-        plan = plan_of(AttentionWeightsPlan, AttentionWeightsDescriptor, fields, q.device)
-    except TypeError:
-        AttentionWeightsDescriptor(*fields)  # a field without a hash breaks a rule, which this names
-        raise
+    plan = described_plan(AttentionWeightsPlan, AttentionWeightsDescriptor, fields, q.device)
     outputs = {"weights": weights, "mean": mean, "page_mass": page_mass}
     table = PageTable(table_format, (table0, table1, table2))
     plan.run(q, k_cache, lse, table, k_scale=k_scale, alibi_slopes=alibi_slopes, **outputs)
@@ -195,11 +191,7 @@ def backward_plan(
     fields = attention_fields(q, k_cache, v_cache, table, extras, (None, None), options, pages)
     shared_pages = None if len(k_cache) else False  # a pool without pages has none to share
     limits = (shared_pages, length_hint(query_rows(q, extras.qo_indptr)))
-    try:
-        plan: PagedAttentionBackwardPlan = plan_of(PagedAttentionBackwardPlan, _backward_of, (fields, *limits), q.device)
-    except TypeError:
-        _backward_of(fields, *limits)  # a field without a hash breaks a rule, which this names
-        raise
+    plan: PagedAttentionBackwardPlan = described_plan(PagedAttentionBackwardPlan, _backward_of, (fields, *limits), q.device)
     return plan
 
 

@@ -96,11 +96,7 @@ def run_paged(
     describe: Callable[..., Any] = PagedDecodeDescriptor
     if not window_left is softcap is alibi_slopes is sinks is None:
         describe, fields = _modified(describe, fields, alibi_slopes, sinks, window_left, softcap)
-    try:
-        plan = plan_of(PagedDecodePlan, describe, fields, q.device)
-    except TypeError:
-        describe(*fields)  # a field without a hash breaks a rule, which this names
-        raise
+    plan = described_plan(PagedDecodePlan, describe, fields, q.device)
     workspace = stream_workspace(plan.workspace_size(), plan.device, reuse_in_capture=not traced)
     # fmt: off
     plan.run(
@@ -136,11 +132,7 @@ def run_contiguous(
     describe: Callable[..., Any] = _of_any_length
     if not window_left is softcap is alibi_slopes is sinks is None:
         describe, fields = _modified(describe, fields, alibi_slopes, sinks, window_left, softcap)
-    try:
-        plan = plan_of(FlashDecodingPlan, describe, fields, q.device)
-    except TypeError:
-        describe(*fields)  # a field without a hash breaks a rule, which this names
-        raise
+    plan = described_plan(FlashDecodingPlan, describe, fields, q.device)
     workspace = stream_workspace(plan.workspace_size(), plan.device, reuse_in_capture=not traced)
     # fmt: off
     plan.run(
@@ -203,11 +195,7 @@ def attention_plan(
 ) -> PagedAttentionPlan:
     """The plan of these tensors' problem, which is kept for later calls. scales: of K and V."""
     fields = attention_fields(q, k_cache, v_cache, table, extras, scales, options)
-    try:
-        plan: PagedAttentionPlan = plan_of(PagedAttentionPlan, PagedAttentionDescriptor, fields, q.device, preference)
-    except TypeError:
-        PagedAttentionDescriptor(*fields)  # as in run_paged
-        raise
+    plan: PagedAttentionPlan = described_plan(PagedAttentionPlan, PagedAttentionDescriptor, fields, q.device, preference)
     return plan
 
 
@@ -332,13 +320,28 @@ def plan_of(
     describe: Callable[..., Any],
     fields: tuple[Any, ...],
     device: torch.device,
-    preference: PlanPreference | None = None,
+    preference: PlanPreference | None,
 ) -> Any:
     """The plan of `describe(*fields)`: `select` keeps it too, but this cache spares a call to make the descriptor.
 
-    Raises TypeError for a field that has no hash, such as a list or an array; `describe` says which one that is.
+    Raises TypeError for a field that has no hash, such as a list or an array; `described_plan` says which one that is.
     """
     return kind.select(describe(*fields), device, preference)
+
+
+def described_plan(
+    kind: Any,
+    describe: Callable[..., Any],
+    fields: tuple[Any, ...],
+    device: torch.device,
+    preference: PlanPreference | None = None,
+) -> Any:
+    """The plan that `plan_of` gives. A field without a hash raises the typed error of the rule that it breaks."""
+    try:
+        return plan_of(kind, describe, fields, device, preference)
+    except TypeError:
+        describe(*fields)
+        raise
 
 
 def query_extents(q: Tensor) -> tuple[int, int, int]:

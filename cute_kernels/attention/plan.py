@@ -16,7 +16,7 @@ from ..kv.faults import first_fault, first_query_fault
 from ..kv.page_table import PageTable
 from ..kv.tensors import check_page_table
 from ..planning.base import LAUNCH_ERRORS, SKU_ARCH, FlaggingPlan, PrecisionGuarantee, Sku, selected
-from ..planning.checked import Checked, refuse_compile_in_capture
+from ..planning.checked import Checked, refuse_compile_in_capture, refuse_unknown
 from ..planning.variants import Candidate, DeviceFacts, Launch, PlanPreference
 from ..planning.workspace import check_clean, end_of
 from . import checks
@@ -82,9 +82,7 @@ class AttentionPlan(FlaggingPlan):
 
     def _can_implement(self, q: Tensor, k: Tensor, v: Tensor, page_table: PageTable, given: Given) -> None:
         """What every `can_implement` does. Raises TypeError for a name that `run` does not know."""
-        unknown = [name for name in given if name not in Given.__annotations__]
-        if unknown:
-            raise TypeError(f"can_implement() got an unexpected keyword argument {unknown[0]!r}")
+        refuse_unknown(given, Given.__annotations__)
         check_page_table(self._rules.problem.table_format, page_table)
         k_scale, v_scale, out, lse = (given.get(name) for name in ("k_scale", "v_scale", "out", "lse"))
         operands = Operands(q, k, v, *page_table.operands, k_scale, v_scale, out, lse, None)
