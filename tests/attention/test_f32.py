@@ -32,6 +32,11 @@ def of_f32(shape: Shape) -> Shape:
     return replace(shape, dtype=F32, softmax_scale=None if shape.softmax_scale is None else 0.3)
 
 
+def takes_f32(cache: Shape) -> bool:
+    """Whether caches have q's dtype, and no scales: caches of f32 take none."""
+    return cache.kv_dtype is cache.v_dtype is None and cache.k_scale is cache.v_scale is ck.KVScale.NONE
+
+
 SHAPES = [
     *(of_f32(shape) for shape in DECODE_CASES if shape.dtype == torch.bfloat16),
     Shape(name="cut_rows", lengths=(3000, 1, 700, 4096), num_heads=32, num_kv_heads=8, max_seq_len=4096, dtype=F32),
@@ -47,7 +52,7 @@ SHAPES = [
 ]
 NAMED_SHAPES = {shape.name: shape for shape in SHAPES}
 CASES = [
-    *(replace(c, cache=of_f32(c.cache)) for c in ATTENTION_CASES if c.cache.kv_dtype is None and c.cache.v_dtype is None),
+    *(replace(c, cache=of_f32(c.cache)) for c in ATTENTION_CASES if takes_f32(c.cache)),
     *F32_CASES,
 ]
 NAMED = {c.name: c for c in CASES}
