@@ -137,8 +137,18 @@ class KernelSpec(TilingSpec):
             return combine if self.split else 0
         states = self.packed_rows * (self.merge_columns + 1 + 2 * self.turns)
         if not self.by_warpgroup:
-            states = self.turns * self.packed_rows * (self.merge_columns + 2)
+            states = self.merge_places * self.packed_rows * (self.merge_columns + 2)
         return max(states, combine)
+
+    @property
+    def folds(self) -> bool:
+        """Whether the later half of the turns' states joins the first half before the merge, whose buffer all would not fit."""
+        return self.warp_tiles > 1 and self.num_warps > 4 and self.turns > 1
+
+    @property
+    def merge_places(self) -> int:
+        """States of a packed row in the merge buffer."""
+        return self.turns // 2 if self.folds else self.turns
 
     @property
     def ring_bytes(self) -> int:

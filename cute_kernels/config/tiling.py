@@ -24,7 +24,7 @@ WIDENING_WARPS = 4  # warps that widen 8-bit tiles to 16 bits for a warpgroup's 
 # (registers of a thread that attends, of any other thread), by the number of warps that attend
 WIDENING_REGISTERS = {4: (232, 136), 8: (176, 80)}  # if other warps widen tiles
 WIDENING_OVERLAP_REGISTERS = {**WIDENING_REGISTERS, 8: (200, 56)}  # if products overlap as well: tiles are larger
-OVERLAP_REGISTERS = {8: (224, 56), 12: (160, 32)}  # if products overlap
+OVERLAP_REGISTERS = {8: (224, 56), 12: (160, 32)}  # if products overlap, operands are f32, or 8 warps have two m-tiles each
 GATHER_REGISTERS = {4: (216, 72), 8: (216, 72)}  # if the producers bring tiles token by token
 MIN_BOX_ROWS = 8  # rows of one 128-byte swizzle atom: the smallest page part that one TMA box may bring
 PRODUCER_WARPS: dict[Arch, int] = {"sm90": 2, "sm80": 0}  # one brings K and V; one brings tokens' scales, or looks ahead
@@ -120,7 +120,16 @@ class TilingSpec(ProblemSpec):
         """M-tiles that one warp attends to together: a KV tile that the warp reads and converts serves all of them."""
         if not self.several or self.by_warpgroup:
             return 1
-        return min(self.row_tiles, most_warp_tiles(self.num_warps, self.padded_v_head_dim, self.splits))
+        return min(self.row_tiles, most_warp_tiles(self.num_warps, self.padded_v_head_dim, self.splits, self.pairs_tiles))
+
+    @property
+    def pairs_tiles(self) -> bool:
+        """Whether 8 warps may attend to two m-tiles each, with registers that the other warps give up.
+
+        Only over 8 bits, which every reader of a tile converts anew. The phases of a mixed kernel, which are for ragged query
+        rows, have the registers of the phase for long queries instead.
+        """
+        return self.arch == "sm90" and self.query == "uniform" and min(self.k_bytes, self.v_bytes) == 1
 
     @property
     def readers(self) -> int:
@@ -161,7 +170,7 @@ class TilingSpec(ProblemSpec):
             return (WIDENING_OVERLAP_REGISTERS if self.overlaps else WIDENING_REGISTERS).get(self.num_warps)
         if self.gathers:
             return GATHER_REGISTERS.get(self.num_warps)
-        exchanged = self.overlaps or (self.splits and self.arch == "sm90")
+        exchanged = self.overlaps or (self.arch == "sm90" and (self.splits or (self.warp_tiles > 1 and self.num_warps > 4)))
         return OVERLAP_REGISTERS.get(self.num_warps) if exchanged else None
 
     @property
@@ -272,12 +281,12 @@ class TilingSpec(ProblemSpec):
         return self.rings[1].lane_columns if self.splits else UNIT_BYTES // self.v_bytes
 
 
-def most_warp_tiles(num_warps: int, padded_head_dim: int, splits: bool = False) -> int:
-    """M-tiles for which a warp has registers: with more than 4 warps, too few for two outputs of 128 columns.
+def most_warp_tiles(num_warps: int, padded_head_dim: int, splits: bool = False, pairs: bool = False) -> int:
+    """M-tiles for which a warp has registers: two outputs of 128 columns take more than an equal share for 8 warps.
 
-    splits: whether operands are f32, whose parts take the registers of a second m-tile.
+    splits: whether operands are f32, whose parts take the registers of a second m-tile. pairs: TilingSpec.pairs_tiles.
     """
-    return 2 if num_warps <= 4 and padded_head_dim <= 128 and not splits else 1
+    return 2 if num_warps <= (8 if pairs else 4) and padded_head_dim <= 128 and not splits else 1
 
 
 def packed_rows(group_size: int, block_rows: int = TILE_M) -> int:

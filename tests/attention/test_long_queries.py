@@ -185,7 +185,12 @@ LOGITS = {  # of token t of n
     "far_down": lambda t, n: -FAR * t / n,
 }
 KINDS = {"bf16": {}, "f16": {"dtype": torch.float16}, "e4m3": STORAGES["e4m3"]}
-PATTERNS = [(pattern, kind) for pattern in LOGITS for kind in KINDS if kind != "e4m3" or "far" not in pattern]  # e4m3 ends at 448
+PAIRED = {"uniform": True, "q_lens": (8,) * 5, "max_q_len": 8}  # 32 packed rows: two m-tiles in each of eight warps, over 8 bits
+QUERY_ROWS = {"long": ROWS, "32 rows": PAIRED}
+PATTERNS = [  # e4m3 ends at 448
+    *((pattern, kind, "long") for pattern in LOGITS for kind in KINDS if kind != "e4m3" or "far" not in pattern),
+    *((pattern, "e4m3", "32 rows") for pattern in LOGITS if "far" not in pattern),
+]
 
 
 def places_of(inputs: AttentionInputs, row: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -195,9 +200,9 @@ def places_of(inputs: AttentionInputs, row: int) -> tuple[Tensor, Tensor, Tensor
     return token, table[token // cache.page_size], token % cache.page_size
 
 
-def patterned(pattern: str, kind: str, device: str, **fields: object) -> AttentionInputs:
+def patterned(pattern: str, kind: str, rows: str, device: str, **fields: object) -> AttentionInputs:
     """Requests whose logits follow a pattern from key to key, with what is random beside it, but where that would be rounded."""
-    described = long_case(f"{pattern}_{kind}", {**KINDS[kind], "softmax_scale": 1.0}, **fields)
+    described = long_case(f"{pattern}_{kind}", {**KINDS[kind], "softmax_scale": 1.0}, **QUERY_ROWS[rows], **fields)
     inputs = make_attention(described, device)
     inputs.q[: sum(described.q_lens)] *= 0.0 if "far" in pattern else 0.08
     inputs.q[: sum(described.q_lens), :, 0] = QUERY
@@ -208,19 +213,20 @@ def patterned(pattern: str, kind: str, device: str, **fields: object) -> Attenti
     return inputs
 
 
-@pytest.mark.parametrize(("pattern", "kind"), PATTERNS)
-def test_bases_on_the_cpu(pattern: str, kind: str) -> None:
+@pytest.mark.parametrize(("pattern", "kind", "rows"), PATTERNS)
+def test_bases_on_the_cpu(pattern: str, kind: str, rows: str) -> None:
     """The reference, on the logits below."""
-    inputs = patterned(pattern, kind, "cpu")
+    inputs = patterned(pattern, kind, rows, "cpu")
     assert_close(inputs, run(select(inputs.case, "cpu"), inputs))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("window", [None, 100])
-@pytest.mark.parametrize(("pattern", "kind"), PATTERNS)
-def test_bases_that_stay_and_move(pattern: str, kind: str, window: int | None) -> None:
+@pytest.mark.parametrize(("pattern", "kind", "rows"), PATTERNS)
+def test_bases_that_stay_and_move(pattern: str, kind: str, rows: str, window: int | None) -> None:
     """Every row, where what its weights are relative to moves with each tile, with few of them, with none, or out of range."""
-    inputs = patterned(pattern, kind, "cuda", window_left=window)
+    inputs = patterned(pattern, kind, rows, "cuda", window_left=window)
     plan = select(inputs.case, "sm90", sm_count=1)
-    assert plan.explain().chosen.spec.dealt
+    spec = plan.explain().chosen.spec
+    assert spec.dealt == (rows == "long") != spec.folds
     assert_every_row(plan, inputs)

@@ -8,7 +8,7 @@ import torch
 import cute_kernels as ck
 from cute_kernels.attention.variants import explain
 from cute_kernels.planning.variants import PRETEND, PlanPreference
-from tests.attention.test_long_queries import EVERYTHING, long_case, places_of
+from tests.attention.test_long_queries import EVERYTHING, QUERY_ROWS, long_case, places_of
 from tests.support.attention_cases import AttentionInputs, Case, make_attention
 from tests.support.attention_harness import assert_close, assert_every_row, run, select
 
@@ -37,17 +37,23 @@ KINDS: dict[str, tuple[dict[str, object], dict[str, object]]] = {  # fields of t
     "int8_f16_everything": (of(INT8, TOKEN_F16, INT8, TOKEN_F16), EVERYTHING),
     "e5m2_f16_e4m3_d256": (of(E5M2, TOKEN_F16, E4M3, TOKEN_F16, head_dim=256), {"causal": None}),
 }
-CASES = [(name, pattern) for name in KINDS for pattern in EXPONENTS]
+CASES = [
+    (name, pattern, rows)
+    for rows in QUERY_ROWS
+    for name in KINDS
+    for pattern in EXPONENTS
+    if rows == "long" or "d256" not in name
+]
 
 
-def scaled_case(name: str) -> Case:
+def scaled_case(name: str, rows: str = "long") -> Case:
     cache, fields = KINDS[name]
-    return long_case(name, cache, **fields)
+    return long_case(name, cache, **QUERY_ROWS[rows], **fields)
 
 
-def scaled(name: str, pattern: str, device: str) -> AttentionInputs:
+def scaled(name: str, pattern: str, rows: str, device: str) -> AttentionInputs:
     """Requests whose scales follow a pattern from token to token."""
-    described = scaled_case(name)
+    described = scaled_case(name, rows)
     inputs = make_attention(described, device)
     for which in ("k", "v"):
         scales = inputs.kv.scales[f"{which}_scale"]
@@ -69,18 +75,19 @@ def test_who_makes_scales_f32(name: str) -> None:
     assert spec.dealt and spec.widens_tiles and spec.token_scales > 0
 
 
-@pytest.mark.parametrize(("name", "pattern"), CASES)
-def test_long_scales_on_the_cpu(name: str, pattern: str) -> None:
+@pytest.mark.parametrize(("name", "pattern", "rows"), CASES)
+def test_long_scales_on_the_cpu(name: str, pattern: str, rows: str) -> None:
     """The reference, on the scales below."""
-    inputs = scaled(name, pattern, "cpu")
+    inputs = scaled(name, pattern, rows, "cpu")
     assert_close(inputs, run(select(inputs.case, "cpu"), inputs))
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("name", "pattern"), CASES)
-def test_every_row_of_long_scales(name: str, pattern: str) -> None:
+@pytest.mark.parametrize(("name", "pattern", "rows"), CASES)
+def test_every_row_of_long_scales(name: str, pattern: str, rows: str) -> None:
     """Row by row, where the unit of the weights grows with each tile, once, or not at all, beside scales a thousandth of it."""
-    inputs = scaled(name, pattern, "cuda")
+    inputs = scaled(name, pattern, rows, "cuda")
     plan = select(inputs.case, "sm90", sm_count=1)
-    assert plan.explain().chosen.spec.dealt
+    spec = plan.explain().chosen.spec
+    assert spec.dealt == (rows == "long") != spec.folds
     assert_every_row(plan, inputs)

@@ -6,9 +6,10 @@ import math
 from typing import Any
 
 import pytest
+from torch import Tensor
 
 import cute_kernels as ck
-from tests.support.attention_cases import PADDING, case, make_attention
+from tests.support.attention_cases import AttentionInputs, case, make_attention
 from tests.support.attention_harness import assert_close, run, select
 from tests.support.harness import BACKENDS, assert_bitwise, device_of
 from tests.support.storage import STORAGES
@@ -18,18 +19,25 @@ E4M3 = STORAGES["e4m3"]
 HEADS = {"num_heads": 8, "num_kv_heads": 2, "head_dim": 128}
 ROWS = {"q_lens": (32, 1, 5, 40), "max_q_len": 40}  # up to 160 packed rows: two warpgroups, whose products overlap
 LENGTHS = {"lengths": (300, 40, 70, 900), "max_seq_len": 1000}
+PAIRED = {"q_lens": (8, 8, 8, 8), "max_q_len": 8, "uniform": True}  # 32: over 8 bits two m-tiles in each of eight warps
 ALONE = {"q_lens": (1, 1, 1, 1), "max_q_len": 1}
 
 
+def query_rows(inputs: AttentionInputs) -> Tensor:
+    """q as [row, num_heads, head_dim], in its memory."""
+    return inputs.q.flatten(0, 1) if inputs.case.uniform else inputs.q
+
+
 @EVERY_BACKEND
+@pytest.mark.parametrize("rows", [PAIRED, ROWS], ids=["32 rows", "many rows"])
 @pytest.mark.parametrize("storage", ["16 bits", "e4m3"])
-def test_a_row_that_sees_only_nan_is_not_empty(storage: str, backend: str) -> None:
+def test_a_row_that_sees_only_nan_is_not_empty(storage: str, rows: dict[str, Any], backend: str) -> None:
     """A query row of NaN has NaN in out and in lse, for a merge passes over an empty one. The other rows keep their bits."""
-    described = case("nan", {**HEADS, **LENGTHS, **(E4M3 if storage == "e4m3" else {})}, **ROWS)
+    described = case("nan", {**HEADS, **LENGTHS, **(E4M3 if storage == "e4m3" else {})}, **rows)
     inputs, plan = make_attention(described, device_of(backend)), select(described, backend)
     clean = run(plan, inputs)
-    broken = [3, 34, described.begins[3] + 39]
-    inputs.q[broken] = math.nan
+    broken = [3, described.begins[2] + 2, described.begins[3] + described.q_lens[3] - 1]
+    query_rows(inputs)[broken] = math.nan
     out, lse = run(plan, inputs)
     assert out[broken].isnan().all() and lse[broken].isnan().all()
     others = [row for row in range(sum(described.q_lens)) if row not in broken]
@@ -38,19 +46,19 @@ def test_a_row_that_sees_only_nan_is_not_empty(storage: str, backend: str) -> No
 
 @EVERY_BACKEND
 @pytest.mark.parametrize("k_scale", [1.0, 1e-7, 1e-30])
-@pytest.mark.parametrize("rows", [ALONE, ROWS], ids=["one row", "many rows"])
+@pytest.mark.parametrize("rows", [ALONE, PAIRED, ROWS], ids=["one row", "32 rows", "many rows"])
 def test_a_query_row_of_zeros_weighs_all_keys_alike(rows: dict[str, Any], k_scale: float, backend: str) -> None:
     """Also where the scale of K takes the factor of its scores below the smallest f32, whose product with -inf would be NaN."""
     stored = {**E4M3, "k_scale": ck.KVScale.TENSOR, "v_scale": ck.KVScale.TENSOR}
     described = case("zeros", {**HEADS, **LENGTHS, **stored}, **rows)
     inputs, plan = make_attention(described, device_of(backend)), select(described, backend)
-    inputs.q[:-PADDING].zero_()
+    query_rows(inputs)[: sum(rows["q_lens"])].zero_()
     inputs.scales["k_scale"].fill_(k_scale)
     assert_close(inputs, run(plan, inputs))
 
 
 @EVERY_BACKEND
-@pytest.mark.parametrize("rows", [ALONE, ROWS], ids=["one row", "many rows"])
+@pytest.mark.parametrize("rows", [ALONE, PAIRED, ROWS], ids=["one row", "32 rows", "many rows"])
 def test_scales_of_v_from_nothing_to_large(rows: dict[str, Any], backend: str) -> None:
     """Tiles whose tokens have scales of 0 come before one of 2**70: between them lie more binades than f32 has."""
     stored = {"kv_dtype": ck.KVDtype.INT8, "k_scale": ck.KVScale.TOKEN, "v_scale": ck.KVScale.TOKEN}

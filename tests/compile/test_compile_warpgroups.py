@@ -84,6 +84,11 @@ LONG: dict[str, dict[str, Any]] = {
 SPILLED = {"page 8, everything": 6}  # three registers, stored and loaded once an item
 
 
+def registers_set(ptx: str) -> list[int]:
+    """What warpgroups set their threads' registers to."""
+    return sorted(int(count) for count in re.findall(r"setmaxnreg\.\w+\.sync\.aligned\.u32\s+(\d+)", ptx))
+
+
 @pytest.mark.parametrize("name", LONG)
 def test_long_queries(name: str, tmp_path: Path) -> None:
     """Nothing spills in the loop over tiles, no product waits for the one before it, and producers hand registers over."""
@@ -99,8 +104,24 @@ def test_long_queries(name: str, tmp_path: Path) -> None:
     assert len(re.findall(r"\b(?:LDL|STL)\b", sass)) <= SPILLED.get(name, 0), "registers spilled to local memory"
     assert sass.count("HGMMA") == spec.padded_head_dim // 16 + 2 * spec.tile_n // 16
     assert sass.count("WARPGROUP.DEPBAR") == 4, "the assembler waits for more than both products"
-    shares = [int(count) for count in re.findall(r"setmaxnreg\.\w+\.sync\.aligned\.u32\s+(\d+)", ptx)]
-    assert sorted(shares) == sorted(spec.register_shares or ())
+    assert registers_set(ptx) == sorted(spec.register_shares or ())
+
+
+@pytest.mark.parametrize(("head_dim", "q_len"), [(128, 8), (64, 8), (128, 5)])
+@pytest.mark.parametrize("stored", [E4M3, INT8_TOKEN], ids=["e4m3", "int8 token"])
+def test_two_m_tiles_of_eight_warps(stored: dict[str, Any], head_dim: int, q_len: int, tmp_path: Path) -> None:
+    """Each warp converts a tile of 8 bits once for 32 packed rows, with registers that the other warps hand over."""
+    fields = {"num_heads": 32, "num_kv_heads": 8, "head_dim": head_dim, "page_size": 16, **stored}
+    problem = ck.PagedAttentionDescriptor(
+        64, q_dtype=torch.bfloat16, max_q_len=q_len, query_format="uniform", max_seq_len=8192, **fields
+    ).problem
+    spec = explain(problem, PRETEND["h200"]).chosen.spec
+    assert (spec.warp_tiles, spec.readers, spec.turns, spec.num_warps) == (2, 1, 8, 8)
+    ptx, sass = machine_code.dump(build, spec, tmp_path)
+    assert not re.search(r"\b(LDL|STL)\b", sass), "registers spilled to local memory"
+    assert len(re.findall(r"\bHMMA", sass)) == 2 * 2 * (spec.tile_n // 8) * (head_dim // 16)
+    assert len(re.findall(r"\bLDSM", sass)) == 2 * spec.tile_n * head_dim // 512
+    assert registers_set(ptx) == [56, 224]
 
 
 GATHERED: dict[str, dict[str, Any]] = {

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+import cute_kernels as ck
 from cute_kernels.config.decode import DecodeConfig
 from tests.interpreted.machine.attention import Kernel, kernel_of
 from tests.interpreted.runs import attention_operands, run_attention
@@ -17,6 +18,7 @@ from tests.support.inputs import NAN
 ONE_HEAD: dict[str, Any] = {"num_heads": 4, "num_kv_heads": 1}
 LENGTHS = {"lengths": (700, 0, 33, 400)}
 WARPS = {4: DecodeConfig(32, 8, 4, 1), 8: DecodeConfig(16, 8, 8, 1)}
+E4M3 = {"kv_dtype": ck.KVDtype.E4M3}
 # (head_dim, query rows of 4 heads, warps) -> (packed rows per unit, words that a thread merges and sends together)
 WIDE: dict[tuple[int, int, int], tuple[int, int]] = {
     (64, 2, 4): (8, 1),
@@ -97,3 +99,23 @@ def test_every_order_of_ctas(seed: int) -> None:
 def test_masks_and_scores(cache: dict[str, Any], fields: dict[str, Any]) -> None:
     problem = case("masks", {**ONE_HEAD, **LENGTHS, "head_dim": 64, **cache}, **rows_of(4), **fields)
     check(made(problem, 4), problem)
+
+
+@pytest.mark.parametrize(
+    ("cache", "q_len", "fields"),
+    [
+        ({**E4M3, "head_dim": 128}, 8, {}),
+        ({**E4M3, "head_dim": 64}, 16, {"sinks": True, "window_left": 300}),
+        ({**TOKEN_SCALES, "head_dim": 64}, 8, EVERYTHING),
+    ],
+    ids=["e4m3", "64 rows", "int8 token scales, everything"],
+)
+def test_two_m_tiles_of_eight_warps(cache: dict[str, Any], q_len: int, fields: dict[str, Any]) -> None:
+    """The states of later turns join those of earlier ones, in the order of the piece's tiles; some turns have no tile."""
+    rows = {"q_lens": (q_len,) * 4, "max_q_len": q_len, "uniform": True}
+    problem = case("paired", {**ONE_HEAD, **LENGTHS, **cache}, **rows, **fields)
+    kernel = made(problem, 8)
+    spec = kernel.spec
+    assert spec.warp_tiles == 2 and spec.folds and spec.merge_places == spec.turns // 2 == 32 // q_len
+    assert spec.register_shares == (224, 56)
+    check(kernel, problem)

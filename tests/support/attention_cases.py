@@ -94,8 +94,10 @@ TOKEN_SCALES = {"kv_dtype": INT8, "k_scale": ck.KVScale.TOKEN_F16, "v_scale": ck
 EVERYTHING = {"window_left": 40, "softcap": 3.0, "alibi": True, "sinks": True}
 LONG = {"lengths": (3000, 64, 31, 700)}
 UNIFORM = {"uniform": True, "q_lens": (4,) * len(LENGTHS), "max_q_len": 4}
-VERIFY = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128, **LONG}  # packed rows for one warpgroup, or for two
-VERIFY_64, VERIFY_128 = ({"uniform": True, "q_lens": (rows // 4,) * 4, "max_q_len": rows // 4} for rows in (64, 128))
+VERIFY = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128, **LONG}  # packed rows for warps, for one warpgroup, or for two
+VERIFY_32, VERIFY_64, VERIFY_128 = (
+    {"uniform": True, "q_lens": (rows // 4,) * 4, "max_q_len": rows // 4} for rows in (32, 64, 128)
+)
 BORDERS = [case(f"window_{w}", window_left=w) for w in (0, 1, 15, 16, 17, 31, 32, 100, 2**31 - 1)]
 CASES = (
     case("causal"),
@@ -160,6 +162,8 @@ CASES = (
     case("prefill", {"lengths": (200, 130, 77)}, q_lens=(200, 130, 77), max_q_len=200),
     case("prefill_e4m3", {"lengths": (200, 130, 77), "kv_dtype": E4M3}, q_lens=(200, 130, 77), max_q_len=200),
     case("prefill_int8", {"lengths": (200, 130, 77), **TOKEN_SCALES}, q_lens=(200, 1, 77), max_q_len=200, **EVERYTHING),
+    case("verify_32_e4m3", {**VERIFY, "kv_dtype": E4M3}, **VERIFY_32),
+    case("verify_32_int8_everything", {**VERIFY, **TOKEN_SCALES, "head_dim": 64, "page_size": 64}, **VERIFY_32, **EVERYTHING),
     case("verify_64_e4m3", {**VERIFY, "kv_dtype": E4M3}, **VERIFY_64),
     case("verify_64_e4m3_everything", {**VERIFY, "kv_dtype": E4M3, "head_dim": 64, "page_size": 64}, **VERIFY_64, **EVERYTHING),
     case("verify_128_e4m3", {**VERIFY, "kv_dtype": E4M3}, **VERIFY_128, window_left=1023),

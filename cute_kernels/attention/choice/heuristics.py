@@ -35,6 +35,7 @@ PAIRED = (8_192, 8, 1)
 # were fastest or within 4% of it; on smaller tiles if a CTA's share has fewer than SHARE_TILES large ones; with token scales two
 # m-tiles per warp (by 5 to 20%)
 M_TILES, M_TILES_OF_SHORT, M_TILES_OF_TOKEN_SCALES = (64, 8), (32, 8), (32, 4)
+PAIRED_M_TILES = 32, 8
 SHARE_TILES = 4
 M_TILES_ROWS = 32  # packed rows: with more, warpgroups end first (docs/notes/kernel-log.md)
 # (tokens of a tile, consumer warps) for long queries, over 16 bits and over 8: the first that fits. Timed on an H200 at 8k: three
@@ -48,6 +49,10 @@ FEW_TILE_N = 32
 WARPGROUP_SHAPES = ((64, 8), (32, 8), (64, 4), (32, 4), (16, 8), (16, 4))
 OVERLAP_SHAPES = ((128, 8), (112, 8), *WARPGROUP_SHAPES)
 ALONE_SHAPES = ((128, 4), *WARPGROUP_SHAPES)  # for 64 rows over 8 bits without token scales: one, whose products overlap
+# the same with token scales, if an SM has at least so many tokens: 6% sooner at 64 x 8k, 5% later at 8 x 8k and 64 x 1k
+ALONE_SHAPES_OF_TOKEN_SCALES, TOKENS_ALONE = ((112, 4), *WARPGROUP_SHAPES), 8_192
+# with fewer tokens per SM than so many tiles, smaller tiles end sooner: by up to 24% (docs/notes/kernel-log.md)
+TILES_OF_SHORT, SHORTEST_TILE_N = 2, 32
 PAIRED_HEAD_DIM = 128  # larger ones were not measured
 MOST_CTAS_PER_SM = 2
 LARGEST_TILE_N = {"sm90": 64, "sm80": 32}
@@ -88,7 +93,7 @@ def candidates(problem: DecodeProblem, arch: Arch, target: Target, sm_count: int
         return [split_config(problem)]
     if arch == "sm90" and problem.packed_rows > TILE_M and not problem.splits:
         if not by_warps(problem):
-            return [warpgroup_config(problem)]
+            return [warpgroup_config(problem, sm_count)]
         tile_n, num_warps = m_tiles_shape(problem, sm_count)
         shapes = [(tile_n * token_bytes(problem), num_warps, 1, 1)]
     elif pairs_heads(problem, arch):
@@ -120,11 +125,17 @@ def by_warps(problem: DecodeProblem) -> bool:
 
 def m_tiles_shape(problem: DecodeProblem, sm_count: int) -> tuple[int, int]:
     """(tokens of a tile, consumer warps) for a unit of several m-tiles that warps attend to."""
-    share = problem.batch_size * row_tokens(problem) * problem.num_kv_heads // sm_count
-    shape = M_TILES if share >= SHARE_TILES * M_TILES[0] else M_TILES_OF_SHORT
+    if problem.query == "uniform":  # two m-tiles in each of 8 warps (TilingSpec.pairs_tiles)
+        return min(PAIRED_M_TILES[0], most_tile_n(problem.padded_head_dim, problem.v_dtype.element_bytes)), PAIRED_M_TILES[1]
+    shape = M_TILES if share_tokens(problem, sm_count) >= SHARE_TILES * M_TILES[0] else M_TILES_OF_SHORT
     if problem.has_token_scales:
         shape = M_TILES_OF_TOKEN_SCALES
     return min(shape[0], most_tile_n(problem.padded_head_dim, problem.v_dtype.element_bytes)), shape[1]
+
+
+def share_tokens(problem: DecodeProblem, sm_count: int) -> int:
+    """KV tokens for each SM."""
+    return problem.batch_size * row_tokens(problem) * problem.num_kv_heads // sm_count
 
 
 def long_config(problem: DecodeProblem) -> DecodeConfig:
@@ -164,12 +175,25 @@ def few_config(problem: DecodeProblem, arch: Arch, target: Target, sm_count: int
     return ring(problem, tile_n, 4 if spills_with_8_warps(problem) else 8, 1, arch, target)
 
 
-def warpgroup_config(problem: DecodeProblem) -> DecodeConfig:
+def warpgroup_config(problem: DecodeProblem, sm_count: int) -> DecodeConfig:
     """The configuration for warpgroups: the largest tiles of which shared memory holds enough, two warpgroups before one."""
-    alone = problem.query != "ragged" and problem.has_8_bits and not problem.has_token_scales  # a phase of a mixed kernel spills
-    shapes = OVERLAP_SHAPES if problem.packed_rows > WARPGROUP_M else ALONE_SHAPES if alone else WARPGROUP_SHAPES
+    shapes = warpgroup_shapes(problem, share_tokens(problem, sm_count))
     configs = [ring(problem, tile_n, warps, 1, "sm90", "sm_90a", 1, "warpgroup") for tile_n, warps in shapes]
     return first_fitting(problem, configs, "balanced")
+
+
+def warpgroup_shapes(problem: DecodeProblem, share: int) -> tuple[tuple[int, int], ...]:
+    """(tokens of a tile, consumer warps) for warpgroups, the best first. share: tokens for each SM; few take small tiles."""
+    if problem.packed_rows > WARPGROUP_M and share <= TILES_OF_SHORT * SHORTEST_TILE_N:
+        return ((SHORTEST_TILE_N, WARPGROUP),)  # two units, each with half of the rows, so that more SMs have work
+    shapes: tuple[tuple[int, int], ...] = OVERLAP_SHAPES if problem.packed_rows > WARPGROUP_M else WARPGROUP_SHAPES
+    if problem.packed_rows <= WARPGROUP_M and problem.has_8_bits and problem.query != "ragged":  # a mixed kernel's phase spills
+        if not problem.has_token_scales:
+            shapes = ALONE_SHAPES
+        elif share >= TOKENS_ALONE:
+            shapes = ALONE_SHAPES_OF_TOKEN_SCALES
+    most = max(SHORTEST_TILE_N, share // TILES_OF_SHORT)
+    return tuple(shape for shape in shapes if shape[0] <= most)
 
 
 def first_fitting(problem: DecodeProblem, configs: list[DecodeConfig], partition: Partition, spare: int = 0) -> DecodeConfig:

@@ -27,6 +27,7 @@ from .softmax import finite_or_zero, quad_sum, rescale_row, rows_of
 
 LN_2 = math.log(2.0)
 STORES = 4  # stores of a thread in flight together: for 64 packed rows it has 4 or 16
+JOINED = 16  # columns that join_state reads together
 PAIRS_READ = 16  # pairs of columns that settle_outputs reads together: registers for all 64 columns would spill at head_dim 256
 
 
@@ -61,18 +62,35 @@ def is_of(spec: KernelSpec, row: Int32, order: Int32) -> Boolean | bool:
 def places_of(spec: KernelSpec, row: Int32) -> list:
     """The places in the merge of the warps that attend to a packed row."""
     if spec.unit_heads == 1:
-        return list(range(spec.turns))
+        return list(range(spec.merge_places))
     return [quotient(row, spec.group_size) + place for place in range(0, spec.num_warps, spec.unit_heads)]
+
+
+@cute.jit
+def share_states(spec: cutlass.Constexpr, merge: tuple, states: list, heads: Int32, order: Int32, scaling: Scaling):
+    """A warp's states of its m-tiles go to its place in the merge, or join the state of an earlier turn there.
+
+    All consumer warps call it. states: (thr_mma, WarpState, inverses, row_tile) of each m-tile. inverses: of the query's row
+    factors, or None.
+    """
+    if cutlass.const_expr(not spec.folds):
+        for state in states:
+            share_state(spec, merge, *state, heads, order)
+    else:
+        if order >= spec.merge_places:
+            for state in states:
+                share_state(spec, merge, *state, heads, order - spec.merge_places)
+        sync_consumers(spec)
+        if order < spec.merge_places:
+            for state in states:
+                join_state(spec, merge, *state, heads, order, scaling)
 
 
 @cute.jit
 def share_state(
     spec: cutlass.Constexpr, merge: tuple, thr_mma, state: WarpState, inverses, row_tile: Int32, heads: Int32, order: Int32
 ):
-    """A warp writes an m-tile's state to its place in the merge, with the query's row factors and the state's unit taken out.
-
-    inverses: the inverses of the row factors, or None.
-    """
+    """Writes an m-tile's state to a place of the merge, with the query's row factors and the state's unit taken out."""
     acc, row_max, row_sum, _ = merge
     unit = unit_factor(state)
     lane, lane_rows = cute.arch.lane_idx(), lane_rows_of(spec, row_tile)
@@ -90,6 +108,51 @@ def share_state(
 
 
 @cute.jit
+def join_state(
+    spec: cutlass.Constexpr,
+    merge: tuple,
+    thr_mma,
+    state: WarpState,
+    inverses,
+    row_tile: Int32,
+    heads: Int32,
+    place: Int32,
+    scaling,
+):
+    """A warp adds an m-tile's state to the one that another warp left at `place` of the merge. Operands as in share_state."""
+    acc, row_max, row_sum, _ = merge
+    unit = unit_factor(state)
+    lane, lane_rows = cute.arch.lane_idx(), lane_rows_of(spec, row_tile)
+    outputs = rows_of(state.acc_o)
+    coords = output_coords(spec, thr_mma)
+    for r in cutlass.range_constexpr(cute.size(state.row_max)):
+        row, total = lane_rows[r], quad_sum(state.row_sum[r]) * unit
+        peaks = state.row_max[r] * (1.0 if cutlass.const_expr(inverses is None) else inverses[r]), row_max[row, place]
+        total_there = row_sum[row, place]
+        cute.arch.sync_warp()  # the four lanes of a row have read both numbers
+        peak = cute.arch.fmax(*peaks)
+        own, other = (state_weight(each, finite_or_zero(peak), scaling) for each in peaks)
+        if row < heads:
+            columns = [value_column(spec, coords[r, c][1]) for c in range(cute.size(outputs, mode=[1]))]
+            for begin in cutlass.range_constexpr(
+                0, len(columns), JOINED
+            ):  # loads, then stores: the compiler makes vectors of both
+                some = range(begin, min(begin + JOINED, len(columns)))
+                there = [acc[row, columns[c], place] for c in some]
+                for c in some:
+                    acc[row, columns[c], place] = outputs[r, c] * (unit * own) + there[c - begin] * other
+            if lane % 4 == 0:
+                row_max[row, place] = peak
+                row_sum[row, place] = total * own + total_there * other
+
+
+def state_weight(row_max: Float32, shift: Float32, scaling: Scaling) -> Float32:
+    """The weight of a state of a row relative to `shift`; 0 if it has seen no key, whatever the scale."""
+    weight = cute.math.exp2((row_max - shift) * scaling.log2, fastmath=True)
+    return cutlass.select_(row_max == -Float32.inf, Float32(0.0), weight)
+
+
+@cute.jit
 def merge_row(spec: cutlass.Constexpr, row_max, row_sum, row: Int32, scaling: Scaling):
     """(weights of the warps' states of one row, a factor on the weighted sum, the row's lse in base 2: -inf when empty).
 
@@ -103,8 +166,7 @@ def merge_row(spec: cutlass.Constexpr, row_max, row_sum, row: Int32, scaling: Sc
     shift = finite_or_zero(peak)
     total = Float32(0.0)
     for w in cutlass.range_constexpr(len(places)):
-        weight = cute.math.exp2((row_max[row, places[w]] - shift) * scaling.log2, fastmath=True)
-        weights[w] = cutlass.select_(row_max[row, places[w]] == -Float32.inf, Float32(0.0), weight)  # 0 whatever the scale
+        weights[w] = state_weight(row_max[row, places[w]], shift, scaling)
         total += weights[w] * row_sum[row, places[w]]
     return weights, *normalisation(spec, total, shift, scaling)
 

@@ -17,7 +17,7 @@ from ..attend.epilogue import (
     send_rows,
     settle_rows,
     settle_turns,
-    share_state,
+    share_states,
     store_final,
     store_partial,
     store_rows,
@@ -251,16 +251,16 @@ class DecodeKernel:
         self, shared: Shared, piece: Piece, row_tiles: tuple, thr_mma, order: Int32, merging: Scaling
     ) -> SettledRows | None:
         """Ends a piece: the warps' states meet in shared memory, or each is settled in its registers and returned."""
-        spec, settled = self.spec, None
+        spec, settled, states = self.spec, None, []
         for rows, row_tile in zip(row_tiles, row_tiles_of(spec), strict=True):
-            inverses = None if cutlass.const_expr(spec.modifiers.functions) else rows.inverses
-            state = thr_mma, rows.state, inverses, row_tile
-            if cutlass.const_expr(spec.overlaps):
-                settled = settle_rows(spec, *state, merging)
-            elif cutlass.const_expr(spec.by_warpgroup):
-                settle_turns(spec, shared.merge, *state, piece.block.rows, order, merging)
-            else:
-                share_state(spec, shared.merge, *state, piece.block.rows, order)
+            inverses = None if spec.modifiers.functions else rows.inverses
+            states.append((thr_mma, rows.state, inverses, row_tile))
+        if cutlass.const_expr(spec.overlaps):
+            settled = settle_rows(spec, *states[0], merging)
+        elif cutlass.const_expr(spec.by_warpgroup):
+            settle_turns(spec, shared.merge, *states[0], piece.block.rows, order, merging)
+        else:
+            share_states(spec, shared.merge, states, piece.block.rows, order, merging)
         return settled
 
     @cute.jit
