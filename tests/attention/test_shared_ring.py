@@ -46,7 +46,7 @@ def test_every_row_of_shared_tiles(described: Case, sm_count: int) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("pattern", "kind"), PATTERNS)
-def test_logits_over_shared_tiles(pattern: str, kind: str) -> None:
-    inputs = patterned(pattern, kind, "cuda")
+@pytest.mark.parametrize(("pattern", "kind", "rows"), PATTERNS)
+def test_logits_over_shared_tiles(pattern: str, kind: str, rows: str) -> None:
+    inputs = patterned(pattern, kind, rows, "cuda")
     assert_close(inputs, run(select(inputs.case, "sm80", sm_count=1), inputs))
