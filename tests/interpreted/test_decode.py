@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -79,6 +80,19 @@ def test_every_order_of_ctas(seed: int) -> None:
     assert_close(inputs, *expected)
     for resident in (1, 2, 3):
         assert_bitwise(run_decode(kernel, inputs, seed=seed + 10, resident=resident), expected)
+
+
+@pytest.mark.parametrize("config", [WARPS_4, DecodeConfig(16, 16, 8, 1)], ids=["4 warps", "8 warps"])
+def test_a_query_row_of_nan_in_many_parts(config: DecodeConfig) -> None:
+    """Threads that share its columns merge what they have: NaN, not the state of a row without keys."""
+    shape = Shape(lengths=(2600, 33), head_dim=64, **ONE_HEAD)
+    kernel, inputs = kernel_of(shape.descriptor().problem, config, "balanced", 20), make_inputs(shape, "cpu")
+    clean = run_decode(kernel, inputs)
+    inputs.q[0, 1] = math.nan
+    out, lse = run_decode(kernel, inputs)
+    assert out[0, 1].isnan().all() and lse[0, 1].isnan()
+    others = torch.tensor([[0, 0], [0, 2], [0, 3], [1, 0], [1, 1], [1, 2], [1, 3]]).unbind(1)
+    assert_bitwise((out[others], lse[others]), (clean[0][others], clean[1][others]))
 
 
 def test_control_a_combine_that_never_clears(monkeypatch: pytest.MonkeyPatch) -> None:

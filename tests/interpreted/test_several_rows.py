@@ -119,3 +119,16 @@ def test_two_m_tiles_of_eight_warps(cache: dict[str, Any], q_len: int, fields: d
     assert spec.warp_tiles == 2 and spec.folds and spec.merge_places == spec.turns // 2 == 32 // q_len
     assert spec.register_shares == (224, 56)
     check(kernel, problem)
+
+
+def test_query_rows_of_nan_in_many_parts() -> None:
+    """A request of more parts than a thread of the combine takes at once; the other rows keep their bits."""
+    problem = case("nan", {**ONE_HEAD, "lengths": (33, 900), "head_dim": 64}, q_lens=(4, 4), max_q_len=4)
+    descriptor = problem.descriptor()
+    kernel, inputs = kernel_of(descriptor.problem, WARPS[8], "balanced", 16, descriptor=descriptor), make_attention(problem)
+    clean = run_attention(kernel, inputs)
+    broken, others = [1, 6], [0, 2, 3, 4, 5, 7]
+    inputs.q[broken] = NAN
+    out, lse = run_attention(kernel, inputs)
+    assert out[broken].isnan().all() and lse[broken].isnan().all()
+    assert_bitwise((out[others], lse[others]), (clean[0][others], clean[1][others]))

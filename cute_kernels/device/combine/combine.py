@@ -249,13 +249,14 @@ def store_word(
 def merge_parts(state: cute.Tensor, parts: cute.Tensor, count: Int32):
     """Merges the first `count` of a chunk's parts (columns, lse) into the running (columns, peak, total).
 
-    Parts may be running states too. The chunk has one maximum, so that the weights do not wait for each other.
+    Parts may be running states too. The chunk has one maximum, so that the weights do not wait for each other. It is NaN if any
+    part's is: with -inf in its place, a part that saw NaN alone would be an empty one to the next merge.
     """
     at, values = cutlass.const_expr(cute.size(state) - 2), cutlass.const_expr(cute.size(state))
     peak = state[at]
     for i in cutlass.range_constexpr(cute.size(parts, mode=[1])):
         parts[at, i] = cutlass.select_(i < count, parts[at, i], -Float32.inf)
-        peak = cute.arch.fmax(peak, parts[at, i])
+        peak = cute.arch.fmax(peak, parts[at, i], nan=True)
     shift = finite_or_zero(peak)
     decay = cute.math.exp2(state[at] - shift, fastmath=True)
     for c in cutlass.range_constexpr(values):
