@@ -126,10 +126,10 @@ class TilingSpec(ProblemSpec):
     def pairs_tiles(self) -> bool:
         """Whether 8 warps may attend to two m-tiles each, with registers that the other warps give up.
 
-        Only over 8 bits, which every reader of a tile converts anew. The phases of a mixed kernel, which are for ragged query
-        rows, have the registers of the phase for long queries instead.
+        Only over 8 bits, which every reader of a tile converts anew. A phase of a mixed kernel has the registers of the phase for
+        long queries instead.
         """
-        return self.arch == "sm90" and self.query == "uniform" and min(self.k_bytes, self.v_bytes) == 1
+        return self.arch == "sm90" and self.several and self.q_lens is None and min(self.k_bytes, self.v_bytes) == 1
 
     @property
     def readers(self) -> int:

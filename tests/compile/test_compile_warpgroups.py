@@ -107,13 +107,15 @@ def test_long_queries(name: str, tmp_path: Path) -> None:
     assert registers_set(ptx) == sorted(spec.register_shares or ())
 
 
-@pytest.mark.parametrize(("head_dim", "q_len"), [(128, 8), (64, 8), (128, 5)])
+@pytest.mark.parametrize(
+    ("head_dim", "q_len", "query"), [(128, 8, "uniform"), (64, 8, "uniform"), (128, 5, "uniform"), (128, 8, "ragged")]
+)
 @pytest.mark.parametrize("stored", [E4M3, INT8_TOKEN], ids=["e4m3", "int8 token"])
-def test_two_m_tiles_of_eight_warps(stored: dict[str, Any], head_dim: int, q_len: int, tmp_path: Path) -> None:
+def test_two_m_tiles_of_eight_warps(stored: dict[str, Any], head_dim: int, q_len: int, query: str, tmp_path: Path) -> None:
     """Each warp converts a tile of 8 bits once for 32 packed rows, with registers that the other warps hand over."""
     fields = {"num_heads": 32, "num_kv_heads": 8, "head_dim": head_dim, "page_size": 16, **stored}
     problem = ck.PagedAttentionDescriptor(
-        64, q_dtype=torch.bfloat16, max_q_len=q_len, query_format="uniform", max_seq_len=8192, **fields
+        64, q_dtype=torch.bfloat16, max_q_len=q_len, query_format=query, max_seq_len=8192, **fields
     ).problem
     spec = explain(problem, PRETEND["h200"]).chosen.spec
     assert (spec.warp_tiles, spec.readers, spec.turns, spec.num_warps) == (2, 1, 8, 8)

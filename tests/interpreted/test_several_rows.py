@@ -107,13 +107,14 @@ def test_masks_and_scores(cache: dict[str, Any], fields: dict[str, Any]) -> None
         ({**E4M3, "head_dim": 128}, 8, {}),
         ({**E4M3, "head_dim": 64}, 16, {"sinks": True, "window_left": 300}),
         ({**TOKEN_SCALES, "head_dim": 64}, 8, EVERYTHING),
+        ({**E4M3, "head_dim": 64}, 8, {"uniform": False, **rows_of(8)}),
     ],
-    ids=["e4m3", "64 rows", "int8 token scales, everything"],
+    ids=["e4m3", "64 rows", "int8 token scales, everything", "ragged"],
 )
 def test_two_m_tiles_of_eight_warps(cache: dict[str, Any], q_len: int, fields: dict[str, Any]) -> None:
     """The states of later turns join those of earlier ones, in the order of the piece's tiles; some turns have no tile."""
     rows = {"q_lens": (q_len,) * 4, "max_q_len": q_len, "uniform": True}
-    problem = case("paired", {**ONE_HEAD, **LENGTHS, **cache}, **rows, **fields)
+    problem = case("paired", {**ONE_HEAD, **LENGTHS, **cache}, **{**rows, **fields})
     kernel = made(problem, 8)
     spec = kernel.spec
     assert spec.warp_tiles == 2 and spec.folds and spec.merge_places == spec.turns // 2 == 32 // q_len

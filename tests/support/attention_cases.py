@@ -164,6 +164,7 @@ CASES = (
     case("prefill_int8", {"lengths": (200, 130, 77), **TOKEN_SCALES}, q_lens=(200, 1, 77), max_q_len=200, **EVERYTHING),
     case("verify_32_e4m3", {**VERIFY, "kv_dtype": E4M3}, **VERIFY_32),
     case("verify_32_int8_everything", {**VERIFY, **TOKEN_SCALES, "head_dim": 64, "page_size": 64}, **VERIFY_32, **EVERYTHING),
+    case("verify_32_e4m3_ragged", {**VERIFY, "kv_dtype": E4M3}, q_lens=(8, 5, 0, 3), max_q_len=8, sinks=True),
     case("verify_64_e4m3", {**VERIFY, "kv_dtype": E4M3}, **VERIFY_64),
     case("verify_64_e4m3_everything", {**VERIFY, "kv_dtype": E4M3, "head_dim": 64, "page_size": 64}, **VERIFY_64, **EVERYTHING),
     case("verify_128_e4m3", {**VERIFY, "kv_dtype": E4M3}, **VERIFY_128, window_left=1023),

@@ -7,7 +7,7 @@ from itertools import product
 from ...config.decode import MAX_CP_ASYNC_TILE_N, SMEM_BYTES, TWO_CTAS_HEAD_DIM, DecodeConfig, Partition
 from ...config.limits import most_tile_n, supports
 from ...config.mixed import BETWEEN_BYTES
-from ...config.tiling import TILE_M, WARPGROUP, WARPGROUP_M, Arch, MmaScope, Target, packed_rows
+from ...config.tiling import TILE_M, WARPGROUP, WARPGROUP_M, Arch, MmaScope, Target, most_warp_tiles, packed_rows
 from ..descriptors import DecodeProblem
 from ..kernel_spec import kernel_spec, units_of
 from .cost_model import cost_of, row_tokens
@@ -31,11 +31,11 @@ SHAPES_OF_F32: dict[Arch, tuple[tuple[int, int, int], ...]] = {
 SPLIT_SHAPES, SPLIT_STAGES = ((64, 8), (32, 8), (16, 8), (32, 4), (16, 4)), 2
 # a shape as in SHAPES, if tokens have scales and a CTA takes two KV heads: a sector of scales has those of both heads
 PAIRED = (8_192, 8, 1)
-# (tokens of a tile, consumer warps) if warps attend to several m-tiles of 8-bit caches. Swept on an H200: 8 warps on large tiles
-# were fastest or within 4% of it; on smaller tiles if a CTA's share has fewer than SHARE_TILES large ones; with token scales two
-# m-tiles per warp (by 5 to 20%)
-M_TILES, M_TILES_OF_SHORT, M_TILES_OF_TOKEN_SCALES = (64, 8), (32, 8), (32, 4)
+# (tokens of a tile, consumer warps) if warps attend to several m-tiles of 8-bit caches: two each, where registers allow that
+# (TilingSpec.pairs_tiles), 7 to 22% sooner than the shapes below, which were swept on an H200, too: 8 warps on large tiles were
+# fastest or within 4% of it; on smaller ones if a share has fewer than SHARE_TILES large ones; 4 warps with token scales
 PAIRED_M_TILES = 32, 8
+M_TILES, M_TILES_OF_SHORT, M_TILES_OF_TOKEN_SCALES = (64, 8), (32, 8), (32, 4)
 SHARE_TILES = 4
 M_TILES_ROWS = 32  # packed rows: with more, warpgroups end first (docs/notes/kernel-log.md)
 # (tokens of a tile, consumer warps) for long queries, over 16 bits and over 8: the first that fits. Timed on an H200 at 8k: three
@@ -70,22 +70,26 @@ def choose(
     sm_count: int,
     partition: Partition = "balanced",
     most_ctas_per_sm: int = MOST_CTAS_PER_SM,
+    phase: bool = False,
 ) -> DecodeConfig:
-    """The cheapest configuration of `problem` that `supports` allows, on `sm_count` SMs; if it allows none, the cheapest."""
+    """The cheapest configuration of `problem` that `supports` allows, on `sm_count` SMs; if it allows none, the cheapest.
+
+    phase: whether it is for a phase of a mixed kernel, where threads have fewer registers.
+    """
     if partition == "dealt":
         return long_config(problem)
     if partition == "whole" and arch == "sm80":
         shared = block_config(problem, target, sm_count, most_ctas_per_sm)
         if shared is not None:
             return shared
-    found = [c for c in candidates(problem, arch, target, sm_count) if c.ctas_per_sm <= most_ctas_per_sm]
+    found = [c for c in candidates(problem, arch, target, sm_count, phase) if c.ctas_per_sm <= most_ctas_per_sm]
     specs = {c: kernel_spec(problem, arch, target, c, partition=partition) for c in found}
     ranked = sorted(specs, key=lambda c: cost_of(problem, specs[c], c.ctas_per_sm, sm_count).total_us)
     return next((config for config in ranked if not supports(specs[config])), ranked[0])
 
 
-def candidates(problem: DecodeProblem, arch: Arch, target: Target, sm_count: int) -> list[DecodeConfig]:
-    """The configurations that the choice is made from, without duplicates."""
+def candidates(problem: DecodeProblem, arch: Arch, target: Target, sm_count: int, phase: bool = False) -> list[DecodeConfig]:
+    """The configurations that the choice is made from, without duplicates. phase: as in choose."""
     found: dict[DecodeConfig, None] = {}
     limit = 4 if spills_with_8_warps(problem) else 8
     shapes = [(*shape, 1) for shape in shapes_of(problem)[arch]]
@@ -93,8 +97,8 @@ def candidates(problem: DecodeProblem, arch: Arch, target: Target, sm_count: int
         return [split_config(problem)]
     if arch == "sm90" and problem.packed_rows > TILE_M and not problem.splits:
         if not by_warps(problem):
-            return [warpgroup_config(problem, sm_count)]
-        tile_n, num_warps = m_tiles_shape(problem, sm_count)
+            return [warpgroup_config(problem, sm_count, phase)]
+        tile_n, num_warps = m_tiles_shape(problem, sm_count, phase)
         shapes = [(tile_n * token_bytes(problem), num_warps, 1, 1)]
     elif pairs_heads(problem, arch):
         shapes.append((*PAIRED, 2))
@@ -123,13 +127,14 @@ def by_warps(problem: DecodeProblem) -> bool:
     return problem.query != "one" and problem.has_8_bits and problem.packed_rows <= M_TILES_ROWS
 
 
-def m_tiles_shape(problem: DecodeProblem, sm_count: int) -> tuple[int, int]:
-    """(tokens of a tile, consumer warps) for a unit of several m-tiles that warps attend to."""
-    if problem.query == "uniform":  # two m-tiles in each of 8 warps (TilingSpec.pairs_tiles)
-        return min(PAIRED_M_TILES[0], most_tile_n(problem.padded_head_dim, problem.v_dtype.element_bytes)), PAIRED_M_TILES[1]
-    shape = M_TILES if share_tokens(problem, sm_count) >= SHARE_TILES * M_TILES[0] else M_TILES_OF_SHORT
-    if problem.has_token_scales:
+def m_tiles_shape(problem: DecodeProblem, sm_count: int, phase: bool) -> tuple[int, int]:
+    """(tokens of a tile, consumer warps) for a unit of several m-tiles that warps attend to. phase: as in choose."""
+    if not phase and most_warp_tiles(PAIRED_M_TILES[1], problem.padded_head_dim, pairs=True) > 1:
+        shape = PAIRED_M_TILES
+    elif problem.has_token_scales:
         shape = M_TILES_OF_TOKEN_SCALES
+    else:
+        shape = M_TILES if share_tokens(problem, sm_count) >= SHARE_TILES * M_TILES[0] else M_TILES_OF_SHORT
     return min(shape[0], most_tile_n(problem.padded_head_dim, problem.v_dtype.element_bytes)), shape[1]
 
 
@@ -170,24 +175,24 @@ def block_config(
 def few_config(problem: DecodeProblem, arch: Arch, target: Target, sm_count: int) -> DecodeConfig:
     """The configuration of a mixed kernel's phase for few rows: tiles whose registers the phase of many rows leaves to it."""
     if problem.packed_rows > TILE_M:
-        return choose(problem, arch, target, sm_count, most_ctas_per_sm=1)
+        return choose(problem, arch, target, sm_count, most_ctas_per_sm=1, phase=True)
     tile_n = min(FEW_TILE_N, most_tile_n(problem.padded_head_dim, problem.v_dtype.element_bytes))
     return ring(problem, tile_n, 4 if spills_with_8_warps(problem) else 8, 1, arch, target)
 
 
-def warpgroup_config(problem: DecodeProblem, sm_count: int) -> DecodeConfig:
-    """The configuration for warpgroups: the largest tiles of which shared memory holds enough, two warpgroups before one."""
-    shapes = warpgroup_shapes(problem, share_tokens(problem, sm_count))
+def warpgroup_config(problem: DecodeProblem, sm_count: int, phase: bool) -> DecodeConfig:
+    """The configuration for warpgroups: the largest tiles of which shared memory holds enough. phase: as in choose."""
+    shapes = warpgroup_shapes(problem, share_tokens(problem, sm_count), phase)
     configs = [ring(problem, tile_n, warps, 1, "sm90", "sm_90a", 1, "warpgroup") for tile_n, warps in shapes]
     return first_fitting(problem, configs, "balanced")
 
 
-def warpgroup_shapes(problem: DecodeProblem, share: int) -> tuple[tuple[int, int], ...]:
+def warpgroup_shapes(problem: DecodeProblem, share: int, phase: bool) -> tuple[tuple[int, int], ...]:
     """(tokens of a tile, consumer warps) for warpgroups, the best first. share: tokens for each SM; few take small tiles."""
     if problem.packed_rows > WARPGROUP_M and share <= TILES_OF_SHORT * SHORTEST_TILE_N:
         return ((SHORTEST_TILE_N, WARPGROUP),)  # two units, each with half of the rows, so that more SMs have work
     shapes: tuple[tuple[int, int], ...] = OVERLAP_SHAPES if problem.packed_rows > WARPGROUP_M else WARPGROUP_SHAPES
-    if problem.packed_rows <= WARPGROUP_M and problem.has_8_bits and problem.query != "ragged":  # a mixed kernel's phase spills
+    if problem.packed_rows <= WARPGROUP_M and problem.has_8_bits and not phase:  # a phase spills
         if not problem.has_token_scales:
             shapes = ALONE_SHAPES
         elif share >= TOKENS_ALONE:
