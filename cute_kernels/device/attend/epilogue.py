@@ -70,80 +70,87 @@ def places_of(spec: KernelSpec, row: Int32) -> list:
 def share_states(spec: cutlass.Constexpr, merge: tuple, states: list, heads: Int32, order: Int32, scaling: Scaling):
     """A warp's states of its m-tiles go to its place in the merge, or join the state of an earlier turn there.
 
-    All consumer warps call it. states: (thr_mma, WarpState, inverses, row_tile) of each m-tile. inverses: of the query's row
-    factors, or None.
+    All consumer warps call it. states: a LaneState for each m-tile.
     """
     if cutlass.const_expr(not spec.folds):
         for state in states:
-            share_state(spec, merge, *state, heads, order)
+            share_state(spec, merge, state, heads, order)
     else:
         if order >= spec.merge_places:
             for state in states:
-                share_state(spec, merge, *state, heads, order - spec.merge_places)
+                share_state(spec, merge, state, heads, order - spec.merge_places)
         sync_consumers(spec)
         if order < spec.merge_places:
             for state in states:
-                join_state(spec, merge, *state, heads, order, scaling)
+                join_state(spec, merge, state, heads, order, scaling)
+
+
+@dataclass(frozen=True)
+class LaneState:
+    """What a lane holds of an m-tile's state: the numbers of its rows, their output [row, column] and where that is, the unit.
+
+    inverses: of the query's row factors, or None.
+    """
+
+    state: WarpState
+    inverses: list[Float32] | None
+    rows: list[Int32]
+    outputs: cute.Tensor
+    coords: cute.Tensor
+    unit: Float32
+
+
+def lane_state(spec: KernelSpec, thr_mma, state: WarpState, inverses, row_tile: Int32) -> LaneState:
+    """The lane's part of an m-tile's state."""
+    coords = output_coords(spec, thr_mma)
+    return LaneState(state, inverses, lane_rows_of(spec, row_tile), rows_of(state.acc_o), coords, unit_factor(state))
+
+
+def peak_of(lane: LaneState, r: int) -> Float32:
+    """A row's maximum, with the query's row factor taken out."""
+    return lane.state.row_max[r] * (1.0 if lane.inverses is None else lane.inverses[r])
+
+
+def columns_of_row(spec: KernelSpec, lane: LaneState, r: int) -> list:
+    """The columns of V in which the lane's output of a row is."""
+    return [value_column(spec, lane.coords[r, c][1]) for c in range(cute.size(lane.outputs, mode=[1]))]
 
 
 @cute.jit
-def share_state(
-    spec: cutlass.Constexpr, merge: tuple, thr_mma, state: WarpState, inverses, row_tile: Int32, heads: Int32, order: Int32
-):
+def share_state(spec: cutlass.Constexpr, merge: tuple, own: LaneState, heads: Int32, place: Int32):
     """Writes an m-tile's state to a place of the merge, with the query's row factors and the state's unit taken out."""
     acc, row_max, row_sum, _ = merge
-    unit = unit_factor(state)
-    lane, lane_rows = cute.arch.lane_idx(), lane_rows_of(spec, row_tile)
-    outputs = rows_of(state.acc_o)
-    coords = output_coords(spec, thr_mma)
-    for r in cutlass.range_constexpr(cute.size(state.row_max)):
-        total = quad_sum(state.row_sum[r])
-        row = lane_rows[r]
-        if row < heads and is_of(spec, row, order):
-            for c in cutlass.range_constexpr(cute.size(outputs, mode=[1])):
-                acc[row, value_column(spec, coords[r, c][1]), order] = outputs[r, c] * unit
-            if lane % 4 == 0:
-                row_max[row, order] = state.row_max[r] * (1.0 if cutlass.const_expr(inverses is None) else inverses[r])
-                row_sum[row, order] = total * unit
+    for r in cutlass.range_constexpr(cute.size(own.state.row_max)):
+        total = quad_sum(own.state.row_sum[r])
+        row = own.rows[r]
+        if row < heads and is_of(spec, row, place):
+            for c, column in enumerate(columns_of_row(spec, own, r)):
+                acc[row, column, place] = own.outputs[r, c] * own.unit
+            if cute.arch.lane_idx() % 4 == 0:
+                row_max[row, place] = peak_of(own, r)
+                row_sum[row, place] = total * own.unit
 
 
 @cute.jit
-def join_state(
-    spec: cutlass.Constexpr,
-    merge: tuple,
-    thr_mma,
-    state: WarpState,
-    inverses,
-    row_tile: Int32,
-    heads: Int32,
-    place: Int32,
-    scaling,
-):
-    """A warp adds an m-tile's state to the one that another warp left at `place` of the merge. Operands as in share_state."""
+def join_state(spec: cutlass.Constexpr, merge: tuple, own: LaneState, heads: Int32, place: Int32, scaling: Scaling):
+    """Adds an m-tile's state to the one that another warp left at a place of the merge."""
     acc, row_max, row_sum, _ = merge
-    unit = unit_factor(state)
-    lane, lane_rows = cute.arch.lane_idx(), lane_rows_of(spec, row_tile)
-    outputs = rows_of(state.acc_o)
-    coords = output_coords(spec, thr_mma)
-    for r in cutlass.range_constexpr(cute.size(state.row_max)):
-        row, total = lane_rows[r], quad_sum(state.row_sum[r]) * unit
-        peaks = state.row_max[r] * (1.0 if cutlass.const_expr(inverses is None) else inverses[r]), row_max[row, place]
-        total_there = row_sum[row, place]
+    for r in cutlass.range_constexpr(cute.size(own.state.row_max)):
+        row, totals = own.rows[r], (quad_sum(own.state.row_sum[r]) * own.unit, row_sum[own.rows[r], place])
+        peaks = peak_of(own, r), row_max[row, place]
         cute.arch.sync_warp()  # the four lanes of a row have read both numbers
         peak = cute.arch.fmax(*peaks)
-        own, other = (state_weight(each, finite_or_zero(peak), scaling) for each in peaks)
+        weights = [state_weight(each, finite_or_zero(peak), scaling) for each in peaks]
+        columns = columns_of_row(spec, own, r)
         if row < heads:
-            columns = [value_column(spec, coords[r, c][1]) for c in range(cute.size(outputs, mode=[1]))]
-            for begin in cutlass.range_constexpr(
-                0, len(columns), JOINED
-            ):  # loads, then stores: the compiler makes vectors of both
+            for begin in cutlass.range_constexpr(0, len(columns), JOINED):
                 some = range(begin, min(begin + JOINED, len(columns)))
-                there = [acc[row, columns[c], place] for c in some]
+                there = [acc[row, columns[c], place] for c in some]  # loads before stores: the compiler makes vectors of both
                 for c in some:
-                    acc[row, columns[c], place] = outputs[r, c] * (unit * own) + there[c - begin] * other
-            if lane % 4 == 0:
+                    acc[row, columns[c], place] = own.outputs[r, c] * (own.unit * weights[0]) + there[c - begin] * weights[1]
+            if cute.arch.lane_idx() % 4 == 0:
                 row_max[row, place] = peak
-                row_sum[row, place] = total * own + total_there * other
+                row_sum[row, place] = totals[0] * weights[0] + totals[1] * weights[1]
 
 
 def state_weight(row_max: Float32, shift: Float32, scaling: Scaling) -> Float32:
@@ -200,30 +207,17 @@ def settled_row(spec: KernelSpec, merge: tuple, row: Int32, scaling: Scaling):
 
 
 @cute.jit
-def settle_turns(
-    spec: cutlass.Constexpr,
-    merge: tuple,
-    thr_mma,
-    state: WarpState,
-    inverses,
-    row_tile: Int32,
-    heads: Int32,
-    order: Int32,
-    scaling,
-):
+def settle_turns(spec: cutlass.Constexpr, merge: tuple, own: LaneState, heads: Int32, order: Int32, scaling: Scaling):
     """Merges the turns' states of an m-tile in the registers of the merge's first place, and leaves the result.
 
-    All consumer warps call it. It leaves O [row, column, 0] and the lse in `merge`, both settled. inverses: as in share_state.
+    All consumer warps call it. It leaves O [row, column, 0] and the lse in `merge`, both settled.
     """
     acc, row_max, row_sum, lse = merge
-    unit = unit_factor(state)
-    lane, lane_rows = cute.arch.lane_idx(), lane_rows_of(spec, row_tile)
-    outputs = rows_of(state.acc_o)
-    coords = output_coords(spec, thr_mma)
-    for r in cutlass.range_constexpr(len(lane_rows)):
-        row, total = lane_rows[r], quad_sum(state.row_sum[r])
+    lane, outputs, coords, unit = cute.arch.lane_idx(), own.outputs, own.coords, own.unit
+    for r in cutlass.range_constexpr(len(own.rows)):
+        row, total = own.rows[r], quad_sum(own.state.row_sum[r])
         if row < heads and lane % 4 == 0:
-            row_max[row, order] = state.row_max[r] * (1.0 if cutlass.const_expr(inverses is None) else inverses[r])
+            row_max[row, order] = peak_of(own, r)
             row_sum[row, order] = total * unit
         if cutlass.const_expr(spec.turns > 1) and row < heads and order > 0:
             for c in cutlass.range_constexpr(0, cute.size(outputs, mode=[1]), 2):
@@ -231,8 +225,8 @@ def settle_turns(
                 write_pair(at, outputs[r, c] * unit, outputs[r, c + 1] * unit)
     sync_consumers(spec)
     if order == 0:
-        for r in cutlass.range_constexpr(len(lane_rows)):
-            row = lane_rows[r]
+        for r in cutlass.range_constexpr(len(own.rows)):
+            row = own.rows[r]
             if row < heads:
                 weights, inverse, row_lse = merge_row(spec, row_max, row_sum, row, scaling)
                 factors = [weight * inverse for weight in (weights[0] * unit, weights[spec.turns - 1])]
@@ -328,18 +322,16 @@ class SettledRows:
 
 
 @cute.jit
-def settle_rows(spec: cutlass.Constexpr, thr_mma, state: WarpState, inverses, row_tile: Int32, scaling: Scaling) -> SettledRows:
-    """Normalises a warp's state of an m-tile in its registers. inverses: the inverses of the row factors, or None."""
-    unit = unit_factor(state)
-    coords = output_coords(spec, thr_mma)
-    rows, found = lane_rows_of(spec, row_tile), []
-    for r in cutlass.range_constexpr(len(rows)):
-        peak = state.row_max[r] * (1.0 if cutlass.const_expr(inverses is None) else inverses[r])
-        total = cutlass.select_(peak == -Float32.inf, Float32(0.0), quad_sum(state.row_sum[r]) * unit)
+def settle_rows(spec: cutlass.Constexpr, own: LaneState, scaling: Scaling) -> SettledRows:
+    """Normalises a warp's state of an m-tile in its registers."""
+    found = []
+    for r in cutlass.range_constexpr(len(own.rows)):
+        peak = peak_of(own, r)
+        total = cutlass.select_(peak == -Float32.inf, Float32(0.0), quad_sum(own.state.row_sum[r]) * own.unit)
         factor, row_lse = normalisation(spec, total, finite_or_zero(peak), scaling)
-        rescale_row(state.acc_o, r, factor * unit)
+        rescale_row(own.state.acc_o, r, factor * own.unit)
         found.append(row_lse)
-    return SettledRows(state.acc_o, coords, rows, found)
+    return SettledRows(own.state.acc_o, own.coords, own.rows, found)
 
 
 @cute.jit

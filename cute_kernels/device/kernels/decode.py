@@ -14,6 +14,7 @@ from ...config.tiling import WARPGROUP
 from ..attend.attend import Attention, RowTile, make_products, make_state, reset_state
 from ..attend.epilogue import (
     SettledRows,
+    lane_state,
     send_rows,
     settle_rows,
     settle_turns,
@@ -254,11 +255,11 @@ class DecodeKernel:
         spec, settled, states = self.spec, None, []
         for rows, row_tile in zip(row_tiles, row_tiles_of(spec), strict=True):
             inverses = None if spec.modifiers.functions else rows.inverses
-            states.append((thr_mma, rows.state, inverses, row_tile))
+            states.append(lane_state(spec, thr_mma, rows.state, inverses, row_tile))
         if cutlass.const_expr(spec.overlaps):
-            settled = settle_rows(spec, *states[0], merging)
+            settled = settle_rows(spec, states[0], merging)
         elif cutlass.const_expr(spec.by_warpgroup):
-            settle_turns(spec, shared.merge, *states[0], piece.block.rows, order, merging)
+            settle_turns(spec, shared.merge, states[0], piece.block.rows, order, merging)
         else:
             share_states(spec, shared.merge, states, piece.block.rows, order, merging)
         return settled

@@ -5,7 +5,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
 
 from ..attend.attend import Attention, make_products, make_state, reset_state
-from ..attend.epilogue import settle_rows, store_rows
+from ..attend.epilogue import lane_state, settle_rows, store_rows
 from ..attend.pack_gqa import fetch_query, query_buffer, row_tiles_of, settle_query, sync_rows
 from ..kv.scale import merge_scaling, open_scaling
 from ..mainloop.shared import Shared
@@ -49,7 +49,7 @@ class LongQueryKernel(AttentionKernel):
             merging, inverses = merge_scaling(spec, scaling), row_tiles[0].inverses
             if cutlass.const_expr(spec.modifiers.functions):
                 inverses = None
-            settled = settle_rows(spec, products.thr_mma, state, inverses, row_tile, merging)
+            settled = settle_rows(spec, lane_state(spec, products.thr_mma, state, inverses, row_tile), merging)
             sync_rows(spec)
             store_rows(spec, settled, buffer, row_tile, piece.block, problem.out, problem.lse, self.sinks(problem))
             if cutlass.const_expr(spec.query_buffers == 1):
