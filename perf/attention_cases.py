@@ -23,7 +23,7 @@ VERIFY_BAR = Bar("ratio", 1.0, beside=FA2)
 WIDE_LIMITS = {2: ((64, 1.05),), 1: ((32, 1.10), (64, 1.35))}
 WIDEST, WIDEST_LIMIT = 128, 1.25  # the same for the longest stream, over 16 bits
 SHORTEST_US = 3.0  # for the shortest stream: microseconds more, in place of a factor
-RAGGED = ((64, 8 * K), (8, 8 * K))  # batch, tokens: some of them with q handed over as ragged rows
+RAGGED_LENGTHS = (4, 8, 16)  # query rows per request that are handed over as ragged rows, too: over the first two of VERIFY_ROWS
 
 WINDOW = 1023  # tokens before its own that a row of 32k sees: its time is compared with 1k without a window
 WINDOW_BAR = Bar("ratio", 1.15, beside=PLAIN)
@@ -31,7 +31,7 @@ LARGE_ROWS = (fixed(64, 8 * K), fixed(128, 4 * K))
 ONE_ROW: tuple[dict[str, object], ...] = ({"softcap": 50.0}, {"alibi": True}, {"sinks": True})
 ONE_ROW_BARS = {2: Bar("ratio", 1.02, beside=PLAIN), 1: Bar("ratio", 1.05, beside=PLAIN)}  # by the bytes of an element
 TREE_ROWS = (fixed(8, 8 * K), fixed(64, K))
-TREE = 32  # new tokens
+TREES = (32, 16)  # new tokens
 
 
 def verify_cases() -> dict[Case, Bar | None]:
@@ -41,8 +41,8 @@ def verify_cases() -> dict[Case, Bar | None]:
         shape = {"num_heads": heads[0], "num_kv_heads": heads[1], "page_size": page}
         case = attention_case(rows, **shape, kv_dtype=kv_dtype, kv_scale=kv_scale, q_len=q_len)
         found[case] = verify_bar(case)
-    for (batch, tokens), kv_dtype in product(RAGGED, (None, "e4m3")):
-        case = attention_case(fixed(batch, tokens), kv_dtype=kv_dtype, q_len=4, query="ragged")
+    for rows, (kv_dtype, kv_scale), q_len in product(VERIFY_ROWS[:2], STORAGE, RAGGED_LENGTHS):
+        case = attention_case(rows, kv_dtype=kv_dtype, kv_scale=kv_scale, q_len=q_len, query="ragged")
         found[case] = verify_bar(case)
     order = sorted(found, key=lambda case: (case.page_size, found[case] != FEW_ROWS_BAR, bool(case.query)))
     return {case: found[case] for case in order}
@@ -81,6 +81,6 @@ def modifier_cases() -> dict[Case, Bar | None]:
         for rows, modifier, kv_dtype in product(LARGE_ROWS, ONE_ROW, kv_dtypes):
             stored = {"kv_dtype": kv_dtype, "page_size": page}
             found[attention_case(rows, **modifier, **stored)] = ONE_ROW_BARS[1 if kv_dtype else 2]
-        for rows, kv_dtype in product(TREE_ROWS, kv_dtypes):
-            found[attention_case(rows, q_len=TREE, tree_mask=True, kv_dtype=kv_dtype, page_size=page)] = None
+        for q_len, rows, kv_dtype in product(TREES, TREE_ROWS, kv_dtypes):
+            found[attention_case(rows, q_len=q_len, tree_mask=True, kv_dtype=kv_dtype, page_size=page)] = None
     return found
