@@ -143,7 +143,7 @@ class KernelSpec(TilingSpec):
     @property
     def folds(self) -> bool:
         """Whether the later half of the turns' states joins the first half before the merge, whose buffer all would not fit."""
-        return self.warp_tiles > 1 and self.num_warps > 4 and self.turns > 1
+        return self.paired and self.turns > 1
 
     @property
     def merge_places(self) -> int:

@@ -132,6 +132,11 @@ class TilingSpec(ProblemSpec):
         return self.arch == "sm90" and self.several and self.q_lens is None and min(self.k_bytes, self.v_bytes) == 1
 
     @property
+    def paired(self) -> bool:
+        """Whether more than a warpgroup's warps attend to several m-tiles each."""
+        return self.warp_tiles > 1 and self.num_warps > WARPGROUP
+
+    @property
     def readers(self) -> int:
         """Warps that read a KV tile, each for warp_tiles m-tiles of the unit."""
         return self.row_tiles // self.warp_tiles
@@ -170,7 +175,7 @@ class TilingSpec(ProblemSpec):
             return (WIDENING_OVERLAP_REGISTERS if self.overlaps else WIDENING_REGISTERS).get(self.num_warps)
         if self.gathers:
             return GATHER_REGISTERS.get(self.num_warps)
-        exchanged = self.overlaps or (self.arch == "sm90" and (self.splits or (self.warp_tiles > 1 and self.num_warps > 4)))
+        exchanged = self.overlaps or (self.arch == "sm90" and (self.splits or self.paired))
         return OVERLAP_REGISTERS.get(self.num_warps) if exchanged else None
 
     @property

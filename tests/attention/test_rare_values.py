@@ -9,7 +9,7 @@ import pytest
 from torch import Tensor
 
 import cute_kernels as ck
-from tests.support.attention_cases import AttentionInputs, case, make_attention
+from tests.support.attention_cases import VERIFY_32, AttentionInputs, case, make_attention
 from tests.support.attention_harness import assert_close, run, select
 from tests.support.harness import BACKENDS, assert_bitwise, device_of
 from tests.support.storage import STORAGES
@@ -19,7 +19,6 @@ E4M3 = STORAGES["e4m3"]
 HEADS = {"num_heads": 8, "num_kv_heads": 2, "head_dim": 128}
 ROWS = {"q_lens": (32, 1, 5, 40), "max_q_len": 40}  # up to 160 packed rows: two warpgroups, whose products overlap
 LENGTHS = {"lengths": (300, 40, 70, 900), "max_seq_len": 1000}
-PAIRED = {"q_lens": (8, 8, 8, 8), "max_q_len": 8, "uniform": True}  # 32: over 8 bits two m-tiles in each of eight warps
 ALONE = {"q_lens": (1, 1, 1, 1), "max_q_len": 1}
 
 
@@ -29,7 +28,7 @@ def query_rows(inputs: AttentionInputs) -> Tensor:
 
 
 @EVERY_BACKEND
-@pytest.mark.parametrize("rows", [PAIRED, ROWS], ids=["32 rows", "many rows"])
+@pytest.mark.parametrize("rows", [VERIFY_32, ROWS], ids=["32 rows", "many rows"])
 @pytest.mark.parametrize("storage", ["16 bits", "e4m3"])
 def test_a_row_that_sees_only_nan_is_not_empty(storage: str, rows: dict[str, Any], backend: str) -> None:
     """A query row of NaN has NaN in out and in lse, for a merge passes over an empty one. The other rows keep their bits."""
@@ -46,7 +45,7 @@ def test_a_row_that_sees_only_nan_is_not_empty(storage: str, rows: dict[str, Any
 
 @EVERY_BACKEND
 @pytest.mark.parametrize("k_scale", [1.0, 1e-7, 1e-30])
-@pytest.mark.parametrize("rows", [ALONE, PAIRED, ROWS], ids=["one row", "32 rows", "many rows"])
+@pytest.mark.parametrize("rows", [ALONE, VERIFY_32, ROWS], ids=["one row", "32 rows", "many rows"])
 def test_a_query_row_of_zeros_weighs_all_keys_alike(rows: dict[str, Any], k_scale: float, backend: str) -> None:
     """Also where the scale of K takes the factor of its scores below the smallest f32, whose product with -inf would be NaN."""
     stored = {**E4M3, "k_scale": ck.KVScale.TENSOR, "v_scale": ck.KVScale.TENSOR}
@@ -58,7 +57,7 @@ def test_a_query_row_of_zeros_weighs_all_keys_alike(rows: dict[str, Any], k_scal
 
 
 @EVERY_BACKEND
-@pytest.mark.parametrize("rows", [ALONE, PAIRED, ROWS], ids=["one row", "32 rows", "many rows"])
+@pytest.mark.parametrize("rows", [ALONE, VERIFY_32, ROWS], ids=["one row", "32 rows", "many rows"])
 def test_scales_of_v_from_nothing_to_large(rows: dict[str, Any], backend: str) -> None:
     """Tiles whose tokens have scales of 0 come before one of 2**70: between them lie more binades than f32 has."""
     stored = {"kv_dtype": ck.KVDtype.INT8, "k_scale": ck.KVScale.TOKEN, "v_scale": ck.KVScale.TOKEN}

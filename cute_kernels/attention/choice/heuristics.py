@@ -51,7 +51,7 @@ OVERLAP_SHAPES = ((128, 8), (112, 8), *WARPGROUP_SHAPES)
 ALONE_SHAPES = ((128, 4), *WARPGROUP_SHAPES)  # for 64 rows over 8 bits without token scales: one, whose products overlap
 # the same with token scales, if an SM has at least so many tokens: 6% sooner at 64 x 8k, 5% later at 8 x 8k and 64 x 1k
 ALONE_SHAPES_OF_TOKEN_SCALES, TOKENS_ALONE = ((112, 4), *WARPGROUP_SHAPES), 8_192
-# with fewer tokens per SM than so many tiles, smaller tiles end sooner: by up to 24% (docs/notes/kernel-log.md)
+# with fewer tokens per SM than so many tiles, smaller tiles end sooner: by up to 29% (docs/notes/kernel-log.md)
 TILES_OF_SHORT, SHORTEST_TILE_N = 2, 32
 PAIRED_HEAD_DIM = 128  # larger ones were not measured
 MOST_CTAS_PER_SM = 2

@@ -19,7 +19,7 @@ from ..mainloop.tile import swizzled
 from ..ptx.registers import LANES, quotient, remainder
 from ..ptx.shared_pairs import read_pair, write_pair
 from ..schedule.work_scheduler import Piece
-from .attend import WarpState
+from .attend import RowTile, WarpState
 from .pack_gqa import VECTOR, lane_rows_of, place_of, sync_consumers
 from .query_range import pack
 from .query_rows import QueryBlock, block_view, place_in, place_in_view
@@ -89,7 +89,7 @@ def share_states(spec: cutlass.Constexpr, merge: tuple, states: list, heads: Int
 class LaneState:
     """What a lane holds of an m-tile's state: the numbers of its rows, their output [row, column] and where that is, the unit.
 
-    inverses: of the query's row factors, or None.
+    inverses: those of the query's row factors, or None: scores that functions have changed are logits already.
     """
 
     state: WarpState
@@ -100,10 +100,11 @@ class LaneState:
     unit: Float32
 
 
-def lane_state(spec: KernelSpec, thr_mma, state: WarpState, inverses, row_tile: Int32) -> LaneState:
-    """The lane's part of an m-tile's state."""
-    coords = output_coords(spec, thr_mma)
-    return LaneState(state, inverses, lane_rows_of(spec, row_tile), rows_of(state.acc_o), coords, unit_factor(state))
+def lane_state(spec: KernelSpec, thr_mma, attended: RowTile, row_tile: Int32) -> LaneState:
+    """The lane's part of the state of an m-tile. row_tile: the m-tile's number."""
+    state, inverses = attended.state, None if spec.modifiers.functions else attended.inverses
+    rows, coords = lane_rows_of(spec, row_tile), output_coords(spec, thr_mma)
+    return LaneState(state, inverses, rows, rows_of(state.acc_o), coords, unit_factor(state))
 
 
 def peak_of(lane: LaneState, r: int) -> Float32:

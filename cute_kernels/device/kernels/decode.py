@@ -252,10 +252,8 @@ class DecodeKernel:
         self, shared: Shared, piece: Piece, row_tiles: tuple, thr_mma, order: Int32, merging: Scaling
     ) -> SettledRows | None:
         """Ends a piece: the warps' states meet in shared memory, or each is settled in its registers and returned."""
-        spec, settled, states = self.spec, None, []
-        for rows, row_tile in zip(row_tiles, row_tiles_of(spec), strict=True):
-            inverses = None if spec.modifiers.functions else rows.inverses
-            states.append(lane_state(spec, thr_mma, rows.state, inverses, row_tile))
+        spec, settled = self.spec, None
+        states = [lane_state(spec, thr_mma, *both) for both in zip(row_tiles, row_tiles_of(spec), strict=True)]
         if cutlass.const_expr(spec.overlaps):
             settled = settle_rows(spec, states[0], merging)
         elif cutlass.const_expr(spec.by_warpgroup):

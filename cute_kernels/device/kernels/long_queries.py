@@ -46,10 +46,8 @@ class LongQueryKernel(AttentionKernel):
                 self.fetch_item(problem, item, batch, following)
             reset_state(state)
             self.mainloop.consume(piece, Attention(products, row_tiles, scaling), problem, shared)
-            merging, inverses = merge_scaling(spec, scaling), row_tiles[0].inverses
-            if cutlass.const_expr(spec.modifiers.functions):
-                inverses = None
-            settled = settle_rows(spec, lane_state(spec, products.thr_mma, state, inverses, row_tile), merging)
+            own = lane_state(spec, products.thr_mma, row_tiles[0], row_tile)
+            settled = settle_rows(spec, own, merge_scaling(spec, scaling))
             sync_rows(spec)
             store_rows(spec, settled, buffer, row_tile, piece.block, problem.out, problem.lse, self.sinks(problem))
             if cutlass.const_expr(spec.query_buffers == 1):
