@@ -20,8 +20,7 @@ def check_page_table(table_format: TableFormat, page_table: Any, name: str = "pa
     """Checks for a PageTable of the described format."""
     if not isinstance(page_table, PageTable):
         raise InvalidArgument(name, f"got {type_name(page_table)}, must be a PageTable")
-    if not is_made(page_table):
-        raise _not_made(page_table, name)
+    check_made(page_table, name)
     if page_table.format != table_format:
         raise InvalidArgument(name, f"is {page_table.format}, must be {table_format}: the descriptor's table_format")
 
