@@ -133,7 +133,7 @@ class KernelSpec(TilingSpec):
         for each turn; with one turn nothing merges.
         """
         combine = self.num_warps * 32 * (self.word_columns + 2) * self.combine_words
-        if self.overlaps:  # no states merge: each goes from registers to memory
+        if self.settles_alone:  # no states merge: each goes from registers to memory
             return combine if self.split else 0
         states = self.packed_rows * (self.merge_columns + 1 + 2 * self.turns)
         if not self.by_warpgroup:

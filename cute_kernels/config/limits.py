@@ -6,8 +6,7 @@ from .decode import MAX_CP_ASYNC_TILE_N, MAX_SPLIT_TILE_ELEMENTS, MAX_TILE_ELEME
 from .problem import step_columns
 from .tiling import HALF_TILE_M, MIN_BOX_ROWS, TILE_M, WARPGROUP, WARPGROUP_M, MmaScope, TilingSpec
 
-# the largest padded head_dim for more than one warpgroup, by whether other warps widen tiles: above, registers spill (from SASS)
-TWO_WARPGROUPS_HEAD_DIM = {False: 192, True: 128}
+TWO_WARPGROUPS_HEAD_DIM = 192  # the largest padded head_dim for more than one warpgroup: above, registers spill (from SASS)
 LONG_WARPGROUP_HEAD_DIM, SHORT_TILE_N = 128, 32  # above this head_dim, a warpgroup's tiles are this short, for the same reason
 
 
@@ -171,11 +170,15 @@ def _warpgroup_reasons(spec: KernelSpec) -> list[str]:
         reasons.append(f"the {spec.readers} m-tiles of block_rows={spec.block_rows} do not divide num_warps={spec.num_warps}")
     if spec.unit_heads > 1:
         reasons.append(f"unit_heads={spec.unit_heads} takes tensor-core steps of a warp")
+    if spec.wide_stages and spec.wide_stages % spec.turns:
+        reasons.append(
+            f"num_warps={spec.num_warps} take widened tiles in {spec.turns} turns, which do not divide {spec.wide_stages}"
+        )
     if spec.overlaps:
         needed, most = overlap_registers(spec)
         if needed > most:
             reasons.append(f"tile_n={spec.tile_n} x head_dim={spec.padded_head_dim} needs {needed} registers a thread of {most}")
-    elif spec.num_warps > WARPGROUP and spec.padded_head_dim > TWO_WARPGROUPS_HEAD_DIM[spec.widens_tiles]:
+    elif spec.num_warps > WARPGROUP and spec.padded_head_dim > TWO_WARPGROUPS_HEAD_DIM:
         reasons.append(f"head_dim={spec.head_dim} leaves a thread of {spec.num_warps} warps too few registers")
     return reasons
 

@@ -20,10 +20,9 @@ TILE_M = 16  # packed query rows of one tensor-core tile
 HALF_TILE_M = 8  # packed query rows of half a tile: each lane then has one row to work on instead of two
 WARPGROUP = 4  # warps that issue a wgmma together
 WARPGROUP_M = WARPGROUP * TILE_M  # packed query rows of a warpgroup's tile, 16 per warp
-WIDENING_WARPS = 4  # warps that widen 8-bit tiles to 16 bits for a warpgroup's products
+WIDENING_WARPS = 6  # warps that widen 8-bit tiles to 16 bits for a warpgroup's products: two beside the producers, four alone
 # (registers of a thread that attends, of any other thread), by the number of warps that attend
-WIDENING_REGISTERS = {4: (232, 136), 8: (176, 80)}  # if other warps widen tiles
-WIDENING_OVERLAP_REGISTERS = {**WIDENING_REGISTERS, 8: (200, 56)}  # if products overlap as well: tiles are larger
+WIDENING_REGISTERS = {4: (232, 136), 8: (200, 56)}  # if other warps widen tiles
 OVERLAP_REGISTERS = {8: (224, 56), 12: (160, 32)}  # if products overlap, operands are f32, or 8 warps have two m-tiles each
 GATHER_REGISTERS = {4: (216, 72), 8: (216, 72)}  # if the producers bring tiles token by token
 MIN_BOX_ROWS = 8  # rows of one 128-byte swizzle atom: the smallest page part that one TMA box may bring
@@ -93,7 +92,17 @@ class TilingSpec(ProblemSpec):
     @property
     def overlaps(self) -> bool:
         """Whether a warpgroup has the next tile's Q K^T under way during the softmax of a tile (mainloop/overlap.py)."""
-        return self.by_warpgroup and self.turns == 1
+        return self.by_warpgroup and (self.turns == 1 or self.widens_tiles)
+
+    @property
+    def settles_alone(self) -> bool:
+        """Whether each warp settles its rows in its registers: products overlap, and one group of warps attends to all tiles."""
+        return self.overlaps and self.turns == 1
+
+    @property
+    def merges_bases(self) -> bool:
+        """Whether states merge by the bases of their weights, which need not be maxima (device/attend/bases.py)."""
+        return self.overlaps and self.turns > 1
 
     @property
     def gathers(self) -> bool:
@@ -148,31 +157,44 @@ class TilingSpec(ProblemSpec):
 
     @property
     def stage_turns(self) -> int:
-        """Turns that divide a ring's stages, so that a stage always has the same readers; 1 if warps widen tiles, all together.
+        """Turns that divide a ring's stages, so that a stage always has the same readers; 1 if K and V are both widened.
 
         num_stages is a multiple of it.
         """
-        return 1 if self.widens_tiles else self.turns
+        return self.turns if None in self.wide else 1
 
     @property
     def warps(self) -> int:
         """Warps of a CTA: the warps that attend, bring tiles and widen tiles."""
         if not self.widens_tiles and not self.register_shares:
             return self.num_warps + PRODUCER_WARPS[self.arch]
-        return self.num_warps + WARPGROUP + (WIDENING_WARPS if self.widens_tiles else 0)
+        return self.num_warps + WARPGROUP * (2 if self.widens_tiles else 1)
+
+    @property
+    def widening_warps(self) -> int:
+        """Warps that widen tiles."""
+        return WIDENING_WARPS if self.widens_tiles else 0
+
+    @property
+    def widening_crews(self) -> tuple[range, range]:
+        """The numbers, among the widening warps, of those for K and of those for V; all of them if one cache is widened."""
+        if None in self.wide:
+            return range(self.widening_warps), range(self.widening_warps)
+        half = self.widening_warps // 2
+        return range(half), range(half, self.widening_warps)
 
     @property
     def busy_warps(self) -> frozenset[int]:
         """The numbers of the warps that have work; all other warps only hand over their registers."""
         producers = self.gatherers or (2 if self.token_scales else 1)
-        widening = self.num_warps + WARPGROUP
-        return frozenset((*range(self.num_warps + producers), *range(widening, widening + WIDENING_WARPS * self.widens_tiles)))
+        widening = self.num_warps + PRODUCER_WARPS[self.arch]
+        return frozenset((*range(self.num_warps + producers), *range(widening, widening + self.widening_warps)))
 
     @property
     def register_shares(self) -> tuple[int, int] | None:
         """(registers of a thread that attends, of any other) if warpgroups exchange registers; None if all have equally many."""
         if self.widens_tiles:
-            return (WIDENING_OVERLAP_REGISTERS if self.overlaps else WIDENING_REGISTERS).get(self.num_warps)
+            return WIDENING_REGISTERS.get(self.num_warps)
         if self.gathers:
             return GATHER_REGISTERS.get(self.num_warps)
         exchanged = self.overlaps or (self.arch == "sm90" and (self.splits or self.paired))
@@ -228,11 +250,8 @@ class TilingSpec(ProblemSpec):
 
     @property
     def wide_stages(self) -> int:
-        """Stages of widened tiles: each turn reads one while the next is widened; 0 if no tile is.
-
-        If products overlap, K and V of a tile are widened one after the other.
-        """
-        return max(2, self.turns + 1) if self.widens_tiles else 0
+        """Stages of widened tiles; 0 if no tile is. One turn reads one while the next is widened; two turns have one each."""
+        return 2 if self.widens_tiles else 0
 
     @property
     def box_rows(self) -> int:

@@ -5,6 +5,7 @@ FA3_SO names the library of FlashAttention-3. Without a GPU: --tiny, which shows
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import subprocess
@@ -89,6 +90,10 @@ def main(
     console.print(f"kernels compiled by this process: {compiles.count}")
     failed = any(each is None for each in (*found[: len(names)], found[-1]))
     wrong = failed or compared(model, prompts[:compare], timed)
+    del model  # the second process needs its memory
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
     run = subprocess.run(
         [sys.executable, "-m", "perf.generate", "--second", *sys.argv[1:]], capture_output=True, text=True, check=False
     )

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from cute_kernels.config.tiling import RingShape
-from cute_kernels.device.attend.widen import MOST_PLACES, NARROW_BYTES, THREADS, WIDE_BYTES, Places, per_row, places_of, turns_of
+from cute_kernels.device.attend.widen import NARROW_BYTES, WIDE_BYTES, Places, per_row, places_of, turns_of
 
 SHAPES = [  # (head_dim, tokens of a tile, of a box)
     (32, 112, 16),
@@ -23,6 +23,9 @@ SHAPES = [  # (head_dim, tokens of a tile, of a box)
 ]
 
 
+THREADS = (96, 192)  # of three warps for each cache, and of six for one
+
+
 def address_in(shape: RingShape, token: int, byte: int) -> int:
     """Of a token's byte in a tile: slabs of a box's rows, in each its column blocks, address bits 4 on XORed with bits 7 on."""
     rows = shape.tile_n if shape.by_block else shape.box_rows
@@ -32,16 +35,17 @@ def address_in(shape: RingShape, token: int, byte: int) -> int:
     return offset ^ ((offset >> 7) % (row_bytes // 16) << 4)
 
 
+@pytest.mark.parametrize("threads", THREADS)
 @pytest.mark.parametrize(("head_dim", "tile_n", "box_rows"), SHAPES)
-def test_every_element_is_read_and_written_once_where_it_lies(head_dim: int, tile_n: int, box_rows: int) -> None:
+def test_every_element_is_read_and_written_once_where_it_lies(head_dim: int, tile_n: int, box_rows: int, threads: int) -> None:
     """Of a tile at some address: load and store of each turn are of the same token and columns, and all together are the tile."""
     narrow, wide = RingShape(tile_n, box_rows, head_dim // 2, 2), RingShape(tile_n, tile_n, head_dim, 2, by_block=True)
     source, target = 1 << 14, 1 << 16
     found: dict[int, int] = {}
-    for thread in range(THREADS):
-        places: Any = Places((narrow, wide), source, target, thread)
-        for turn in range(turns_of(narrow)):
-            index = turn * THREADS + thread
+    for thread in range(threads):
+        places: Any = Places((narrow, wide, threads), source, target, thread)
+        for turn in range(turns_of(narrow, threads)):
+            index = turn * threads + thread
             if index < tile_n * per_row(narrow):
                 token, place = divmod(index, per_row(narrow))
                 assert bool(places.inside(turn))
@@ -53,7 +57,8 @@ def test_every_element_is_read_and_written_once_where_it_lies(head_dim: int, til
 
 
 def test_few_places_are_kept_where_turns_repeat() -> None:
-    """At head_dim 128 a turn is whole swizzles, so a thread keeps one place; slabs of 32 rows of two column blocks need all."""
-    assert places_of(RingShape(112, 16, 64, 2)) == 1
-    assert places_of(RingShape(112, 16, 48, 2)) == 3 <= MOST_PLACES
-    assert places_of(RingShape(32, 32, 128, 2)) == turns_of(RingShape(32, 32, 128, 2)) == 8
+    """At head_dim 128 some turns are whole swizzles, so a thread keeps their places; slabs of 32 rows of two blocks need all."""
+    assert [places_of(RingShape(112, 16, 64, 2), threads) for threads in THREADS] == [4, 2]
+    assert [places_of(RingShape(112, 16, 48, 2), threads) for threads in THREADS] == [2, 1]
+    slabs = RingShape(32, 32, 128, 2)
+    assert [(places_of(slabs, threads), turns_of(slabs, threads)) for threads in THREADS] == [(11, 11), (6, 6)]

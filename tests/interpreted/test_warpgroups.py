@@ -21,6 +21,8 @@ CUT, WHOLE = {"lengths": (1300, 0, 40)}, {"lengths": (200, 0, 40)}
 SMALL = {"head_dim": 64, "lengths": (1500, 0, 40)}
 TURNS, TOGETHER = DecodeConfig(64, 4, 8, 1, mma="warpgroup"), DecodeConfig(128, 2, 8, 1, mma="warpgroup")
 WIDENED = DecodeConfig(112, 2, 8, 1, mma="warpgroup")
+ALTERNATING = DecodeConfig(96, 3, 8, 1, mma="warpgroup")
+ALTERNATING_BESIDE_SCALES = DecodeConfig(96, 2, 8, 1, mma="warpgroup")
 CASES: dict[str, tuple[Case, DecodeConfig, Any]] = {
     "64 rows, cut": (case("64 cut", {**ONE_HEAD, **SMALL}, **ROWS_64), TURNS, "balanced"),
     "64 rows, everything": (
@@ -30,7 +32,22 @@ CASES: dict[str, tuple[Case, DecodeConfig, Any]] = {
     ),
     "128 rows": (case("128", {**ONE_HEAD, **WHOLE}, **ROWS_128), TOGETHER, "whole"),
     "128 rows, cut": (case("128 cut", {**ONE_HEAD, **SMALL}, **ROWS_128), TOGETHER, "balanced"),
-    "e4m3, 64 rows, cut": (case("e4m3", {**ONE_HEAD, **SMALL, "kv_dtype": E4M3}, **ROWS_64), TURNS, "balanced"),
+    "e4m3, 64 rows, cut": (case("e4m3", {**ONE_HEAD, **CUT, "kv_dtype": E4M3}, **ROWS_64), ALTERNATING, "balanced"),
+    "e4m3 beside 16 bits, 64 rows, cut": (
+        case("e4m3 beside", {**ONE_HEAD, **SMALL, "v_dtype": E4M3, "v_scale": KVScale.TOKEN}, **ROWS_64),
+        TURNS,
+        "balanced",
+    ),
+    "int8 token, 64 rows, cut": (
+        case("int8 64", {**ONE_HEAD, **CUT, **TOKEN_SCALES}, **ROWS_64),
+        ALTERNATING_BESIDE_SCALES,
+        "balanced",
+    ),
+    "int8 token, 64 rows, everything": (
+        case("int8 everything", {**ONE_HEAD, **WHOLE, **TOKEN_SCALES, "page_size": 64}, **ROWS_64, **EVERYTHING),
+        ALTERNATING_BESIDE_SCALES,
+        "whole",
+    ),
     "int8 token, 128 rows, cut": (case("int8 cut", {**ONE_HEAD, **CUT, **TOKEN_SCALES}, **ROWS_128), WIDENED, "balanced"),
 }
 SLICES = 3

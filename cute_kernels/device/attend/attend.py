@@ -123,14 +123,12 @@ def score_factors(rows: RowTile, scaling: Scaling) -> list:
 
 
 @cute.jit
-def attend_tile(
-    spec: cutlass.Constexpr, attention: Attention, shared: Shared, stage: Int32, operands: tuple, place: TilePlace, holes: Int32
-):
-    """Adds tile `stage` to the states of the warp's m-tiles. operands: the stages of K and V to multiply; holes: mask.py."""
+def attend_tile(spec: cutlass.Constexpr, attention: Attention, shared: Shared, stage: Int32, place: TilePlace, holes: Int32):
+    """Adds tile `stage` to the states of the warp's m-tiles. holes: mask.py."""
     row_tiles, products = attention.row_tiles, attention.products
-    token_scales = scales_of(spec, shared, stage, operands[0 if spec.wide[0] is not None else 1])
+    token_scales = shared.scales, stage
     peak = settle_scales(spec, *token_scales)
-    scores = products.scores([rows.query for rows in row_tiles], operands[0])
+    scores = products.scores([rows.query for rows in row_tiles], stage)
     hide_scores(spec, attention, shared, scores, stage, columns_of(spec, token_scales, 0), place, (holes,))
     for acc_s, rows in zip(scores, row_tiles, strict=True):
         state, up = rows.state, weights_up(spec, rows.state, peak)
@@ -140,16 +138,14 @@ def attend_tile(
         for acc_s in scores:
             scale_columns(acc_s, spec.lane_rows, columns)
     weights = [weight_operand(spec, products, acc_s) for acc_s in scores]
-    products.add_values([rows.state.acc_o for rows in row_tiles], weights, operands[1])
-
-
-def scales_of(spec: KernelSpec, shared: Shared, stage: Int32, wide: Int32) -> tuple:
-    """(rings of the tokens' scales, stage) of a tile for the warps that multiply: the wide rings if tiles are widened."""
-    return (shared.wide_scales, wide) if spec.widens_tiles else (shared.scales, stage)
+    products.add_values([rows.state.acc_o for rows in row_tiles], weights, stage)
 
 
 def columns_of(spec: KernelSpec, token_scales: tuple, which: int) -> cute.Tensor | None:
-    """Scales of this lane's columns of a tile, K's (0) or V's (1); None if tokens have none. token_scales: scales_of the tile."""
+    """Scales of this lane's columns of a tile, K's (0) or V's (1); None if tokens have none.
+
+    token_scales: (rings of K's and V's scales, the tile's stage there).
+    """
     rings, stage = token_scales
     form = (spec.k_scale, spec.v_scale)[which]
     return None if rings[which] is None else column_scales(spec, rings[which], form, stage)

@@ -19,7 +19,8 @@ from ..mainloop.tile import swizzled
 from ..ptx.registers import LANES, quotient, remainder
 from ..ptx.shared_pairs import read_pair, write_pair
 from ..schedule.work_scheduler import Piece
-from .attend import RowTile, WarpState
+from .attend import RowTile, WarpState, row_scales
+from .bases import rounded_product
 from .pack_gqa import VECTOR, lane_rows_of, place_of, sync_consumers
 from .query_range import pack
 from .query_rows import QueryBlock, block_view, place_in, place_in_view
@@ -89,27 +90,29 @@ def share_states(spec: cutlass.Constexpr, merge: tuple, states: list, heads: Int
 class LaneState:
     """What a lane holds of an m-tile's state: the numbers of its rows, their output [row, column] and where that is, the unit.
 
-    inverses: those of the query's row factors, or None: scores that functions have changed are logits already.
+    peaks: to what the rows' weights are relative, without the query's row factors: maxima, or bases if states merge by them.
     """
 
     state: WarpState
-    inverses: list[Float32] | None
+    peaks: list[Float32]
     rows: list[Int32]
     outputs: cute.Tensor
     coords: cute.Tensor
     unit: Float32
 
 
-def lane_state(spec: KernelSpec, thr_mma, attended: RowTile, row_tile: Int32) -> LaneState:
+def lane_state(spec: KernelSpec, thr_mma, attended: RowTile, row_tile: Int32, scaling: Scaling) -> LaneState:
     """The lane's part of the state of an m-tile. row_tile: the m-tile's number."""
-    state, inverses = attended.state, None if spec.modifiers.functions else attended.inverses
-    rows, coords = lane_rows_of(spec, row_tile), output_coords(spec, thr_mma)
-    return LaneState(state, inverses, rows, rows_of(state.acc_o), coords, unit_factor(state))
+    rows, coords, state = lane_rows_of(spec, row_tile), output_coords(spec, thr_mma), attended.state
+    return LaneState(state, peaks_of(spec, attended, scaling), rows, rows_of(state.acc_o), coords, unit_factor(state))
 
 
-def peak_of(lane: LaneState, r: int) -> Float32:
-    """A row's maximum, with the query's row factor taken out."""
-    return lane.state.row_max[r] * (1.0 if lane.inverses is None else lane.inverses[r])
+def peaks_of(spec: KernelSpec, attended: RowTile, scaling: Scaling) -> list[Float32]:
+    """LaneState.peaks. Scores that functions have changed are logits already, without row factors."""
+    maxima, inverses = attended.state.row_max, None if spec.modifiers.functions else attended.inverses
+    if spec.merges_bases:
+        return [rounded_product(maxima[r], factor) for r, factor in enumerate(row_scales(attended, scaling))]
+    return [maxima[r] * (1.0 if inverses is None else inverses[r]) for r in range(cute.size(maxima))]
 
 
 def columns_of_row(spec: KernelSpec, lane: LaneState, r: int) -> list:
@@ -128,7 +131,7 @@ def share_state(spec: cutlass.Constexpr, merge: tuple, own: LaneState, heads: In
             for c, column in enumerate(columns_of_row(spec, own, r)):
                 acc[row, column, place] = own.outputs[r, c] * own.unit
             if cute.arch.lane_idx() % 4 == 0:
-                row_max[row, place] = peak_of(own, r)
+                row_max[row, place] = own.peaks[r]
                 row_sum[row, place] = total * own.unit
 
 
@@ -138,7 +141,7 @@ def join_state(spec: cutlass.Constexpr, merge: tuple, own: LaneState, heads: Int
     acc, row_max, row_sum, _ = merge
     for r in cutlass.range_constexpr(cute.size(own.state.row_max)):
         row, totals = own.rows[r], (quad_sum(own.state.row_sum[r]) * own.unit, row_sum[own.rows[r], place])
-        peaks = peak_of(own, r), row_max[row, place]
+        peaks = own.peaks[r], row_max[row, place]
         cute.arch.sync_warp()  # the four lanes of a row have read both numbers
         peak = cute.arch.fmax(*peaks)
         weights = [state_weight(each, finite_or_zero(peak), scaling) for each in peaks]
@@ -218,7 +221,7 @@ def settle_turns(spec: cutlass.Constexpr, merge: tuple, own: LaneState, heads: I
     for r in cutlass.range_constexpr(len(own.rows)):
         row, total = own.rows[r], quad_sum(own.state.row_sum[r])
         if row < heads and lane % 4 == 0:
-            row_max[row, order] = peak_of(own, r)
+            row_max[row, order] = own.peaks[r]
             row_sum[row, order] = total * unit
         if cutlass.const_expr(spec.turns > 1) and row < heads and order > 0:
             for c in cutlass.range_constexpr(0, cute.size(outputs, mode=[1]), 2):
@@ -327,7 +330,7 @@ def settle_rows(spec: cutlass.Constexpr, own: LaneState, scaling: Scaling) -> Se
     """Normalises a warp's state of an m-tile in its registers."""
     found = []
     for r in cutlass.range_constexpr(len(own.rows)):
-        peak = peak_of(own, r)
+        peak = own.peaks[r]
         total = cutlass.select_(peak == -Float32.inf, Float32(0.0), quad_sum(own.state.row_sum[r]) * own.unit)
         factor, row_lse = normalisation(spec, total, finite_or_zero(peak), scaling)
         rescale_row(own.state.acc_o, r, factor * own.unit)

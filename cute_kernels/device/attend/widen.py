@@ -11,14 +11,12 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32
 
 from ...config.problem import UNIT_BYTES
-from ...config.tiling import WIDENING_WARPS, RingShape
+from ...config.tiling import RingShape
 from ..kv.codec import HALVES, decode
 from ..mainloop.tile import SWIZZLE_ROWS, swizzled
-from ..ptx.registers import LANES
 from .mask import has_outside
 from .query_rows import TilePlace
 
-THREADS = WIDENING_WARPS * LANES
 NARROW_BYTES, WIDE_BYTES = 8, 16  # of a thread's load and of its store: with these neither meets a bank twice
 TOGETHER = 8  # loads of a thread before the first store, past which the compiler moves no load
 MOST_PLACES = 4  # places that a thread keeps
@@ -29,31 +27,32 @@ def per_row(narrow: RingShape) -> int:
     return narrow.units * UNIT_BYTES // NARROW_BYTES
 
 
-def turns_of(narrow: RingShape) -> int:
+def turns_of(narrow: RingShape, threads: int) -> int:
     """Loads per thread for a tile."""
-    return -(-narrow.tile_n * per_row(narrow) // THREADS)
+    return -(-narrow.tile_n * per_row(narrow) // threads)
 
 
-def places_of(narrow: RingShape) -> int:
+def places_of(narrow: RingShape, threads: int) -> int:
     """The turns after which a thread is whole swizzles and slabs further down; all turns, if it takes more than MOST_PLACES."""
     rows = math.lcm(SWIZZLE_ROWS, narrow.box_rows if narrow.units > narrow.column_block else 1)
-    turns = turns_of(narrow)
-    fitting = (count for count in range(1, MOST_PLACES + 1) if count * THREADS % (rows * per_row(narrow)) == 0)
+    turns = turns_of(narrow, threads)
+    fitting = (count for count in range(1, MOST_PLACES + 1) if count * threads % (rows * per_row(narrow)) == 0)
     return min(next(fitting, turns), turns)
 
 
 class Places:
     """Where a thread loads and stores in each turn: the places of the first turns, and the distance to those of later turns.
 
-    shapes: of the (narrow, wide) tiles; source, target: the tiles' addresses. thread: its number, of THREADS.
+    shapes: of the narrow and the wide tile, and how many threads there are; source, target: the tiles' addresses. thread: its
+    number.
     """
 
-    def __init__(self, shapes: tuple[RingShape, RingShape], source: Int32, target: Int32, thread: Int32):
-        self.narrow, self.wide = shapes
+    def __init__(self, shapes: tuple[RingShape, RingShape, int], source: Int32, target: Int32, thread: Int32):
+        self.narrow, self.wide, self.threads = shapes
         self.first, self.thread = source, thread
-        self.count = places_of(self.narrow)
-        self.rows_apart = self.count * THREADS // per_row(self.narrow)
-        indices = [turn * THREADS + self.thread for turn in range(self.count)]
+        self.count = places_of(self.narrow, self.threads)
+        self.rows_apart = self.count * self.threads // per_row(self.narrow)
+        indices = [turn * self.threads + self.thread for turn in range(self.count)]
         places = [(index // per_row(self.narrow), index % per_row(self.narrow)) for index in indices]
         self.rows = [row for row, _ in places]
         self.sources = [source + swizzled(self.narrow, 0, row, place * NARROW_BYTES) for row, place in places]
@@ -62,7 +61,7 @@ class Places:
     def inside(self, turn: int) -> Boolean:
         """Whether a turn has work for the thread."""
         work = self.narrow.tile_n * per_row(self.narrow)
-        return Boolean(True) if (turn + 1) * THREADS <= work else self.thread + turn * THREADS < work
+        return Boolean(True) if (turn + 1) * self.threads <= work else self.thread + turn * self.threads < work
 
     def row(self, turn: int) -> Int32:
         """The row of a turn; it lies past the tile if the turn has none."""
@@ -88,10 +87,10 @@ class Places:
 
 
 @cute.jit
-def widen_tile(stored: cutlass.Constexpr, shapes: cutlass.Constexpr, source: Int32, target: Int32, warp: Int32):
-    """Writes a tile of 8-bit elements as one of f16. Operands as in Places; warp: which of the WIDENING_WARPS this one is."""
-    turns = cutlass.const_expr(turns_of(shapes[0]))
-    places = Places(shapes, source, target, warp * LANES + cute.arch.lane_idx())
+def widen_tile(stored: cutlass.Constexpr, shapes: cutlass.Constexpr, source: Int32, target: Int32, thread: Int32):
+    """Writes a tile of 8-bit elements as one of f16. Operands as in Places."""
+    turns = cutlass.const_expr(turns_of(shapes[0], shapes[2]))
+    places = Places(shapes, source, target, thread)
     for begin in cutlass.range_constexpr(0, turns, TOGETHER):
         some = range(begin, min(begin + TOGETHER, turns))
         loaded = [places.load(turn) for turn in some]
@@ -100,15 +99,15 @@ def widen_tile(stored: cutlass.Constexpr, shapes: cutlass.Constexpr, source: Int
 
 
 @cute.jit
-def zero_widened(shapes: cutlass.Constexpr, target: Int32, seen: TilePlace, warp: Int32):
+def zero_widened(shapes: cutlass.Constexpr, target: Int32, seen: TilePlace, thread: Int32):
     """Writes zeros over the tokens of a widened tile that no row sees. Each thread overwrites what it has written."""
     if has_outside(shapes[0], seen):
-        zero(Places(shapes, target, target, warp * LANES + cute.arch.lane_idx()), seen)
+        zero(Places(shapes, target, target, thread), seen)
 
 
 def zero(places: Places, seen: TilePlace):
     """zero_widened, for a tile with tokens that no row sees."""
-    for turn in range(turns_of(places.narrow)):
+    for turn in range(turns_of(places.narrow, places.threads)):
         outside = is_outside(seen, places.row(turn))
         store([Int32(0)] * (WIDE_BYTES // 4), places.target(turn), outside & places.inside(turn))
 

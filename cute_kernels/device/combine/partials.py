@@ -54,7 +54,7 @@ def columns_of_word(spec: KernelSpec, word: Int32) -> tuple[list[Int32], int]:
 
     If states go to memory from registers, a word has a lane's columns: two of each of two n8 steps.
     """
-    if spec.wide_words and spec.overlaps:
+    if spec.wide_words and spec.settles_alone:
         first = quotient(word, 4) * 16 + remainder(word, 4) * 2
         return [first, first + 8], 2
     return [word * spec.word_columns], spec.word_columns
@@ -62,7 +62,7 @@ def columns_of_word(spec: KernelSpec, word: Int32) -> tuple[list[Int32], int]:
 
 def word_of_column(spec: KernelSpec, column: Int32) -> Int32:
     """The word of a packed row whose first run begins at `column`."""
-    if spec.wide_words and spec.overlaps:
+    if spec.wide_words and spec.settles_alone:
         return quotient(column, 16) * 4 + quotient(remainder(column, 16), 2)
     return quotient(column, spec.word_columns)
 

@@ -10,7 +10,6 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64
 
 from ...config.decode import LOG2_E, MAX_BLOCKS, KernelSpec
-from ...config.tiling import WARPGROUP
 from ..attend.attend import Attention, RowTile, make_products, make_state, reset_state
 from ..attend.epilogue import (
     SettledRows,
@@ -168,8 +167,8 @@ class DecodeKernel:
         elif role == 0:
             self.mainloop.produce(problem, shared, scales=False)
         elif cutlass.const_expr(spec.widens_tiles):
-            if role >= WARPGROUP:
-                self.mainloop.widen(problem, shared, role - WARPGROUP)
+            if role >= self.mainloop.producer_warps:
+                self.mainloop.widen(problem, shared, role - self.mainloop.producer_warps)
             elif role == 1 and cutlass.const_expr(spec.token_scales > 0):
                 self.mainloop.produce(problem, shared, scales=True)
         elif role == 1 and cutlass.const_expr(spec.token_scales > 0):  # other warps may only have registers to hand over
@@ -228,12 +227,12 @@ class DecodeKernel:
                 settle(spec, problem, shared, share)
             order = self.mainloop.order(piece)
             merging = merge_scaling(spec, scaling)
-            outcome = self.settle(shared, piece, row_tiles, thr_mma, order, merging)
+            outcome = self.settle(shared, piece, row_tiles, thr_mma, order, (scaling, merging))
             sync_consumers(spec)
-            if cutlass.const_expr(self.fetches_late and not spec.overlaps):  # all warps have read this query
+            if cutlass.const_expr(self.fetches_late and not spec.settles_alone):  # all warps have read this query
                 self.fetch_next(problem, next_buffer, share, heads, index, (next_index, next_first), row)
             self.store(problem, shared, share, piece, merging, (outcome, buffer))
-            if cutlass.const_expr(self.fetches_late and spec.overlaps):  # the output went through the query's buffer
+            if cutlass.const_expr(self.fetches_late and spec.settles_alone):  # the output went through the query's buffer
                 sync_consumers(spec)
                 self.fetch_next(problem, next_buffer, share, heads, index, (next_index, next_first), row)
             issued += piece.stop - piece.first
@@ -249,12 +248,15 @@ class DecodeKernel:
 
     @cute.jit
     def settle(
-        self, shared: Shared, piece: Piece, row_tiles: tuple, thr_mma, order: Int32, merging: Scaling
+        self, shared: Shared, piece: Piece, row_tiles: tuple, thr_mma, order: Int32, scalings: tuple[Scaling, Scaling]
     ) -> SettledRows | None:
-        """Ends a piece: the warps' states meet in shared memory, or each is settled in its registers and returned."""
-        spec, settled = self.spec, None
-        states = [lane_state(spec, thr_mma, *both) for both in zip(row_tiles, row_tiles_of(spec), strict=True)]
-        if cutlass.const_expr(spec.overlaps):
+        """Ends a piece: the warps' states meet in shared memory, or each is settled in its registers and returned.
+
+        scalings: that of the loop, and merge_scaling.
+        """
+        spec, settled, (scaling, merging) = self.spec, None, scalings
+        states = [lane_state(spec, thr_mma, *both, scaling) for both in zip(row_tiles, row_tiles_of(spec), strict=True)]
+        if cutlass.const_expr(spec.settles_alone):
             settled = settle_rows(spec, states[0], merging)
         elif cutlass.const_expr(spec.by_warpgroup):
             settle_turns(spec, shared.merge, states[0], piece.block.rows, order, merging)

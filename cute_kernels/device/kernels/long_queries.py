@@ -46,7 +46,7 @@ class LongQueryKernel(AttentionKernel):
                 self.fetch_item(problem, item, batch, following)
             reset_state(state)
             self.mainloop.consume(piece, Attention(products, row_tiles, scaling), problem, shared)
-            own = lane_state(spec, products.thr_mma, row_tiles[0], row_tile)
+            own = lane_state(spec, products.thr_mma, row_tiles[0], row_tile, scaling)
             settled = settle_rows(spec, own, merge_scaling(spec, scaling))
             sync_rows(spec)
             store_rows(spec, settled, buffer, row_tile, piece.block, problem.out, problem.lse, self.sinks(problem))

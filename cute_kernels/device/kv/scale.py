@@ -77,8 +77,8 @@ def open_scaling(spec: cutlass.Constexpr, scales: tuple, kv_head: Int32, scale_l
 
 
 def merge_scaling(spec: KernelSpec, scaling: Scaling) -> Scaling:
-    """The scaling with which states merge: if scores have functions (attend/score.py), maxima are logits to base 2 already."""
-    return replace(scaling, log2=Float32(1.0)) if spec.modifiers.functions else scaling
+    """The scaling with which states merge: bases, and maxima of scores that have functions (attend/score.py), are to base 2."""
+    return replace(scaling, log2=Float32(1.0)) if spec.modifiers.functions or spec.merges_bases else scaling
 
 
 def head_scale(scales: cute.Tensor, kv_head: Int32) -> Float32:
@@ -175,13 +175,13 @@ def settle_group(ring: ScaleRing, stage: Int32, group: Int32 | int, half: cutlas
 
 @cute.jit
 def widen_scales(spec: cutlass.Constexpr, rings: tuple, stage: Int32, wide: tuple, wide_stage: Int32, warp: Int32):
-    """A widening warp stores the scales of 32 tokens as f32 for all readers of the tile, with their largest magnitude."""
+    """A warp that widens K stores scales as f32 for all readers of the tile, with the largest magnitude of each 32 tokens."""
     both = zip(rings, wide, (spec.k_scale, spec.v_scale), strict=True)
     for ring, target, form in [one for one in both if one[0] is not None]:
-        if warp < spec.token_groups:
-            peak = warp_max(settle_group(ring, stage, warp, form == "token_f16", (target, wide_stage)))
+        for group in cutlass.range(warp, spec.token_groups, len(spec.widening_crews[0]), unroll=1):
+            peak = warp_max(settle_group(ring, stage, group, form == "token_f16", (target, wide_stage)))
             if cute.arch.lane_idx() == 0:
-                target.upper[warp, wide_stage] = peak
+                target.upper[group, wide_stage] = peak
 
 
 def find_scales(spec: KernelSpec, scales: tuple, *where) -> list:

@@ -11,7 +11,7 @@ from cutlass import Boolean, Int32
 
 from ...config.decode import KernelSpec
 from ...config.tiling import WARPGROUP
-from ..attend.attend import Attention, columns_of, hide_scores, is_cut, pack_probabilities, row_scales, scales_of, weights_up
+from ..attend.attend import Attention, columns_of, hide_scores, is_cut, pack_probabilities, row_scales, weights_up
 from ..attend.bases import follow_bases, settle_bases, weigh_row
 from ..attend.pack_gqa import fragments, warpgroup_of
 from ..attend.query_rows import TilePlace, place_of_tile
@@ -31,15 +31,16 @@ class OverlapMainloop(TmaMainloop):
 
     def __init__(self, spec: KernelSpec):
         super().__init__(spec)
-        self.warpgroups = spec.num_warps // WARPGROUP
+        self.warpgroups = spec.readers // WARPGROUP  # that attend to the same tiles
 
     @cute.jit
     def consume(self, piece: Piece, attention: Attention, problem: Problem, shared: Shared):
-        """Attends to every tile of a piece with this warp's m-tile."""
+        """Attends with this warp's m-tile to every tile of a piece, or to those of its turn: every turns-th from `first` on."""
         acc_s, tiles = attention.products.make_scores(), piece.stop - piece.first
         p = cute.make_rmem_tensor(acc_s.shape, ELEMENT_TYPES[self.spec.v_math])
-        if tiles > 0:
-            for i in cutlass.range(0, tiles, unroll=1):
+        turns, first = cutlass.const_expr(self.spec.turns), self.order(piece)
+        if tiles > first:
+            for i in cutlass.range(first, tiles, turns, unroll=1):
                 stage, holes = self.operand(shared, piece, i, 0), self.read_holes(piece, i, shared)
                 cut = is_cut(self.spec, attention.row_tiles[0], self.place(piece, i))
                 scales = self.read_scales(piece, i, attention, shared)
@@ -47,8 +48,8 @@ class OverlapMainloop(TmaMainloop):
                     self.release(empty_barrier(self.spec, shared, self.place_in_ring(piece.issued + i)[0]), False)
                 self.await_turn()
                 attention.products.start_scores(acc_s, attention.row_tiles[0].query, stage)
-                if i > 0:
-                    self.start_values(piece, i - 1, attention, shared, p)
+                if i > first:
+                    self.start_values(piece, i - turns, attention, shared, p)
                     self.pass_turn()
                     wait_for_products(1)
                 else:
@@ -57,9 +58,10 @@ class OverlapMainloop(TmaMainloop):
                 moves = self.weigh(piece, i, attention, shared, acc_s, scales, (holes, cut))
                 pack_probabilities(self.spec, p, acc_s)
                 follow_bases(attention.row_tiles[0].state.acc_o, *moves)
-            self.start_values(piece, tiles - 1, attention, shared, p)
+            last = tiles - 1 - remainder(tiles - 1 - first, turns)
+            self.start_values(piece, last, attention, shared, p)
             wait_for_products(0)
-            self.release_values(piece, tiles - 1, shared)
+            self.release_values(piece, last, shared)
 
     def place(self, piece: Piece, i: Int32) -> TilePlace:
         """Where the piece's tile i is in its row."""
@@ -111,12 +113,12 @@ class OverlapMainloop(TmaMainloop):
         return tuple(read_holes(spec, shared, stage * spec.hole_words + word) for word in range(spec.hole_words))
 
     def read_scales(self, piece: Piece, i: Int32, attention: Attention, shared: Shared) -> tuple:
-        """(scales_of the piece's tile i, K's scales of this lane's columns, weights_up), read before the warpgroup's turn."""
+        """(rings and stage of the tile's scales, K's of this lane's columns, weights_up), read before the warpgroup's turn."""
         spec, state, ordinal = self.spec, attention.row_tiles[0].state, piece.issued + i
         wide, turn = self.place_in_wide(ordinal) if spec.widens_tiles else (0, 0)
         if spec.widens_tiles and spec.wide[0] is None and spec.token_scales:  # nothing else waits for the widened scales
             cute.arch.mbarrier_wait(widened_barrier(spec, shared, wide), turn)
-        token_scales = scales_of(spec, shared, self.place_in_ring(ordinal)[0], wide)
+        token_scales = (shared.wide_scales, wide) if spec.widens_tiles else (shared.scales, self.place_in_ring(ordinal)[0])
         peak = settle_scales(spec, *token_scales)
         return token_scales, columns_of(spec, token_scales, 0), weights_up(spec, state, peak)
 
@@ -143,7 +145,7 @@ class OverlapMainloop(TmaMainloop):
             weigh_row(acc_s, rows.state, r, factors[r], offsets[r], up)
             if cutlass.const_expr(r == 0):
                 wait_for_products(0)
-                self.release_values(piece, i - 1, shared, i > 0)
+                self.release_values(piece, i - spec.turns, shared, i > self.order(piece))
         if cutlass.const_expr(spec.v_token_scale):
             scale_columns(acc_s, spec.lane_rows, columns_of(spec, token_scales, 1))
         if cutlass.const_expr(reads_again):

@@ -59,9 +59,9 @@ def crew_words(spec: KernelSpec) -> int:
 def merge_tensors(spec: KernelSpec, base: cute.Pointer) -> tuple:
     """Shared memory of the merge, f32: O [row, column, order], then row_max and row_sum [row, order], and lse [row].
 
-    For warpgroups O has one order only, and only they have an lse. If products overlap, it is only what the combine needs.
+    For warpgroups O has one order only, and only they have an lse. If no states merge, it is only what the combine needs.
     """
-    if spec.overlaps:
+    if spec.settles_alone:
         return cute.make_tensor(base, cute.make_layout(spec.merge_floats)), None, None, None
     rows, warps, columns = spec.packed_rows, spec.merge_places, spec.merge_columns
     outputs = 1 if spec.by_warpgroup else warps

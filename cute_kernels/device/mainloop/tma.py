@@ -17,7 +17,7 @@ from cutlass import Boolean, Int32, Int64
 from cutlass.cute.nvgpu import cpasync
 
 from ...config.decode import KernelSpec
-from ...config.tiling import PRODUCER_WARPS, WIDENING_WARPS, RingShape
+from ...config.tiling import PRODUCER_WARPS, RingShape
 from ..attend.attend import Attention, attend_tile
 from ..attend.mask import has_outside, zero_outside
 from ..attend.pack_gqa import prefetch_query, reader_of, turn_of
@@ -68,13 +68,14 @@ class TmaMainloop:
         # arrivals at a full barrier: K and V, each lane's scales, their flags; scales come with K if V has barriers of its own
         self.arrivals = 1 + (32 + 1 if spec.token_scales else 0), 1
         readers = spec.readers
-        widening = WIDENING_WARPS if spec.widens_tiles else 0
+        widening = [len(crew) for crew in spec.widening_crews]
         self.lanes_widen = LANES if spec.widens_tiles and spec.token_scales else 1  # a lane arrives for its own scales
         self.zeroes_alone = readers > 1 and spec.wide[1] is None
         # arrivals at an empty barrier: each lane, if it read scales or V's elements itself; one lane, if ldmatrix reads for all
         self.all_release = (spec.token_scales > 0 and not spec.widens_tiles) or (spec.splits and self.zeroes_alone)
         of_values = readers if spec.wide[1] is None else 0  # a widened V is done with once it is widened
-        self.releases = readers * (LANES if self.all_release else 1) + widening * self.lanes_widen, of_values + widening
+        of_keys = readers * (LANES if self.all_release else 1)
+        self.releases = of_keys + widening[0] * self.lanes_widen, of_values + widening[1]
 
     def operands(self, k: cute.Tensor, v: cute.Tensor) -> tuple:
         """(K atom, K coordinates, V atom, V coordinates) of caches [pages, heads, slots, head_dim] in any strides."""
@@ -111,9 +112,9 @@ class TmaMainloop:
                 if cutlass.const_expr(self.spec.readers > 1):
                     cute.arch.mbarrier_init(zeroed_barrier(self.spec, shared, stage), LANES)
             for stage in cutlass.range_constexpr(self.spec.wide_stages):
-                for which in cutlass.range_constexpr(1 + self.spec.overlaps):
-                    lanes = self.lanes_widen if which == 0 else 1
-                    cute.arch.mbarrier_init(widened_barrier(self.spec, shared, stage, which), WIDENING_WARPS * lanes)
+                for which in cutlass.range_constexpr(2):
+                    lanes, crew = self.lanes_widen if which == 0 else 1, self.spec.widening_crews[which]
+                    cute.arch.mbarrier_init(widened_barrier(self.spec, shared, stage, which), len(crew) * lanes)
                     cute.arch.mbarrier_init(narrow_barrier(self.spec, shared, stage, which), self.spec.readers * lanes)
             for news in (crew_barrier, announced_barrier):
                 cute.arch.mbarrier_init(news(self.spec, shared), 1)
@@ -252,7 +253,7 @@ class TmaMainloop:
 
     @cute.jit
     def widen(self, problem: Problem, shared: Shared, warp: Int32):
-        """The work of the warps that widen 8-bit tiles: together, every tile of the share in order. warp: this warp's number."""
+        """The work of a warp that widens 8-bit tiles: its crew's part of every tile, in order. warp: its number among them."""
         spec, rows, issued = self.spec, problem.rows, Int32(0)
         cute.arch.griddepcontrol_wait()
         meet(spec)
@@ -269,32 +270,34 @@ class TmaMainloop:
 
     @cute.jit
     def widen_stage(self, shared: Shared, piece: Piece, i: Int32, warp: Int32):
-        """Widens the piece's tile i once it has come and a wide stage is free; K first, then V, if products overlap."""
+        """Widens K, V or both of the piece's tile i, each once it has come and a wide stage is free. warp: as in widen."""
         spec, ordinal = self.spec, piece.issued + i
         (stage, parity), (wide, turn) = self.place_in_ring(ordinal), self.place_in_wide(ordinal)
         place = place_of_tile(spec, piece.keys, piece.first + i)
-        for which in cutlass.range_constexpr(1 + spec.overlaps):
-            parts = cutlass.const_expr((which,) if spec.overlaps else (0, 1))
-            cute.arch.mbarrier_wait(full_barrier(spec, shared, stage, which), parity)
-            cute.arch.mbarrier_wait(narrow_barrier(spec, shared, wide, which), turn ^ 1)
-            if cutlass.const_expr(which == 0):
-                widen_scales(spec, shared.scales, stage, shared.wide_scales, wide, warp)
-            for part in parts:
-                self.widen_part(shared, part, stage, wide, place, warp)
-            cute.arch.fence_proxy("async.shared", space="cta")
-            cute.arch.sync_warp()
-            if (cute.arch.lane_idx() == 0) | (which == 0 and self.lanes_widen > 1):
-                cute.arch.mbarrier_arrive(empty_barrier(spec, shared, stage, which))
-                cute.arch.mbarrier_arrive(widened_barrier(spec, shared, wide, which))
+        for which in cutlass.range_constexpr(2):
+            crew = cutlass.const_expr(spec.widening_crews[which])
+            if warp >= crew.start and warp < crew.stop:
+                cute.arch.mbarrier_wait(full_barrier(spec, shared, stage, which), parity)
+                cute.arch.mbarrier_wait(narrow_barrier(spec, shared, wide, which), turn ^ 1)
+                if cutlass.const_expr(which == 0):
+                    widen_scales(spec, shared.scales, stage, shared.wide_scales, wide, warp)
+                self.widen_part(shared, which, stage, wide, place, warp - crew.start)
+                cute.arch.fence_proxy("async.shared", space="cta")
+                cute.arch.sync_warp()
+                if (cute.arch.lane_idx() == 0) | (which == 0 and self.lanes_widen > 1):
+                    cute.arch.mbarrier_arrive(empty_barrier(spec, shared, stage, which))
+                    cute.arch.mbarrier_arrive(widened_barrier(spec, shared, wide, which))
 
     def widen_part(self, shared: Shared, which: int, stage: Int32, wide: Int32, place: TilePlace, warp: Int32):
-        """Widens K (0) or V (1) of a tile, if its elements have 8 bits."""
+        """Widens K (0) or V (1) of a tile, if its elements have 8 bits. warp: this warp's number in its crew."""
         narrow, target = self.spec.rings[which], self.spec.wide[which]
         if target is not None:
             stored, into = (self.spec.k_type, self.spec.v_type)[which], tile.address(shared.wide[which], target, wide)
-            widen_tile(stored, (narrow, target), tile.address(shared.rings[which], narrow, stage), into, warp)
+            thread, threads = warp * LANES + cute.arch.lane_idx(), LANES * len(self.spec.widening_crews[which])
+            places = narrow, target, threads
+            widen_tile(stored, places, tile.address(shared.rings[which], narrow, stage), into, thread)
             if which == 1:
-                zero_widened((narrow, target), into, place, warp)
+                zero_widened(places, into, place, thread)
 
     @cute.jit
     def issue_boxes(
@@ -375,17 +378,7 @@ class TmaMainloop:
             holes = read_holes(spec, shared, stage)
             if cutlass.const_expr(self.zeroes_alone):
                 self.zero_for_readers(shared, stage, parity, place)
-            wide = stage
-            if cutlass.const_expr(spec.widens_tiles):
-                wide, turn = self.place_in_wide(piece.issued + i)
-                cute.arch.mbarrier_wait(widened_barrier(spec, shared, wide), turn)
-            operands = tuple(stage if cutlass.const_expr(shape is None) else wide for shape in spec.wide)
-            attend_tile(spec, attention, shared, stage, operands, place, holes)
-            if cutlass.const_expr(self.lanes_widen > 1):
-                cute.arch.mbarrier_arrive(narrow_barrier(spec, shared, wide))
-            elif cutlass.const_expr(spec.widens_tiles):
-                with cute.arch.elect_one():
-                    cute.arch.mbarrier_arrive(narrow_barrier(spec, shared, wide))
+            attend_tile(spec, attention, shared, stage, place, holes)
             if has_outside(spec, place):
                 cute.arch.fence_proxy("async.shared", space="cta")  # zeroed V rows, before TMA writes the stage again
             cute.arch.sync_warp()

@@ -14,7 +14,6 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32
 
 from ...config.decode import KernelSpec
-from ...config.tiling import WIDENING_WARPS
 from ..attend.query_rows import Row, block_of_rows, first_tile, kv_range, open_queries, tiles_of
 from ..kv.source import Rows, box_pages, open_row_or_nothing, row_fields
 from ..mainloop.shared import Shared, item_barrier, taken_barrier
@@ -46,7 +45,7 @@ class Found:
 
 def helpers(spec: KernelSpec) -> int:
     """Warps that take items from the producer, in addition to those that attend."""
-    return max(int(spec.token_scales > 0), spec.gatherers - 1) + (WIDENING_WARPS if spec.widens_tiles else 0)
+    return max(int(spec.token_scales > 0), spec.gatherers - 1) + spec.widening_warps
 
 
 def meet_all(spec: KernelSpec):

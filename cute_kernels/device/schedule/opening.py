@@ -12,7 +12,6 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32
 
 from ...config.decode import KernelSpec
-from ...config.tiling import WIDENING_WARPS
 from ..attend.pack_gqa import sync_consumers
 from ..attend.query_rows import Row, first_tile
 from ..kv.source import Rows, box_pages, open_row_or_nothing, row_fields
@@ -86,8 +85,7 @@ def comes_late(spec: KernelSpec) -> bool:
 
 def meet(spec: KernelSpec):
     """Producers and consumers, except a late consumer, meet: each sees what the others wrote before, mbarriers included."""
-    widening = WIDENING_WARPS if spec.widens_tiles else 0
-    sync_branches(OPENED, spec.num_warps - comes_late(spec) + 1 + (spec.token_scales > 0) + widening)
+    sync_branches(OPENED, spec.num_warps - comes_late(spec) + 1 + (spec.token_scales > 0) + spec.widening_warps)
 
 
 @cute.jit
