@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from .decode import MAX_CP_ASYNC_TILE_N, MAX_SPLIT_TILE_ELEMENTS, MAX_TILE_ELEMENTS, SMEM_BYTES, KernelSpec
 from .problem import step_columns
-from .tiling import HALF_TILE_M, MIN_BOX_ROWS, TILE_M, WARPGROUP_M, MmaScope, TilingSpec
+from .tiling import HALF_TILE_M, MIN_BOX_ROWS, TILE_M, WARPGROUP, WARPGROUP_M, MmaScope, TilingSpec
 
-# the largest padded head_dim for warpgroups that take turns, by whether other warps widen tiles: above, registers spill (by SASS)
-TURNS_HEAD_DIM = {False: 192, True: 128}
+TWO_WARPGROUPS_HEAD_DIM = 192  # the largest padded head_dim for more than one warpgroup: above, registers spill (from SASS)
 LONG_WARPGROUP_HEAD_DIM, SHORT_TILE_N = 128, 32  # above this head_dim, a warpgroup's tiles are this short, for the same reason
 
 
@@ -179,7 +178,7 @@ def _warpgroup_reasons(spec: KernelSpec) -> list[str]:
         needed, most = overlap_registers(spec)
         if needed > most:
             reasons.append(f"tile_n={spec.tile_n} x head_dim={spec.padded_head_dim} needs {needed} registers a thread of {most}")
-    if spec.turns > 1 and spec.padded_head_dim > TURNS_HEAD_DIM[spec.widens_tiles]:
+    elif spec.num_warps > WARPGROUP and spec.padded_head_dim > TWO_WARPGROUPS_HEAD_DIM:
         reasons.append(f"head_dim={spec.head_dim} leaves a thread of {spec.num_warps} warps too few registers")
     return reasons
 

@@ -249,16 +249,6 @@ class TilingSpec(ProblemSpec):
         return found[0], found[1]
 
     @property
-    def folds_scales(self) -> bool:
-        """Whether the warps that widen V multiply it by its scales of tokens (device/kv/folded_scales.py)."""
-        return self.wide[1] is not None and self.v_token_scale
-
-    @property
-    def scales_weights(self) -> bool:
-        """Whether V's scales of tokens multiply columns of weights (device/kv/scale.py)."""
-        return self.v_token_scale and not self.folds_scales
-
-    @property
     def wide_stages(self) -> int:
         """Stages of widened tiles; 0 if no tile is. One turn reads one while the next is widened; two turns have one each."""
         return 2 if self.widens_tiles else 0

@@ -14,12 +14,11 @@ from cutlass import Boolean, Float32, Int32
 from ...config.decode import KernelSpec
 from ...config.tiling import TILE_M
 from ..elements import ELEMENT_TYPES
-from ..kv.folded_scales import follow_unit
 from ..kv.scale import SMALLEST_UNIT, Scaling, column_scales, scale_columns, settle_scales, widen_unit
 from ..mainloop.shared import Shared
-from ..ptx.packed import pack
 from .mask import HOLE_BITS, RowMask, cuts, mask_holes, mask_rows, mask_scores, zero_outside, zero_rows
 from .pack_gqa import fragments
+from .query_range import pack
 from .query_rows import TilePlace
 from .score import ScoreModifier, modify_scores
 from .softmax import online_softmax
@@ -35,7 +34,7 @@ class WarpState:
     """The running attention state of one warp: f32 O accumulator, row maxima and sums (this thread's part).
 
     row_max: with lazy rescaling (bases.py), the maximum at the time when the row's base last moved.
-    unit: the unit of sums and O, Int32 [1], if V has one scale per token (kv/scale.py), else None; of O alone if they fold.
+    unit: the unit of sums and O, Int32 [1], if V has one scale per token (kv/scale.py), else None.
     """
 
     acc_o: cute.Tensor
@@ -134,7 +133,7 @@ def attend_tile(spec: cutlass.Constexpr, attention: Attention, shared: Shared, s
     for acc_s, rows in zip(scores, row_tiles, strict=True):
         state, up = rows.state, weights_up(spec, rows.state, peak)
         online_softmax(acc_s, state.acc_o, state.row_max, state.row_sum, row_scales(rows, attention.scaling), up)
-    if cutlass.const_expr(spec.scales_weights):
+    if cutlass.const_expr(spec.v_token_scale):
         columns = columns_of(spec, token_scales, 1)
         for acc_s in scores:
             scale_columns(acc_s, spec.lane_rows, columns)
@@ -197,14 +196,9 @@ def hide_scores(
                 mask_holes(acc_s, coords, word, spec.hole_tokens, first=number * HOLE_BITS * spec.hole_tokens)
 
 
-def weights_up(spec: KernelSpec, state: WarpState, peak: Int32) -> tuple[Float32, Float32, Float32] | None:
-    """(a term in the exponents of weights, factors on the sum and on O so far), or None.
-
-    peak: from settle_scales, or the unit of a tile whose V has its scales folded.
-    """
-    if spec.folds_scales:
-        return Float32(spec.weight_bits), Float32(1.0), follow_unit(state.unit, peak)
+def weights_up(spec: KernelSpec, state: WarpState, peak: Int32) -> tuple[Float32, Float32] | None:
+    """(a term in the exponents of weights, a factor on the sum and O so far), or None. peak: from settle_scales."""
     if spec.v_token_scale:
         shrink, up = widen_unit(state.unit, peak)
-        return up + spec.weight_bits, shrink, shrink
-    return (Float32(spec.weight_bits), Float32(1.0), Float32(1.0)) if spec.weight_bits > 0 else None
+        return up + spec.weight_bits, shrink
+    return (Float32(spec.weight_bits), Float32(1.0)) if spec.weight_bits > 0 else None

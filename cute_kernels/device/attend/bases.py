@@ -21,7 +21,7 @@ BF16_SLACK = 8.0  # the same in bf16, whose range is f32's: sums and O stay far 
 
 def slack_of(spec: KernelSpec) -> float:
     """How far past its base, to base 2, a scaled score may lie. A scale of V is below two units (kv/scale.py)."""
-    return MOST_F16_BITS - spec.weight_bits - spec.scales_weights if spec.v_math == "f16" else BF16_SLACK
+    return MOST_F16_BITS - spec.weight_bits - spec.v_token_scale if spec.v_math == "f16" else BF16_SLACK
 
 
 @cute.jit
@@ -82,10 +82,10 @@ def weigh_row(acc_s: cute.Tensor, state, row: cutlass.Constexpr, factor: Float32
 
 @cute.jit
 def follow_bases(acc_o: cute.Tensor, decays: list, moved: Boolean, weights_up: tuple | None):
-    """Rescales O to the current bases and unit, which few tiles move. decays, moved: from settle_bases."""
+    """Rescales O to the current bases, which few tiles move. decays, moved: from settle_bases."""
     factors = list(decays)
     if cutlass.const_expr(weights_up is not None):
-        factors, moved = [decay * weights_up[2] for decay in decays], moved | (weights_up[2] != 1.0)
+        factors, moved = [decay * weights_up[1] for decay in decays], moved | (weights_up[1] != 1.0)
     if moved:
         for r in cutlass.range_constexpr(len(factors)):
             rescale_row(acc_o, r, factors[r])

@@ -16,13 +16,13 @@ from ...config.tiling import TILE_M
 from ..combine.partials import columns_of_word, send, word_of_column
 from ..kv.scale import Scaling, unit_of
 from ..mainloop.tile import swizzled
-from ..ptx.packed import pack
 from ..ptx.registers import LANES, quotient, remainder
 from ..ptx.shared_pairs import read_pair, write_pair
 from ..schedule.work_scheduler import Piece
 from .attend import RowTile, WarpState, row_scales
 from .bases import rounded_product
 from .pack_gqa import VECTOR, lane_rows_of, place_of, sync_consumers
+from .query_range import pack
 from .query_rows import QueryBlock, block_view, place_in, place_in_view
 from .softmax import finite_or_zero, quad_sum, rescale_row, rows_of
 
@@ -42,10 +42,9 @@ def output_coords(spec: KernelSpec, thr_mma: cute.ThrMma) -> cute.Tensor:
     return rows_of(thr_mma.partition_C(cute.make_identity_tensor((TILE_M, spec.padded_v_head_dim))))
 
 
-def unit_factors(spec: KernelSpec, state: WarpState) -> tuple[Float32, Float32]:
-    """The units of a state's sums and of its output (WarpState), as factors."""
-    unit = Float32(1.0) if state.unit is None else unit_of(state.unit)
-    return Float32(1.0) if spec.folds_scales else unit, unit
+def unit_factor(state: WarpState) -> Float32:
+    """The unit of a state's sums and output (WarpState), as a factor."""
+    return Float32(1.0) if state.unit is None else unit_of(state.unit)
 
 
 def value_column(spec: KernelSpec, column: int) -> int:
@@ -89,10 +88,9 @@ def share_states(spec: cutlass.Constexpr, merge: tuple, states: list, heads: Int
 
 @dataclass(frozen=True)
 class LaneState:
-    """What a lane holds of an m-tile's state: the numbers of its rows, their output [row, column] and where that is.
+    """What a lane holds of an m-tile's state: the numbers of its rows, their output [row, column] and where that is, the unit.
 
     peaks: to what the rows' weights are relative, without the query's row factors: maxima, or bases if states merge by them.
-    sum_unit, unit: unit_factors.
     """
 
     state: WarpState
@@ -100,14 +98,13 @@ class LaneState:
     rows: list[Int32]
     outputs: cute.Tensor
     coords: cute.Tensor
-    sum_unit: Float32
     unit: Float32
 
 
 def lane_state(spec: KernelSpec, thr_mma, attended: RowTile, row_tile: Int32, scaling: Scaling) -> LaneState:
     """The lane's part of the state of an m-tile. row_tile: the m-tile's number."""
     rows, coords, state = lane_rows_of(spec, row_tile), output_coords(spec, thr_mma), attended.state
-    return LaneState(state, peaks_of(spec, attended, scaling), rows, rows_of(state.acc_o), coords, *unit_factors(spec, state))
+    return LaneState(state, peaks_of(spec, attended, scaling), rows, rows_of(state.acc_o), coords, unit_factor(state))
 
 
 def peaks_of(spec: KernelSpec, attended: RowTile, scaling: Scaling) -> list[Float32]:
@@ -135,7 +132,7 @@ def share_state(spec: cutlass.Constexpr, merge: tuple, own: LaneState, heads: In
                 acc[row, column, place] = own.outputs[r, c] * own.unit
             if cute.arch.lane_idx() % 4 == 0:
                 row_max[row, place] = own.peaks[r]
-                row_sum[row, place] = total * own.sum_unit
+                row_sum[row, place] = total * own.unit
 
 
 @cute.jit
@@ -143,7 +140,7 @@ def join_state(spec: cutlass.Constexpr, merge: tuple, own: LaneState, heads: Int
     """Adds an m-tile's state to the one that another warp left at a place of the merge."""
     acc, row_max, row_sum, _ = merge
     for r in cutlass.range_constexpr(cute.size(own.state.row_max)):
-        row, totals = own.rows[r], (quad_sum(own.state.row_sum[r]) * own.sum_unit, row_sum[own.rows[r], place])
+        row, totals = own.rows[r], (quad_sum(own.state.row_sum[r]) * own.unit, row_sum[own.rows[r], place])
         peaks = own.peaks[r], row_max[row, place]
         cute.arch.sync_warp()  # the four lanes of a row have read both numbers
         peak = cute.arch.fmax(*peaks)
@@ -225,7 +222,7 @@ def settle_turns(spec: cutlass.Constexpr, merge: tuple, own: LaneState, heads: I
         row, total = own.rows[r], quad_sum(own.state.row_sum[r])
         if row < heads and lane % 4 == 0:
             row_max[row, order] = own.peaks[r]
-            row_sum[row, order] = total * own.sum_unit
+            row_sum[row, order] = total * unit
         if cutlass.const_expr(spec.turns > 1) and row < heads and order > 0:
             for c in cutlass.range_constexpr(0, cute.size(outputs, mode=[1]), 2):
                 at = acc.iterator + cute.crd2idx((row, coords[r, c][1], 0), acc.layout)
@@ -334,7 +331,7 @@ def settle_rows(spec: cutlass.Constexpr, own: LaneState, scaling: Scaling) -> Se
     found = []
     for r in cutlass.range_constexpr(len(own.rows)):
         peak = own.peaks[r]
-        total = cutlass.select_(peak == -Float32.inf, Float32(0.0), quad_sum(own.state.row_sum[r]) * own.sum_unit)
+        total = cutlass.select_(peak == -Float32.inf, Float32(0.0), quad_sum(own.state.row_sum[r]) * own.unit)
         factor, row_lse = normalisation(spec, total, finite_or_zero(peak), scaling)
         rescale_row(own.state.acc_o, r, factor * own.unit)
         found.append(row_lse)

@@ -54,7 +54,7 @@ def online_softmax(
     """acc_s becomes exp2((acc_s - row_max) * row_scales[row]); row_max, row_sum and acc_o move to the new maximum.
 
     acc_s, acc_o: f32 accumulators of one warp; row_max, row_sum: f32 [rows in use]; row_sum holds this thread's columns only.
-    weights_up: (what is added to the exponent, a factor on the sum and O so far, ...), or None.
+    weights_up: (what is added to the exponent, a factor on the sum and O so far), or None.
     """
     scores = rows_of(acc_s)
     for r in cutlass.range_constexpr(cute.size(row_max)):

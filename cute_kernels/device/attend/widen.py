@@ -1,6 +1,4 @@
-"""Widens tiles of 8 bits to 16 in shared memory, where wgmma reads them, by warps that do nothing else.
-
-Without scales of tokens f16 holds each element exactly; with them, see kv/folded_scales.py.
+"""Widens tiles of 8 bits to 16 in shared memory, where wgmma reads them: exactly, by warps that do nothing else.
 
 The products wait for the instructions of these warps (docs/notes/kernel-log.md). So a thread finds its places once per tile: a
 few turns later its place is whole swizzles further down, in the same columns.
@@ -16,7 +14,6 @@ from ...config.problem import UNIT_BYTES
 from ...config.tiling import RingShape
 from ..kv.codec import HALVES, decode
 from ..mainloop.tile import SWIZZLE_ROWS, swizzled
-from ..ptx.packed import times
 from .mask import has_outside
 from .query_rows import TilePlace
 
@@ -90,24 +87,15 @@ class Places:
 
 
 @cute.jit
-def widen_tile(
-    stored: cutlass.Constexpr, shapes: cutlass.Constexpr, source: Int32, target: Int32, thread: Int32, ratios: cute.Tensor | None
-):
-    """Writes a tile of 8-bit elements as one of f16. Operands as in Places.
-
-    ratios: Int32 [token], two f16 by which to multiply the token's elements, or None.
-    """
+def widen_tile(stored: cutlass.Constexpr, shapes: cutlass.Constexpr, source: Int32, target: Int32, thread: Int32):
+    """Writes a tile of 8-bit elements as one of f16. Operands as in Places."""
     turns = cutlass.const_expr(turns_of(shapes[0], shapes[2]))
     places = Places(shapes, source, target, thread)
     for begin in cutlass.range_constexpr(0, turns, TOGETHER):
         some = range(begin, min(begin + TOGETHER, turns))
         loaded = [places.load(turn) for turn in some]
         for turn, words in zip(some, loaded, strict=True):
-            values = widened(stored, words)
-            if cutlass.const_expr(ratios is not None):
-                ratio = ratios[cutlass.select_(places.inside(turn), places.row(turn), 0)]
-                values = [times(value, ratio) for value in values]
-            store(values, places.target(turn), places.inside(turn))
+            store(widened(stored, words), places.target(turn), places.inside(turn))
 
 
 @cute.jit

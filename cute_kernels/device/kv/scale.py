@@ -3,8 +3,7 @@
 With one scale per tensor or per KV head, K's scale folds into the softmax scale, its sign into the query, and V's scale into the
 output. With one scale per token and KV head, K's scales fold into the columns of S, V's into the columns of P. A token's scale
 travels with its tile: the producer copies the 32-bit word that holds the scale by cp.async, and the warp that reads the tile
-converts the scale to f32. If other warps widen the tile, those warps convert K's scale for all readers, and multiply V by its
-scale (folded_scales.py).
+converts the scale to f32. If other warps widen the tile, those warps convert the scale for all readers.
 
 P is f16, but V's scales have any size. So softmax weights, their sums and O are multiples of a unit, the power of two below the
 largest scale that the warp has met, at least 2**-26. A token whose scale is below 2**-28 of that unit therefore loses bits.
@@ -49,14 +48,14 @@ class ScaleRing:
 
 
 def make_scale_rings(spec: KernelSpec, smem, stages: int, widened: bool = False) -> tuple:
-    """The rings of (K's scales, V's scales), None where nothing needs one. widened: whether they are of widened tiles."""
+    """The rings of (K's scales, V's scales), None for a tensor without a scale per token. widened: whether tiles are widened."""
     rings, layout = [], cute.make_layout((spec.tile_n, stages))
     if widened:  # a token is (column of a pair, pair of an n8 step, step)
         steps = spec.tile_n // 8
         layout = cute.make_layout(((2, 4, steps), stages), stride=((1, 2 * steps, 2), spec.tile_n))
-    for needed in (spec.k_token_scale, spec.scales_weights if widened else spec.v_token_scale):
+    for form in (spec.k_scale, spec.v_scale):
         ring = None
-        if needed:
+        if form.startswith("token"):
             words = smem.allocate_tensor(Int32, layout, byte_alignment=16)
             upper = smem.allocate_tensor(Int32, cute.make_layout((spec.scale_groups, stages)), byte_alignment=16)
             ring = ScaleRing(words, upper)
@@ -137,7 +136,7 @@ def settle_scales(spec: cutlass.Constexpr, rings: tuple, stage: Int32) -> Int32:
     """
     peak, alone = Int32(0), cutlass.const_expr(spec.readers == 1)
     if cutlass.const_expr(spec.widens_tiles):
-        if cutlass.const_expr(spec.scales_weights):
+        if cutlass.const_expr(spec.v_token_scale):
             for group in cutlass.range_constexpr(spec.token_groups):
                 peak = cutlass.max(peak, rings[1].upper[group, stage])
         return peak
@@ -162,27 +161,23 @@ def settle(ring: ScaleRing, stage: Int32, half: cutlass.Constexpr, kept: cutlass
 @cute.jit
 def settle_group(ring: ScaleRing, stage: Int32, group: Int32 | int, half: cutlass.Constexpr, target: tuple | None) -> Int32:
     """As `settle`, for a group of 32 tokens. target: (ring, stage) that receives the f32 scales, or None."""
-    token, peak = group * LANES + cute.arch.lane_idx(), Int32(0)
+    lane, peak = cute.arch.lane_idx(), Int32(0)
+    token = group * LANES + lane
     if token < cute.size(ring.words, mode=[0]):
-        bits = scale_bits(ring, stage, group, half)
+        bits = ring.words[token, stage]
+        if cutlass.const_expr(half):
+            bits = as_bits(half_to_float(bits >> (16 * ((ring.upper[group, stage] >> lane) & 1))))
         if cutlass.const_expr(target is not None):
             target[0].words[token, target[1]] = bits
         peak = bits & MAGNITUDE
     return peak
 
 
-def scale_bits(ring: ScaleRing, stage: Int32, group: Int32 | int, half: bool) -> Int32:
-    """The bits, as f32, of the scale of this lane's token among 32 tokens of a tile. half: as in settle."""
-    lane = cute.arch.lane_idx()
-    bits = ring.words[group * LANES + lane, stage]
-    return as_bits(half_to_float(bits >> (16 * ((ring.upper[group, stage] >> lane) & 1)))) if half else bits
-
-
 @cute.jit
 def widen_scales(spec: cutlass.Constexpr, rings: tuple, stage: Int32, wide: tuple, wide_stage: Int32, warp: Int32):
     """A warp that widens K stores scales as f32 for all readers of the tile, with the largest magnitude of each 32 tokens."""
     both = zip(rings, wide, (spec.k_scale, spec.v_scale), strict=True)
-    for ring, target, form in [one for one in both if one[1] is not None]:
+    for ring, target, form in [one for one in both if one[0] is not None]:
         for group in cutlass.range(warp, spec.token_groups, len(spec.widening_crews[0]), unroll=1):
             peak = warp_max(settle_group(ring, stage, group, form == "token_f16", (target, wide_stage)))
             if cute.arch.lane_idx() == 0:

@@ -5,7 +5,6 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32
 
 from ...config.decode import ITEMS
-from ..kv.scale import SMALLEST_UNIT
 from ..kv.source import empty_row, inspect_requests
 from ..problem import Problem
 from ..ptx.registers import LANES
@@ -72,15 +71,14 @@ class DealtMainloop(OverlapMainloop):
     @cute.jit
     def widen(self, problem: Problem, shared: Shared, warp: Int32):
         """The warps that widen 8-bit tiles: together, every item in order. warp: this warp's number."""
-        spec, batch, issued, turn, unit = self.spec, problem.batch(self.spec), Int32(0), Int32(0), cute.make_rmem_tensor(1, Int32)
+        spec, batch, issued, turn = self.spec, problem.batch(self.spec), Int32(0), Int32(0)
         cute.arch.griddepcontrol_wait()
         meet_all(spec)
         item = take_item(spec, shared, turn)
         while item.index < batch:
             piece = piece_of(spec, problem.rows, item, issued)
-            unit.fill(SMALLEST_UNIT)
             for i in cutlass.range(piece.tiles, unroll=1):
-                self.widen_stage(shared, piece, i, unit, warp)
+                self.widen_stage(shared, piece, i, warp)
             issued += piece.tiles
             turn += 1
             item = take_item(spec, shared, turn)

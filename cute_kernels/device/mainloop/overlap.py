@@ -119,7 +119,7 @@ class OverlapMainloop(TmaMainloop):
         if spec.widens_tiles and spec.wide[0] is None and spec.token_scales:  # nothing else waits for the widened scales
             cute.arch.mbarrier_wait(widened_barrier(spec, shared, wide), turn)
         token_scales = (shared.wide_scales, wide) if spec.widens_tiles else (shared.scales, self.place_in_ring(ordinal)[0])
-        peak = settle_scales(spec, *token_scales) if shared.folded is None else shared.folded.units[wide]
+        peak = settle_scales(spec, *token_scales)
         return token_scales, columns_of(spec, token_scales, 0), weights_up(spec, state, peak)
 
     @cute.jit
@@ -137,7 +137,7 @@ class OverlapMainloop(TmaMainloop):
         token_scales, columns, up = scales
         hide_scores(spec, attention, shared, [acc_s], stage, columns, self.place(piece, i), *hidden)
         factors = row_scales(rows, attention.scaling)
-        reads_again = cutlass.const_expr(self.all_release or spec.scales_weights)
+        reads_again = cutlass.const_expr(self.all_release or spec.v_token_scale)
         if cutlass.const_expr(not reads_again):
             self.release_keys(piece, i, shared)
         offsets, *moves = settle_bases(spec, acc_s, rows.state, factors)
@@ -146,7 +146,7 @@ class OverlapMainloop(TmaMainloop):
             if cutlass.const_expr(r == 0):
                 wait_for_products(0)
                 self.release_values(piece, i - spec.turns, shared, i > self.order(piece))
-        if cutlass.const_expr(spec.scales_weights):
+        if cutlass.const_expr(spec.v_token_scale):
             scale_columns(acc_s, spec.lane_rows, columns_of(spec, token_scales, 1))
         if cutlass.const_expr(reads_again):
             self.release_keys(piece, i, shared)

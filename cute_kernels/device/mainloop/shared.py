@@ -10,7 +10,6 @@ from ...config.decode import ITEMS, NEWS, KernelSpec
 from ...config.tiling import TILE_M
 from ..attend.pack_gqa import query_layout
 from ..elements import ELEMENT_TYPES
-from ..kv.folded_scales import FoldedScales, make_folded_scales
 from ..kv.scale import ScaleRing, make_scale_rings
 from ..kv.source import row_fields
 from . import tile
@@ -23,8 +22,7 @@ SHARE_WORDS = 7  # words of a Share that a warp publishes: a CTA knows unit, ind
 class Shared:
     """The swizzled rings of K and V, their tokens' scales, the query buffers, the merge buffer, holes (attend/mask).
 
-    wide: rings of 8-bit K and V tiles widened for wgmma, [token, element, stage], else None; wide_scales: their tokens' scales;
-    folded: V's, if they fold (kv/folded_scales.py).
+    wide: rings of 8-bit K and V tiles widened for wgmma, [token, element, stage], else None; wide_scales: their tokens' scales.
     barriers: the mbarriers, by the functions below.
 
     inverses: of the row factors of each query, f32 [row, query] (attend/query_range.py).
@@ -39,7 +37,6 @@ class Shared:
     wide: tuple[cute.Tensor | None, cute.Tensor | None]
     scales: tuple[ScaleRing | None, ScaleRing | None]
     wide_scales: tuple[ScaleRing | None, ScaleRing | None]
-    folded: FoldedScales | None
     query: cute.Tensor
     inverses: cute.Tensor
     merge: tuple
@@ -108,13 +105,12 @@ def allocate(spec: KernelSpec, smem) -> Shared:
     declined = smem.allocate_tensor(Int8, cute.make_layout(spec.most_pieces), byte_alignment=16)
     scales = make_scale_rings(spec, smem, spec.num_stages)
     wide_scales = make_scale_rings(spec, smem, spec.wide_stages, widened=True) if spec.widens_tiles else (None, None)
-    folded = make_folded_scales(spec, smem) if spec.folds_scales else None
     inverses = smem.allocate_tensor(Float32, cute.make_layout((TILE_M * spec.row_tiles, 2)), byte_alignment=16)
     combines = cute.make_tensor(crew.iterator + crew_words(spec), cute.make_layout(1))
     end = crew, crew, combines  # opener, crew, combines
     items = smem.allocate_tensor(Int32, cute.make_layout((3 + len(row_fields(spec)), ITEMS))) if spec.dealt else None
     return Shared(
-        rings, wide, scales, wide_scales, folded, query, inverses, merge, barriers, holes, *end, opening, pages, declined, items
+        rings, wide, scales, wide_scales, query, inverses, merge, barriers, holes, *end, opening, pages, declined, items
     )
 
 

@@ -23,8 +23,7 @@ from ..attend.mask import has_outside, zero_outside
 from ..attend.pack_gqa import prefetch_query, reader_of, turn_of
 from ..attend.query_rows import Row, TilePlace, first_tile, place_of_tile
 from ..attend.widen import widen_tile, zero_widened
-from ..kv.folded_scales import fold_scales, publish_unit, raise_unit
-from ..kv.scale import SMALLEST_UNIT, fetch_scales, find_scales, widen_scales
+from ..kv.scale import fetch_scales, find_scales, widen_scales
 from ..kv.source import (
     box_pages,
     empty_row,
@@ -76,8 +75,7 @@ class TmaMainloop:
         self.all_release = (spec.token_scales > 0 and not spec.widens_tiles) or (spec.splits and self.zeroes_alone)
         of_values = readers if spec.wide[1] is None else 0  # a widened V is done with once it is widened
         of_keys = readers * (LANES if self.all_release else 1)
-        of_scales = LANES * widening[1] if spec.folds_scales else 0  # V's scales come with K
-        self.releases = of_keys + widening[0] * self.lanes_widen + of_scales, of_values + widening[1]
+        self.releases = of_keys + widening[0] * self.lanes_widen, of_values + widening[1]
 
     def operands(self, k: cute.Tensor, v: cute.Tensor) -> tuple:
         """(K atom, K coordinates, V atom, V coordinates) of caches [pages, heads, slots, head_dim] in any strides."""
@@ -256,7 +254,7 @@ class TmaMainloop:
     @cute.jit
     def widen(self, problem: Problem, shared: Shared, warp: Int32):
         """The work of a warp that widens 8-bit tiles: its crew's part of every tile, in order. warp: its number among them."""
-        spec, rows, issued, unit = self.spec, problem.rows, Int32(0), cute.make_rmem_tensor(1, Int32)
+        spec, rows, issued = self.spec, problem.rows, Int32(0)
         cute.arch.griddepcontrol_wait()
         meet(spec)
         opening = read_opening(spec, problem, shared)[0]
@@ -266,35 +264,23 @@ class TmaMainloop:
             piece = make_piece(spec, rows, share, index, row, tile, issued)
             index, tile = following(spec, rows, problem.batch(spec), piece)
             row = open_row_or_nothing(spec, rows, index, problem.batch(spec))
-            unit.fill(SMALLEST_UNIT)
             for i in cutlass.range(piece.stop - piece.first, unroll=1):
-                self.widen_stage(shared, piece, i, unit, warp)
+                self.widen_stage(shared, piece, i, warp)
             issued += piece.stop - piece.first
 
     @cute.jit
-    def widen_stage(self, shared: Shared, piece: Piece, i: Int32, unit: cute.Tensor, warp: Int32):
-        """Widens K, V or both of the piece's tile i, each once it has come and a wide stage is free. warp: as in widen.
-
-        unit: Int32 [1], of the piece's scales of V so far (kv/folded_scales.py).
-        """
+    def widen_stage(self, shared: Shared, piece: Piece, i: Int32, warp: Int32):
+        """Widens K, V or both of the piece's tile i, each once it has come and a wide stage is free. warp: as in widen."""
         spec, ordinal = self.spec, piece.issued + i
         (stage, parity), (wide, turn) = self.place_in_ring(ordinal), self.place_in_wide(ordinal)
         place = place_of_tile(spec, piece.keys, piece.first + i)
         for which in cutlass.range_constexpr(2):
             crew = cutlass.const_expr(spec.widening_crews[which])
             if warp >= crew.start and warp < crew.stop:
-                if cutlass.const_expr(which == 1 and spec.folds_scales):  # V's scales came with K
-                    cute.arch.mbarrier_wait(full_barrier(spec, shared, stage), parity)
-                    raise_unit(spec, shared.scales[1], stage, unit)
-                    fold_scales(spec, shared.scales[1], shared.folded, (stage, wide), unit, warp - crew.start)
-                    cute.arch.mbarrier_arrive(empty_barrier(spec, shared, stage))
                 cute.arch.mbarrier_wait(full_barrier(spec, shared, stage, which), parity)
                 cute.arch.mbarrier_wait(narrow_barrier(spec, shared, wide, which), turn ^ 1)
                 if cutlass.const_expr(which == 0):
                     widen_scales(spec, shared.scales, stage, shared.wide_scales, wide, warp)
-                if cutlass.const_expr(which == 0 and spec.folds_scales):
-                    raise_unit(spec, shared.scales[1], stage, unit)
-                    publish_unit(shared.folded, wide, unit, warp)
                 self.widen_part(shared, which, stage, wide, place, warp - crew.start)
                 cute.arch.fence_proxy("async.shared", space="cta")
                 cute.arch.sync_warp()
@@ -309,8 +295,7 @@ class TmaMainloop:
             stored, into = (self.spec.k_type, self.spec.v_type)[which], tile.address(shared.wide[which], target, wide)
             thread, threads = warp * LANES + cute.arch.lane_idx(), LANES * len(self.spec.widening_crews[which])
             places = narrow, target, threads
-            ratios = shared.folded.ratios[None, wide] if which == 1 and shared.folded is not None else None
-            widen_tile(stored, places, tile.address(shared.rings[which], narrow, stage), into, thread, ratios)
+            widen_tile(stored, places, tile.address(shared.rings[which], narrow, stage), into, thread)
             if which == 1:
                 zero_widened(places, into, place, thread)
 

@@ -3,7 +3,6 @@
 import cutlass.cute as cute
 from cutlass import BFloat16, Float16, Float32, Int32
 
-from ...config.problem import ElementType
 from .registers import as_float
 
 SUFFIX = {BFloat16: "bf16x2", Float16: "f16x2"}  # of instructions
@@ -30,18 +29,6 @@ def widen_pair(dtype: type, pair: Int32) -> tuple[Float32, Float32]:
         return as_float(pair << 16), as_float(pair & -0x10000)
     text = "{ .reg .b16 low, high; mov.b32 {low, high}, {$r0}; cvt.f32.f16 {$w0}, low; cvt.f32.f16 {$w1}, high; }"
     return cute.arch.inline_ptx(text, write_only_types=[Float32, Float32], read_only_args=[pair])
-
-
-def pack(element_type: ElementType, first: Float32, second: Float32) -> Int32:
-    """Two f32 rounded into one word."""
-    text = f"cvt.rn.{element_type}x2.f32 {{$w0}}, {{$r1}}, {{$r0}};"
-    return cute.arch.inline_ptx(text, write_only_types=[Int32], read_only_args=[first, second])
-
-
-def times(pair: Int32, factors: Int32) -> Int32:
-    """Two f16 by two f16, rounded."""
-    text = "mul.rn.f16x2 {$w0}, {$r0}, {$r1};"
-    return cute.arch.inline_ptx(text, write_only_types=[Int32], read_only_args=[pair, factors])
 
 
 def larger_pair(dtype: type, target: str, first: Int32, second: Int32) -> Int32:
