@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from .decode import MAX_CP_ASYNC_TILE_N, MAX_SPLIT_TILE_ELEMENTS, MAX_TILE_ELEMENTS, SMEM_BYTES, KernelSpec
 from .problem import step_columns
-from .tiling import HALF_TILE_M, MIN_BOX_ROWS, TILE_M, WARPGROUP, WARPGROUP_M, MmaScope, TilingSpec
+from .tiling import HALF_TILE_M, MIN_BOX_ROWS, TILE_M, WARPGROUP_M, MmaScope, TilingSpec
 
-TWO_WARPGROUPS_HEAD_DIM = 192  # the largest padded head_dim for more than one warpgroup: above, registers spill (from SASS)
+# the largest padded head_dim for warpgroups that take turns, by whether other warps widen tiles: above, registers spill (by SASS)
+TURNS_HEAD_DIM = {False: 192, True: 128}
 LONG_WARPGROUP_HEAD_DIM, SHORT_TILE_N = 128, 32  # above this head_dim, a warpgroup's tiles are this short, for the same reason
 
 
@@ -16,6 +17,7 @@ OVERLAP_TILE_REGISTERS = {4: 188, 8: 188, 12: 128}
 SOFTCAP_REGISTERS = {12: 8}  # so many fewer if the loop computes a soft cap's tanh
 WIDENING_TILE_REGISTERS = {4: 188, 8: 148}
 
+MOST_TURNS = 2  # of warpgroups: a widened tile has a stage for each
 MOST_GATHERED_WARPS = 8  # more warps that attend leave too few registers to the producers that gather tokens
 
 
@@ -170,15 +172,13 @@ def _warpgroup_reasons(spec: KernelSpec) -> list[str]:
         reasons.append(f"the {spec.readers} m-tiles of block_rows={spec.block_rows} do not divide num_warps={spec.num_warps}")
     if spec.unit_heads > 1:
         reasons.append(f"unit_heads={spec.unit_heads} takes tensor-core steps of a warp")
-    if spec.wide_stages and spec.wide_stages % spec.turns:
-        reasons.append(
-            f"num_warps={spec.num_warps} take widened tiles in {spec.turns} turns, which do not divide {spec.wide_stages}"
-        )
+    if spec.turns > MOST_TURNS:
+        reasons.append(f"num_warps={spec.num_warps} take tiles in {spec.turns} turns, of which there are {MOST_TURNS} at most")
     if spec.overlaps:
         needed, most = overlap_registers(spec)
         if needed > most:
             reasons.append(f"tile_n={spec.tile_n} x head_dim={spec.padded_head_dim} needs {needed} registers a thread of {most}")
-    elif spec.num_warps > WARPGROUP and spec.padded_head_dim > TWO_WARPGROUPS_HEAD_DIM:
+    if spec.turns > 1 and spec.padded_head_dim > TURNS_HEAD_DIM[spec.widens_tiles]:
         reasons.append(f"head_dim={spec.head_dim} leaves a thread of {spec.num_warps} warps too few registers")
     return reasons
 

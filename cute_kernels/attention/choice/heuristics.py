@@ -48,7 +48,9 @@ FEW_TILE_N = 32
 # (tokens of a tile, consumer warps) for warpgroups; tiles of 128 end up to 15% sooner if two attend to the same 16-bit tiles
 WARPGROUP_SHAPES = ((64, 8), (32, 8), (64, 4), (32, 4), (16, 8), (16, 4))
 OVERLAP_SHAPES = ((128, 8), (112, 8), *WARPGROUP_SHAPES)
-TURNS_SHAPES = ((96, 8), (64, 8), (48, 8), (32, 8), (64, 4), (32, 4), (16, 4))  # for 64 rows over 8 bits: two take tiles in turn
+# for 64 rows over 8 bits: two take tiles in turn. With token scales, larger tiles than NARROW_TURNS spill in a phase, and where a
+# head is not whole column blocks of 64 (read from SASS)
+TURNS_SHAPES, NARROW_TURNS = ((96, 8), (64, 8), (48, 8), (32, 8), (64, 4), (32, 4), (16, 4)), 64
 # with fewer tokens per SM than so many tiles, smaller tiles end sooner: by up to 29% (docs/notes/kernel-log.md)
 TILES_OF_SHORT, TILES_OF_SHORT_TURNS, SHORTEST_TILE_N = 2, 6, 32
 PAIRED_HEAD_DIM = 128  # larger ones were not measured
@@ -95,7 +97,7 @@ def candidates(problem: DecodeProblem, arch: Arch, target: Target, sm_count: int
         return [split_config(problem)]
     if arch == "sm90" and problem.packed_rows > TILE_M and not problem.splits:
         if not by_warps(problem):
-            return [warpgroup_config(problem, sm_count)]
+            return [warpgroup_config(problem, sm_count, phase)]
         tile_n, num_warps = m_tiles_shape(problem, sm_count, phase)
         shapes = [(tile_n * token_bytes(problem), num_warps, 1, 1)]
     elif pairs_heads(problem, arch):
@@ -178,20 +180,22 @@ def few_config(problem: DecodeProblem, arch: Arch, target: Target, sm_count: int
     return ring(problem, tile_n, 4 if spills_with_8_warps(problem) else 8, 1, arch, target)
 
 
-def warpgroup_config(problem: DecodeProblem, sm_count: int) -> DecodeConfig:
-    """The configuration for warpgroups: the largest tiles of which shared memory holds enough."""
-    shapes = warpgroup_shapes(problem, share_tokens(problem, sm_count))
+def warpgroup_config(problem: DecodeProblem, sm_count: int, phase: bool) -> DecodeConfig:
+    """The configuration for warpgroups: the largest tiles of which shared memory holds enough. phase: as in choose."""
+    shapes = warpgroup_shapes(problem, share_tokens(problem, sm_count), phase)
     configs = [ring(problem, tile_n, warps, 1, "sm90", "sm_90a", 1, "warpgroup") for tile_n, warps in shapes]
     return first_fitting(problem, configs, "balanced")
 
 
-def warpgroup_shapes(problem: DecodeProblem, share: int) -> tuple[tuple[int, int], ...]:
+def warpgroup_shapes(problem: DecodeProblem, share: int, phase: bool) -> tuple[tuple[int, int], ...]:
     """(tokens of a tile, consumer warps) for warpgroups, the best first. share: tokens for each SM; few take small tiles."""
     if problem.packed_rows > WARPGROUP_M and share <= TILES_OF_SHORT * SHORTEST_TILE_N:
         return ((SHORTEST_TILE_N, WARPGROUP),)  # two units, each with half of the rows, so that more SMs have work
     by_turns = problem.packed_rows <= WARPGROUP_M and problem.has_8_bits
     shapes: tuple[tuple[int, int], ...] = OVERLAP_SHAPES if problem.packed_rows > WARPGROUP_M else WARPGROUP_SHAPES
     most = max(SHORTEST_TILE_N, share // (TILES_OF_SHORT_TURNS if by_turns else TILES_OF_SHORT))
+    if by_turns and problem.has_token_scales and (phase or problem.padded_head_dim % 64):
+        most = min(most, NARROW_TURNS)
     return tuple(shape for shape in (TURNS_SHAPES if by_turns else shapes) if shape[0] <= most)
 
 

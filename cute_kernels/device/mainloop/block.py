@@ -55,7 +55,7 @@ class BlockMainloop(CpAsyncMainloop):
             pages = upcoming
             stage, place = remainder(i, depth), place_of_tile(spec, piece.keys, piece.first + i)
             holes = read_holes(spec, shared, stage)
-            attend_tile(spec, attention, shared, stage, (stage, stage), place, holes)
+            attend_tile(spec, attention, shared, stage, place, holes)
         cute.arch.cp_async_wait_group(0)
         sync_consumers(spec)
         if piece.first == 0 and cute.arch.thread_idx()[0] == 0:

@@ -80,7 +80,7 @@ class CpAsyncMainloop:
             pages = upcoming
             stage, place = warp * depth + i % depth, place_of_tile(spec, piece.keys, token_tile)
             holes = read_holes(spec, shared, stage)
-            attend_tile(spec, attention, shared, stage, (stage, stage), place, holes)
+            attend_tile(spec, attention, shared, stage, place, holes)
             cute.arch.sync_warp()
         cute.arch.cp_async_wait_group(0)
         if piece.first == 0 and cute.arch.thread_idx()[0] == 0:
