@@ -11,7 +11,8 @@ from ..config.problem import ANY_Q_LEN, QueryLengths
 from ..planning.variants import Candidate
 from .descriptors import DecodeProblem
 
-# the most packed rows of requests that get a phase of their own: one warp's tile (decode), one warpgroup's tile (verify)
+# the most packed rows of requests that get a phase of their own: one warp's tile (decode), one warpgroup's tile (verify); unless
+# the blocks of the last phase are that small themselves
 FEW_ROWS = (16, 64)
 
 
@@ -24,7 +25,7 @@ def with_few(problem: DecodeProblem, many: Candidate, evaluate: Callable[[Decode
     if many.verdict == "rejected" or spec.query != "ragged" or not (spec.by_warpgroup and spec.many_blocks):
         return many
     least, phases = 1, []
-    for most in most_query_rows(problem):
+    for most in most_query_rows(problem, spec.block_rows):
         phases.append(_serving(evaluate(replace(problem, max_q_len=most)), QueryLengths(least, most)))
         least = most + 1
     phases.append(_serving(many, QueryLengths(least)))
@@ -36,9 +37,9 @@ def with_few(problem: DecodeProblem, many: Candidate, evaluate: Callable[[Decode
     return replace(many, spec=mixed, num_ctas=num_ctas, phases=tuple(replace(phase, num_ctas=num_ctas) for phase in phases))
 
 
-def most_query_rows(problem: DecodeProblem) -> list[int]:
-    """The most query rows of the requests of each phase but the last."""
-    found = dict.fromkeys(max(1, rows // problem.group_size) for rows in FEW_ROWS)
+def most_query_rows(problem: DecodeProblem, block_rows: int) -> list[int]:
+    """The most query rows of the requests of each phase but the last, whose blocks have `block_rows` packed rows."""
+    found = dict.fromkeys(max(1, rows // problem.group_size) for rows in FEW_ROWS if rows < block_rows)
     return [most for most in found if most < problem.max_q_len]
 
 

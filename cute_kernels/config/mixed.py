@@ -11,6 +11,7 @@ from .tiling import Arch, Target
 
 BETWEEN_BYTES = 2048  # shared memory that the last phase leaves for all mbarriers: enough unless there are very many stages
 ALIGNMENT = 128
+WARP_REGISTERS = 2048  # of an SM, for each of a warp's lanes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,6 +103,10 @@ def mixed_supports(spec: MixedSpec) -> list[str]:
         reasons.append("many_blocks: only the last phase may take several blocks of a request's query rows")
     if spec.smem_bytes > SMEM_BYTES[spec.target]:
         reasons.append(f"shared memory {spec.smem_bytes} bytes exceeds {SMEM_BYTES[spec.target]} on {spec.target}")
+    attending, others = spec.register_shares or (0, 0)
+    needed = attending * spec.many.num_warps + others * (spec.warps - spec.many.num_warps)
+    if needed > WARP_REGISTERS:
+        reasons.append(f"num_warps: {needed} registers a lane of {spec.warps} warps exceed {WARP_REGISTERS}")
     if spec.few.warps >= spec.warps:
         reasons.append(f"num_warps={spec.few.num_warps} of the first phase leave no warp that looks for the others' requests")
     return reasons

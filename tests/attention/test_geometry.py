@@ -12,12 +12,15 @@ import torch
 import cute_kernels as ck
 from cute_kernels.attention.descriptors import DecodeProblem
 from cute_kernels.attention.kernel_spec import kernel_spec, units_of
+from cute_kernels.attention.variants import explain
 from cute_kernels.attention.workspace import workspace_bytes, workspace_regions
 from cute_kernels.config.decode import MAX_BLOCKS, DecodeConfig, KernelSpec, grid_ctas
 from cute_kernels.config.limits import supports
+from cute_kernels.config.mixed import mixed_supports
 from cute_kernels.config.problem import padded_head_dim
 from cute_kernels.config.tiling import Arch
 from cute_kernels.kv import geometry
+from cute_kernels.planning.variants import PRETEND
 from tests.support.specs import usual_spec
 
 
@@ -262,3 +265,19 @@ def test_what_warpgroups_cannot_have(change: dict[str, Any], reason: str) -> Non
 def test_what_several_query_rows_cannot_have(change: dict[str, Any], reason: str) -> None:
     problem = ck.PagedAttentionDescriptor(5, 8, 2, 64, 16, torch.float16, max_q_len=4).problem
     assert any(text.startswith(reason) for text in supports(replace(kernel_of(problem), **change))), reason
+
+
+@pytest.mark.parametrize(("batch", "kv_heads", "phases"), [(8, 8, [16, 64, 128]), (4, 2, [16, 64])])
+def test_phases_of_a_mixed_kernel_have_registers_for_all_warps(batch: int, kv_heads: int, phases: list[int]) -> None:
+    """The last phase's shares of registers hold in all phases. With blocks of 64 rows it needs no other phase of that size."""
+    fields = {"head_dim": 128, "page_size": 16, "max_seq_len": 1000, "max_q_len": 40, "kv_dtype": ck.KVDtype.E4M3}
+    problem = ck.PagedAttentionDescriptor(batch, 4 * kv_heads, kv_heads, q_dtype=torch.bfloat16, **fields).problem
+    spec = explain(problem, PRETEND["h200"]).chosen.spec
+    assert [phase.block_rows for phase in spec.phases] == phases
+    attending, others = spec.register_shares
+    assert mixed_supports(spec) == []
+    assert attending * spec.many.num_warps + others * (spec.warps - spec.many.num_warps) <= 2048
+    fewer = replace(spec, some=spec.phases[-1], many=replace(spec.many, num_warps=4, block_rows=64))
+    wider = replace(fewer, some=replace(fewer.some, num_warps=8, block_rows=64))
+    assert not any("registers a lane" in reason for reason in mixed_supports(replace(fewer, some=None)))
+    assert any("num_warps: 2560 registers a lane of 16 warps" in reason for reason in mixed_supports(wider))

@@ -12,7 +12,7 @@ from cute_kernels.config.decode import DecodeConfig
 from cute_kernels.planning.variants import PRETEND
 from tests.interpreted.machine.attention import Kernel, kernel_of, mixed_kernel
 from tests.interpreted.runs import run_attention
-from tests.support.attention_cases import EVERYTHING, Case, case, make_attention
+from tests.support.attention_cases import E4M3, EVERYTHING, TOKEN_SCALES, Case, case, make_attention
 from tests.support.attention_harness import assert_close
 from tests.support.harness import assert_bitwise
 
@@ -27,6 +27,11 @@ def by_warpgroup(tile_n: int, warps: int = 8) -> DecodeConfig:
     return DecodeConfig(tile_n, 2, warps, 1, mma="warpgroup")
 
 
+STORED: dict[str, dict[str, Any]] = {
+    "16 bits": {},
+    "e4m3": {"kv_dtype": E4M3},
+    "int8 token": TOKEN_SCALES,
+}  # how mixed batches lie
 CASES: dict[str, tuple[Case, DecodeConfig, str, str]] = {
     "dealt, everything": (case("dealt", CACHE, **PROMPTS, **EVERYTHING), by_warpgroup(128), "sm90", "dealt"),
     "dealt, 12 warps, packed": (case("12", CACHE, **PROMPTS, table="packed"), by_warpgroup(128, 12), "sm90", "dealt"),
@@ -54,9 +59,10 @@ def test_long_queries(name: str) -> None:
     check(kernel, problem)
 
 
-def test_a_mixed_batch() -> None:
+@pytest.mark.parametrize("storage", STORED)
+def test_a_mixed_batch(storage: str) -> None:
     """The batch has requests of each phase: decode rows and drafts that are cut, some rows, a prompt."""
-    cache = {**ONE_HEAD, "lengths": (1400, 150, 300, 0), "max_seq_len": 8192}
+    cache = {**ONE_HEAD, "lengths": (1400, 150, 300, 0), "max_seq_len": 8192, **STORED[storage]}
     problem = case("mixed", cache, q_lens=(2, 80, 16, 1), max_q_len=8192)
     descriptor = problem.descriptor()
     spec: Any = explain(descriptor.problem, PRETEND["h200"]).chosen.spec
