@@ -15,6 +15,7 @@ from tests.interpreted.machine.grid import Deadlock, Grid
 from tests.interpreted.machine.memory import READ, WRITE, GlobalMemory, MemoryFault
 from tests.interpreted.machine.program import Program
 from tests.interpreted.machine.ptx import parse
+from tests.interpreted.machine.registers import RegisterFault
 from tests.interpreted.machine.warp import Fault
 
 BOTH = READ | WRITE
@@ -200,3 +201,34 @@ def test_bytes_by_a_selector(selector: int) -> None:
         expected |= ((0xFF if byte > 0x7F else 0) if nibble > 7 else byte) << 8 * place
     found = numbers.prmt(*(np.full(32, word, np.uint32) for word in (a, b, selector)))
     assert found.tolist() == [expected] * 32
+
+
+REGISTERS = """
+    setp.ge.u32 %p1, %r1, 128;
+    @%p1 bra $OTHERS;
+    setmaxnreg.inc.sync.aligned.u32 {taken};
+    bra.uni $END;
+$OTHERS:
+    setmaxnreg.dec.sync.aligned.u32 {left};
+$END:
+    st.global.b32 [%rd5], %r1;
+"""
+
+
+@pytest.mark.parametrize(
+    ("taken", "left", "fault"),
+    [
+        (232, 136, None),
+        (248, 136, "2080 registers for a lane of each warp exceed 2048"),
+        (232, 176, "hands over what leaves it 176 of 168"),
+        (160, 136, "takes 160 registers a lane and has 168"),
+    ],
+)
+def test_warps_have_no_more_registers_than_an_sm(taken: int, left: int, fault: str | None) -> None:
+    """Of 12 warps, which begin with 168 each, four take more and eight hand over."""
+    body = REGISTERS.format(taken=taken, left=left)
+    if fault is None:
+        assert run(body, SOURCE, threads=384).tolist() == list(range(384))
+    else:
+        with pytest.raises((Fault, RegisterFault), match=fault):
+            run(body, SOURCE, threads=384)

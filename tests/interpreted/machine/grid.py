@@ -11,6 +11,7 @@ from .barriers import Mbarriers, NamedBarriers
 from .memory import GlobalMemory, SharedMemory
 from .numbers import LANES, U32, UINTS
 from .program import Program
+from .registers import Registers
 from .warp import Fault, Warp
 
 TURNS = (1, 4, 16, 64, 256)  # blocks of code that a warp may run before another warp's turn
@@ -38,6 +39,7 @@ class Cta:
         self.shared = SharedMemory(grid.shared_bytes)
         self.barriers, self.named = Mbarriers(grid.changed), NamedBarriers(grid.changed)
         self.late: list[Callable[[], None]] = []
+        self.registers = Registers(self.threads // LANES)
         self.warps = [Warp(self, i, grid.program, grid.picks) for i in range(self.threads // LANES)]
         self.param = grid.param
 
@@ -65,6 +67,8 @@ class Cta:
         self.warps = [warp for warp in self.warps if not warp.ended]
         if self.late and not self.warps:
             raise Fault(f"CTA {self.number} ended while copies to its shared memory were under way")
+        if not self.warps:
+            self.registers.check()
         return moved
 
     def wake(self) -> None:

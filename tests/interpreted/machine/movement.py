@@ -161,11 +161,19 @@ def atomic(emitter: Emitter, instruction: Instruction) -> None:
 
 
 def nothing(emitter: Emitter, instruction: Instruction) -> None:
-    """Does nothing for instructions that change no value: prefetches, fences, register hand-overs, waits for another grid."""
+    """Does nothing for instructions that change no value: prefetches, fences, waits for another grid."""
     known = ("prefetch.global.L2", "prefetch.tensormap", "fence.mbarrier_init.release.cluster", "fence.proxy.async.shared::cta")
-    others = ("griddepcontrol.wait", "griddepcontrol.launch_dependents", "setmaxnreg.inc.sync.aligned.u32")
-    if instruction.opcode not in (*known, *others, "setmaxnreg.dec.sync.aligned.u32"):
+    others = ("griddepcontrol.wait", "griddepcontrol.launch_dependents")
+    if instruction.opcode not in (*known, *others):
         raise unknown(instruction)
+
+
+def exchange_registers(emitter: Emitter, instruction: Instruction) -> None:
+    """Takes registers from other warps, or hands some over."""
+    method = {"setmaxnreg.inc.sync.aligned.u32": "take", "setmaxnreg.dec.sync.aligned.u32": "hand_over"}.get(instruction.opcode)
+    if method is None:
+        raise unknown(instruction)
+    emitter.line(f"w.cta.registers.{method}(w.number, {int(instruction.operands[0])})")
 
 
 MOVEMENT: dict[str, Handler] = {
@@ -175,5 +183,6 @@ MOVEMENT: dict[str, Handler] = {
     "cvta": address_of,
     "cp": copy,
     "atom": atomic,
-    **dict.fromkeys(("prefetch", "fence", "griddepcontrol", "setmaxnreg"), nothing),
+    "setmaxnreg": exchange_registers,
+    **dict.fromkeys(("prefetch", "fence", "griddepcontrol"), nothing),
 }
