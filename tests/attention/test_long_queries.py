@@ -11,7 +11,7 @@ from torch import Tensor
 
 import cute_kernels as ck
 from cute_kernels.attention.variants import explain
-from cute_kernels.planning.variants import PRETEND, PlanPreference
+from cute_kernels.planning.variants import PRETEND, Explanation, PlanPreference
 from tests.support.attention_cases import CASES, AttentionInputs, Case, case, make_attention
 from tests.support.attention_harness import assert_close, assert_every_row, run, select, tensors_of
 from tests.support.bits import differing_rows
@@ -213,6 +213,20 @@ def patterned(pattern: str, kind: str, rows: str, device: str, **fields: object)
     return inputs
 
 
+def check_kernel(explanation: Explanation, rows: str) -> None:
+    """Of the QUERY_ROWS, long ones are dealt, in a mixed kernel by its last phase; 32 join their states before the merge."""
+    chosen = explanation.chosen.spec
+    last = getattr(chosen, "many", chosen)
+    assert last.dealt == (rows == "long") != last.folds
+
+
+@pytest.mark.parametrize(("kind", "rows"), sorted({(kind, rows) for _, kind, rows in PATTERNS}))
+def test_which_kernel_serves_the_rows(kind: str, rows: str) -> None:
+    """Without a GPU: what the test below asks of a plan."""
+    problem = long_case("kernel", KINDS[kind], **QUERY_ROWS[rows]).descriptor().problem
+    check_kernel(explain(problem, PlanPreference(sm_count=1).part_of(PRETEND["h200"])), rows)
+
+
 @pytest.mark.parametrize(("pattern", "kind", "rows"), PATTERNS)
 def test_bases_on_the_cpu(pattern: str, kind: str, rows: str) -> None:
     """The reference, on the logits below."""
@@ -227,6 +241,5 @@ def test_bases_that_stay_and_move(pattern: str, kind: str, rows: str, window: in
     """Every row, where what its weights are relative to moves with each tile, with few of them, with none, or out of range."""
     inputs = patterned(pattern, kind, rows, "cuda", window_left=window)
     plan = select(inputs.case, "sm90", sm_count=1)
-    spec = plan.explain().chosen.spec
-    assert spec.dealt == (rows == "long") != spec.folds
+    check_kernel(plan.explain(), rows)
     assert_every_row(plan, inputs)

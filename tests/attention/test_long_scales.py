@@ -8,7 +8,7 @@ import torch
 import cute_kernels as ck
 from cute_kernels.attention.variants import explain
 from cute_kernels.planning.variants import PRETEND, PlanPreference
-from tests.attention.test_long_queries import EVERYTHING, QUERY_ROWS, long_case, places_of
+from tests.attention.test_long_queries import EVERYTHING, QUERY_ROWS, check_kernel, long_case, places_of
 from tests.support.attention_cases import AttentionInputs, Case, make_attention
 from tests.support.attention_harness import assert_close, assert_every_row, run, select
 
@@ -67,12 +67,13 @@ def scaled(name: str, pattern: str, rows: str, device: str) -> AttentionInputs:
     return inputs
 
 
-@pytest.mark.parametrize("name", KINDS)
-def test_who_makes_scales_f32(name: str) -> None:
-    """Without a GPU: the plan of such a case deals its items and widens its tiles."""
-    chosen = explain(scaled_case(name).descriptor().problem, PlanPreference(sm_count=1).part_of(PRETEND["h200"])).chosen.spec
-    spec = getattr(chosen, "many", chosen)
-    assert spec.dealt and spec.widens_tiles and spec.token_scales > 0
+@pytest.mark.parametrize(("name", "rows"), dict.fromkeys((name, rows) for name, _, rows in CASES))
+def test_who_makes_scales_f32(name: str, rows: str) -> None:
+    """Without a GPU: the plan of such a case deals its items and widens its tiles, or attends to 32 rows by warps."""
+    explanation = explain(scaled_case(name, rows).descriptor().problem, PlanPreference(sm_count=1).part_of(PRETEND["h200"]))
+    check_kernel(explanation, rows)
+    spec = getattr(explanation.chosen.spec, "many", explanation.chosen.spec)
+    assert spec.widens_tiles == (rows == "long") and spec.token_scales > 0
 
 
 @pytest.mark.parametrize(("name", "pattern", "rows"), CASES)
@@ -88,7 +89,5 @@ def test_every_row_of_long_scales(name: str, pattern: str, rows: str) -> None:
     """Row by row, where the unit of the weights grows with each tile, once, or not at all, beside scales a thousandth of it."""
     inputs = scaled(name, pattern, rows, "cuda")
     plan = select(inputs.case, "sm90", sm_count=1)
-    chosen = plan.explain().chosen.spec
-    spec = getattr(chosen, "many", chosen)
-    assert spec.dealt == (rows == "long") != spec.folds
+    check_kernel(plan.explain(), rows)
     assert_every_row(plan, inputs)
