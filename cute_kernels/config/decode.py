@@ -225,7 +225,7 @@ class KernelSpec(TilingSpec):
         If products overlap, V has a full and an empty barrier of its own.
         """
         stage = 2 + (self.readers > 1) + 2 * self.overlaps
-        return stage * self.num_stages + 2 * self.wide_stages * (1 + self.overlaps)
+        return stage * self.num_stages + 4 * self.wide_stages
 
     @property
     def barrier_count(self) -> int:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from cute_kernels.config.tiling import RingShape
-from cute_kernels.device.attend.widen import NARROW_BYTES, WIDE_BYTES, Places, per_row, places_of, turns_of
+from cute_kernels.device.attend.widen import MOST_PLACES, NARROW_BYTES, WIDE_BYTES, Places, per_row, places_of, turns_of
 
 SHAPES = [  # (head_dim, tokens of a tile, of a box)
     (32, 112, 16),
@@ -58,7 +58,7 @@ def test_every_element_is_read_and_written_once_where_it_lies(head_dim: int, til
 
 def test_few_places_are_kept_where_turns_repeat() -> None:
     """At head_dim 128 some turns are whole swizzles, so a thread keeps their places; slabs of 32 rows of two blocks need all."""
-    assert [places_of(RingShape(112, 16, 64, 2), threads) for threads in THREADS] == [4, 2]
+    assert [places_of(RingShape(112, 16, 64, 2), threads) for threads in THREADS] == [MOST_PLACES, 2] == [4, 2]
     assert [places_of(RingShape(112, 16, 48, 2), threads) for threads in THREADS] == [2, 1]
     slabs = RingShape(32, 32, 128, 2)
     assert [(places_of(slabs, threads), turns_of(slabs, threads)) for threads in THREADS] == [(11, 11), (6, 6)]

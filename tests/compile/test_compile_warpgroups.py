@@ -43,7 +43,7 @@ CASES: dict[str, dict[str, Any]] = {
     "int8 token, 128 rows": {**INT8_TOKEN, "max_q_len": 32},
 }
 CHOSEN = {"e4m3, 64 rows, uniform": (96, 8), "e4m3, 128 rows": (112, 8), "int8 token, 64 rows": (96, 8)}  # tiles, warps
-SPILLS_BETWEEN_PIECES = {"int8 token, 64 rows"}  # registers are spilled where a piece begins or ends, not in the loop over tiles
+SPILLS = {"int8 token, 64 rows": 22}  # loads and stores of spilled registers where a piece begins or ends
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -64,7 +64,8 @@ def test_warpgroups(name: str, tmp_path: Path) -> None:
     assert {step: len(re.findall(step, ptx)) for step in steps} == steps
     assert "mma.sync" not in ptx
     loop = sass[sass.index("HGMMA") : sass.rindex("HGMMA")]
-    assert not re.search(r"\b(LDL|STL)\b", loop if name in SPILLS_BETWEEN_PIECES else sass), "registers spilled to local memory"
+    assert not re.search(r"\b(LDL|STL)\b", loop), "registers spilled in the loop over tiles"
+    assert len(re.findall(r"\b(LDL|STL)\b", sass)) <= SPILLS.get(name, 0), "registers spilled to local memory"
     assert sass.count("HGMMA") == spec.padded_head_dim // 16 + ends * spec.tile_n // 16
     assert sass.count("WARPGROUP.DEPBAR") == 2 * ends, "the assembler waits for more than both products"
 

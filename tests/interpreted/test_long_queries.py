@@ -27,11 +27,8 @@ def by_warpgroup(tile_n: int, warps: int = 8) -> DecodeConfig:
     return DecodeConfig(tile_n, 2, warps, 1, mma="warpgroup")
 
 
-STORED: dict[str, dict[str, Any]] = {
-    "16 bits": {},
-    "e4m3": {"kv_dtype": E4M3},
-    "int8 token": TOKEN_SCALES,
-}  # how mixed batches lie
+# what the caches of mixed batches store
+STORED: dict[str, dict[str, Any]] = {"16 bits": {}, "e4m3": {"kv_dtype": E4M3}, "int8 token": TOKEN_SCALES}
 CASES: dict[str, tuple[Case, DecodeConfig, str, str]] = {
     "dealt, everything": (case("dealt", CACHE, **PROMPTS, **EVERYTHING), by_warpgroup(128), "sm90", "dealt"),
     "dealt, 12 warps, packed": (case("12", CACHE, **PROMPTS, table="packed"), by_warpgroup(128, 12), "sm90", "dealt"),

@@ -32,7 +32,12 @@ CASES: dict[str, tuple[Case, DecodeConfig, Any]] = {
     ),
     "128 rows": (case("128", {**ONE_HEAD, **WHOLE}, **ROWS_128), TOGETHER, "whole"),
     "128 rows, cut": (case("128 cut", {**ONE_HEAD, **SMALL}, **ROWS_128), TOGETHER, "balanced"),
-    "e4m3, 64 rows, cut": (case("e4m3", {**ONE_HEAD, **CUT, "kv_dtype": E4M3}, **ROWS_64), ALTERNATING, "balanced"),
+    "e4m3, 64 rows, cut": (case("e4m3", {**ONE_HEAD, **SMALL, "kv_dtype": E4M3}, **ROWS_64), TURNS, "balanced"),
+    "e4m3, 64 rows, tiles of 96, cut": (
+        case("e4m3 96", {**ONE_HEAD, **CUT, "kv_dtype": E4M3}, **ROWS_64),
+        ALTERNATING,
+        "balanced",
+    ),
     "e4m3 beside 16 bits, 64 rows, cut": (
         case("e4m3 beside", {**ONE_HEAD, **SMALL, "v_dtype": E4M3, "v_scale": KVScale.TOKEN}, **ROWS_64),
         TURNS,

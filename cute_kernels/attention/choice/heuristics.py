@@ -48,8 +48,8 @@ FEW_TILE_N = 32
 # (tokens of a tile, consumer warps) for warpgroups; tiles of 128 end up to 15% sooner if two attend to the same 16-bit tiles
 WARPGROUP_SHAPES = ((64, 8), (32, 8), (64, 4), (32, 4), (16, 8), (16, 4))
 OVERLAP_SHAPES = ((128, 8), (112, 8), *WARPGROUP_SHAPES)
-# for more than 64 rows, up to this head_dim, if an SM has at most so many tokens: 71/1, 32 x 2.5k on an H100 6% (bf16) and 12%
-# (e4m3) sooner than tiles of 128; a deeper ring is 4 and 2% later
+# for more than 64 rows, up to this head_dim, if an SM has at most so many tokens and the ring no more: 71/1, 32 x 2.5k on an H100
+# 6% (bf16) and 12% (e4m3) sooner than tiles of 128; a deeper ring is 4 and 2% later
 SMALL_HEADS, SMALL_HEAD_DIM, SMALL_HEAD_SHARE = DecodeConfig(80, 3, 8, 1, mma="warpgroup"), 64, 1_024
 # for 64 rows over 8 bits: two take tiles in turn. With token scales, larger tiles than NARROW_TURNS spill in a phase, and where a
 # head is not whole column blocks of 64 (read from SASS)
@@ -198,12 +198,13 @@ def warpgroup_shapes(problem: DecodeProblem, share: int, phase: bool) -> tuple[t
     """(tokens of a tile, consumer warps) for warpgroups, the best first. share: tokens for each SM; few take small tiles."""
     if problem.packed_rows > WARPGROUP_M and share <= TILES_OF_SHORT * SHORTEST_TILE_N:
         return ((SHORTEST_TILE_N, WARPGROUP),)  # two units, each with half of the rows, so that more SMs have work
-    by_turns = problem.packed_rows <= WARPGROUP_M and problem.has_8_bits
     shapes: tuple[tuple[int, int], ...] = OVERLAP_SHAPES if problem.packed_rows > WARPGROUP_M else WARPGROUP_SHAPES
-    most = max(SHORTEST_TILE_N, share // (TILES_OF_SHORT_TURNS if by_turns else TILES_OF_SHORT))
-    if by_turns and problem.has_token_scales and (phase or problem.padded_head_dim % 64):
-        most = min(most, NARROW_TURNS)
-    return tuple(shape for shape in (TURNS_SHAPES if by_turns else shapes) if shape[0] <= most)
+    most = share // TILES_OF_SHORT
+    if problem.packed_rows <= WARPGROUP_M and problem.has_8_bits:
+        shapes, most = TURNS_SHAPES, share // TILES_OF_SHORT_TURNS
+        if problem.has_token_scales and (phase or problem.padded_head_dim % 64):
+            most = min(most, NARROW_TURNS)
+    return tuple(shape for shape in shapes if shape[0] <= max(SHORTEST_TILE_N, most))
 
 
 def first_fitting(problem: DecodeProblem, configs: list[DecodeConfig], partition: Partition, spare: int = 0) -> DecodeConfig:

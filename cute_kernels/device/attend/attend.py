@@ -129,8 +129,7 @@ def attend_tile(spec: cutlass.Constexpr, attention: Attention, shared: Shared, s
     token_scales = shared.scales, stage
     peak = settle_scales(spec, *token_scales)
     scores = products.scores([rows.query for rows in row_tiles], stage)
-    coords = change_scores(spec, attention, scores, columns_of(spec, token_scales, 0), place)
-    hide_scores(spec, attention, shared, scores, coords, stage, place, holes)
+    hide_scores(spec, attention, shared, scores, stage, columns_of(spec, token_scales, 0), place, (holes,))
     for acc_s, rows in zip(scores, row_tiles, strict=True):
         state, up = rows.state, weights_up(spec, rows.state, peak)
         online_softmax(acc_s, state.acc_o, state.row_max, state.row_sum, row_scales(rows, attention.scaling), up)
@@ -158,65 +157,42 @@ def is_cut(spec: KernelSpec, rows: RowTile, place: TilePlace) -> Boolean:
 
 
 @cute.jit
-def change_scores(
-    spec: cutlass.Constexpr, attention: Attention, scores: list, columns: cute.Tensor | None, place: TilePlace
-) -> cute.Tensor:
-    """Applies K's scales per token and score functions to a tile's scores, in place. columns: columns_of the tile's K.
-
-    Returns the (row, token) of each score.
-    """
-    coords = attention.products.thr_mma.partition_C(cute.make_identity_tensor((TILE_M, spec.tile_n)))
-    for acc_s, rows in zip(scores, attention.row_tiles, strict=True):
-        if cutlass.const_expr(columns is not None):
-            scale_columns(acc_s, spec.lane_rows, columns)
-        if cutlass.const_expr(rows.modifier is not None):
-            modify_scores(acc_s, coords, score_factors(rows, attention.scaling), rows.modifier, place.token)
-    return coords
-
-
-@cute.jit
 def hide_scores(
     spec: cutlass.Constexpr,
     attention: Attention,
     shared: Shared,
     scores: list,
-    coords: cute.Tensor,
     stage: Int32,
+    columns: cute.Tensor | None,
     place: TilePlace,
-    holes: Int32,
+    holes: tuple,
+    cut: Boolean | None = None,
 ):
-    """Scores that a row does not see become -inf. With one reader per tile, tokens of V that no row sees become zeros too.
+    """Applies K's scales per token, score functions and masks to a tile's scores, in place: what a row does not see becomes -inf.
 
-    coords: from change_scores. holes: the tile's word of holes (mask.py).
+    With one reader per tile, tokens of V that no row sees become zeros too. columns: columns_of the tile's K. holes: its words of
+    holes (mask.py). cut: is_cut of the only m-tile, if it is already known.
     """
-    lane, row_tiles = cute.arch.lane_idx(), attention.row_tiles
+    lane, row_tiles, products = cute.arch.lane_idx(), attention.row_tiles, attention.products
+    if cutlass.const_expr(columns is not None):
+        for acc_s in scores:
+            scale_columns(acc_s, spec.lane_rows, columns)
+    coords = products.thr_mma.partition_C(cute.make_identity_tensor((TILE_M, spec.tile_n)))
     if cutlass.const_expr(not spec.plain):
         for acc_s, rows in zip(scores, row_tiles, strict=True):
-            if is_cut(spec, rows, place):
+            if cutlass.const_expr(rows.modifier is not None):
+                modify_scores(acc_s, coords, score_factors(rows, attention.scaling), rows.modifier, place.token)
+            if is_cut(spec, rows, place) if cutlass.const_expr(cut is None) else cut:
                 mask_rows(acc_s, coords, rows.mask, place.token, spec.tile_n)
         if cutlass.const_expr(spec.readers == 1):
             zero_outside(spec, shared.rings[1][None, None, stage], place, lane)
-    elif is_cut(spec, row_tiles[0], place):
+    elif is_cut(spec, row_tiles[0], place) if cutlass.const_expr(cut is None) else cut:
         mask_scores(scores[0], coords, place.valid)
         if cutlass.const_expr(spec.readers == 1):
             zero_rows(spec, shared.rings[1][None, None, stage], place.valid, Int32(spec.tile_n), lane)
-    if holes != 0:
-        for acc_s in scores:
-            mask_holes(acc_s, coords, holes, spec.hole_tokens)
-
-
-@cute.jit
-def hide_cut_scores(
-    spec: cutlass.Constexpr, rows: RowTile, acc_s: cute.Tensor, coords: cute.Tensor, place: TilePlace, holes: tuple, cut: Boolean
-):
-    """As hide_scores, of an m-tile whose tile has several readers, in one branch. cut: whether it is_cut, or has a hole."""
-    if cut:
-        if cutlass.const_expr(spec.plain):
-            mask_scores(acc_s, coords, place.valid)
-        else:
-            mask_rows(acc_s, coords, rows.mask, place.token, spec.tile_n)
-        for number, word in enumerate(holes):
-            if word != 0:
+    for number, word in enumerate(holes):
+        if word != 0:
+            for acc_s in scores:
                 mask_holes(acc_s, coords, word, spec.hole_tokens, first=number * HOLE_BITS * spec.hole_tokens)
 
 

@@ -90,11 +90,13 @@ def share_states(spec: cutlass.Constexpr, merge: tuple, states: list, heads: Int
 class LaneState:
     """What a lane holds of an m-tile's state: the numbers of its rows, their output [row, column] and where that is, the unit.
 
-    peaks: to what the rows' weights are relative, without the query's row factors: maxima, or bases if states merge by them.
+    inverses: those of the query's row factors, or None: scores that functions have changed are logits already. factors: those of
+    the scores, if states merge by bases, else None.
     """
 
     state: WarpState
-    peaks: list[Float32]
+    inverses: list[Float32] | None
+    factors: list[Float32] | None
     rows: list[Int32]
     outputs: cute.Tensor
     coords: cute.Tensor
@@ -103,16 +105,17 @@ class LaneState:
 
 def lane_state(spec: KernelSpec, thr_mma, attended: RowTile, row_tile: Int32, scaling: Scaling) -> LaneState:
     """The lane's part of the state of an m-tile. row_tile: the m-tile's number."""
-    rows, coords, state = lane_rows_of(spec, row_tile), output_coords(spec, thr_mma), attended.state
-    return LaneState(state, peaks_of(spec, attended, scaling), rows, rows_of(state.acc_o), coords, unit_factor(state))
+    state, inverses = attended.state, None if spec.modifiers.functions else attended.inverses
+    factors = row_scales(attended, scaling) if spec.merges_bases else None
+    rows, coords = lane_rows_of(spec, row_tile), output_coords(spec, thr_mma)
+    return LaneState(state, inverses, factors, rows, rows_of(state.acc_o), coords, unit_factor(state))
 
 
-def peaks_of(spec: KernelSpec, attended: RowTile, scaling: Scaling) -> list[Float32]:
-    """LaneState.peaks. Scores that functions have changed are logits already, without row factors."""
-    maxima, inverses = attended.state.row_max, None if spec.modifiers.functions else attended.inverses
-    if spec.merges_bases:
-        return [rounded_product(maxima[r], factor) for r, factor in enumerate(row_scales(attended, scaling))]
-    return [maxima[r] * (1.0 if inverses is None else inverses[r]) for r in range(cute.size(maxima))]
+def peak_of(lane: LaneState, r: int) -> Float32:
+    """To what a row's weights are relative: its base, if states merge by bases, or its maximum without the query's row factor."""
+    if lane.factors is not None:
+        return rounded_product(lane.state.row_max[r], lane.factors[r])
+    return lane.state.row_max[r] * (1.0 if lane.inverses is None else lane.inverses[r])
 
 
 def columns_of_row(spec: KernelSpec, lane: LaneState, r: int) -> list:
@@ -131,7 +134,7 @@ def share_state(spec: cutlass.Constexpr, merge: tuple, own: LaneState, heads: In
             for c, column in enumerate(columns_of_row(spec, own, r)):
                 acc[row, column, place] = own.outputs[r, c] * own.unit
             if cute.arch.lane_idx() % 4 == 0:
-                row_max[row, place] = own.peaks[r]
+                row_max[row, place] = peak_of(own, r)
                 row_sum[row, place] = total * own.unit
 
 
@@ -141,7 +144,7 @@ def join_state(spec: cutlass.Constexpr, merge: tuple, own: LaneState, heads: Int
     acc, row_max, row_sum, _ = merge
     for r in cutlass.range_constexpr(cute.size(own.state.row_max)):
         row, totals = own.rows[r], (quad_sum(own.state.row_sum[r]) * own.unit, row_sum[own.rows[r], place])
-        peaks = own.peaks[r], row_max[row, place]
+        peaks = peak_of(own, r), row_max[row, place]
         cute.arch.sync_warp()  # the four lanes of a row have read both numbers
         peak = cute.arch.fmax(*peaks)
         weights = [state_weight(each, finite_or_zero(peak), scaling) for each in peaks]
@@ -221,7 +224,7 @@ def settle_turns(spec: cutlass.Constexpr, merge: tuple, own: LaneState, heads: I
     for r in cutlass.range_constexpr(len(own.rows)):
         row, total = own.rows[r], quad_sum(own.state.row_sum[r])
         if row < heads and lane % 4 == 0:
-            row_max[row, order] = own.peaks[r]
+            row_max[row, order] = peak_of(own, r)
             row_sum[row, order] = total * unit
         if cutlass.const_expr(spec.turns > 1) and row < heads and order > 0:
             for c in cutlass.range_constexpr(0, cute.size(outputs, mode=[1]), 2):
@@ -330,7 +333,7 @@ def settle_rows(spec: cutlass.Constexpr, own: LaneState, scaling: Scaling) -> Se
     """Normalises a warp's state of an m-tile in its registers."""
     found = []
     for r in cutlass.range_constexpr(len(own.rows)):
-        peak = own.peaks[r]
+        peak = peak_of(own, r)
         total = cutlass.select_(peak == -Float32.inf, Float32(0.0), quad_sum(own.state.row_sum[r]) * own.unit)
         factor, row_lse = normalisation(spec, total, finite_or_zero(peak), scaling)
         rescale_row(own.state.acc_o, r, factor * own.unit)

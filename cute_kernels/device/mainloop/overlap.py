@@ -11,16 +11,7 @@ from cutlass import Boolean, Int32
 
 from ...config.decode import KernelSpec
 from ...config.tiling import WARPGROUP
-from ..attend.attend import (
-    Attention,
-    change_scores,
-    columns_of,
-    hide_cut_scores,
-    is_cut,
-    pack_probabilities,
-    row_scales,
-    weights_up,
-)
+from ..attend.attend import Attention, columns_of, hide_scores, is_cut, pack_probabilities, row_scales, weights_up
 from ..attend.bases import follow_bases, settle_bases, weigh_row
 from ..attend.pack_gqa import fragments, warpgroup_of
 from ..attend.query_rows import TilePlace, place_of_tile
@@ -52,8 +43,6 @@ class OverlapMainloop(TmaMainloop):
             for i in cutlass.range(first, tiles, turns, unroll=1):
                 stage, holes = self.operand(shared, piece, i, 0), self.read_holes(piece, i, shared)
                 cut = is_cut(self.spec, attention.row_tiles[0], self.place(piece, i))
-                for word in holes:
-                    cut = cut | (word != 0)
                 scales = self.read_scales(piece, i, attention, shared)
                 if cutlass.const_expr(self.spec.wide[0] is not None):  # only holes were still read from the ring
                     self.release(empty_barrier(self.spec, shared, self.place_in_ring(piece.issued + i)[0]), False)
@@ -139,15 +128,14 @@ class OverlapMainloop(TmaMainloop):
     ):
         """Turns the scores of the piece's tile i, in place, into weights times V's scales of tokens.
 
-        scales: read_scales of the tile; hidden: (its holes, is anything to hide). Returns the rest of follow_bases' arguments.
+        scales: read_scales of the tile; hidden: (its holes, is_cut). Returns the further arguments of follow_bases.
 
         The wait for P V of the previous tile stands among the exponentials, so that they hide the conversion of P, and no branch
         stands between them. Code that moves bases does not wait: each warp moves its own bases, but a wait is for a warpgroup.
         """
-        spec, (rows,) = self.spec, attention.row_tiles
+        spec, stage, (rows,) = self.spec, self.place_in_ring(piece.issued + i)[0], attention.row_tiles
         token_scales, columns, up = scales
-        coords = change_scores(spec, attention, [acc_s], columns, self.place(piece, i))
-        hide_cut_scores(spec, rows, acc_s, coords, self.place(piece, i), *hidden)
+        hide_scores(spec, attention, shared, [acc_s], stage, columns, self.place(piece, i), *hidden)
         factors = row_scales(rows, attention.scaling)
         reads_again = cutlass.const_expr(self.all_release or spec.v_token_scale)
         if cutlass.const_expr(not reads_again):

@@ -161,7 +161,7 @@ def zeroed_barrier(spec: KernelSpec, shared: Shared, stage: Int32 | int) -> cute
 
 def widened_barrier(spec: KernelSpec, shared: Shared, stage: Int32 | int, which: int = 0) -> cute.Pointer:
     """The barrier "a wide stage has its tile": the warps that widen arrive. As full_barrier; scales come with K."""
-    return shared.barriers + 3 * spec.num_stages + NEWS + (2 * spec.wide_stages if spec.overlaps and which else 0) + stage
+    return shared.barriers + 3 * spec.num_stages + NEWS + (2 * spec.wide_stages if which else 0) + stage
 
 
 def narrow_barrier(spec: KernelSpec, shared: Shared, stage: Int32 | int, which: int = 0) -> cute.Pointer:
