@@ -59,7 +59,7 @@ def supports(spec: KernelSpec) -> list[str]:
         reasons += _query_reasons(spec)
     if spec.by_warpgroup:
         reasons += _warpgroup_reasons(spec)
-    if spec.dealt and not (spec.overlaps and spec.several):
+    if spec.dealt and not (spec.settles_alone and spec.several):
         reasons.append("partition=dealt needs several query rows, and warpgroups that all attend to the same tiles")
     readers = max(1, spec.stage_turns)
     if spec.num_stages % readers:

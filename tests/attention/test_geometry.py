@@ -242,6 +242,8 @@ def test_blocks_of_warpgroups(
         ({"block_rows": 128, "num_warps": 4}, "the 8 m-tiles of block_rows=128 do not divide num_warps=4"),
         ({"unit_heads": 2}, "unit_heads=2 takes tensor-core steps of a warp"),
         ({"head_dim": 256, "k_type": "e4m3", "v_type": "e4m3"}, "head_dim=256 leaves a thread of 8 warps"),
+        ({"partition": "dealt"}, "partition=dealt needs several query rows, and warpgroups that all attend"),
+        ({"partition": "dealt", "k_type": "e4m3", "v_type": "e4m3"}, "partition=dealt needs several query rows, and warpgroups"),
     ],
 )
 def test_what_warpgroups_cannot_have(change: dict[str, Any], reason: str) -> None:

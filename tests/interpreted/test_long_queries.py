@@ -9,8 +9,8 @@ import torch
 
 from cute_kernels.attention.variants import explain
 from cute_kernels.config.decode import DecodeConfig
-from cute_kernels.planning.variants import PRETEND
-from tests.interpreted.machine.attention import Kernel, kernel_of, mixed_kernel
+from cute_kernels.planning.variants import PRETEND, PlanPreference
+from tests.interpreted.machine.attention import Kernel, chosen_kernel, kernel_of, mixed_kernel
 from tests.interpreted.runs import run_attention
 from tests.support.attention_cases import E4M3, EVERYTHING, TOKEN_SCALES, Case, case, make_attention
 from tests.support.attention_harness import assert_close
@@ -18,6 +18,7 @@ from tests.support.harness import assert_bitwise
 
 ONE_HEAD: dict[str, Any] = {"num_heads": 4, "num_kv_heads": 1, "head_dim": 64}
 PROMPTS: dict[str, Any] = {"q_lens": (70, 3, 50), "max_q_len": 70}
+ROWS_64: dict[str, Any] = {"uniform": True, "q_lens": (16,) * 3, "max_q_len": 16}
 CACHE: dict[str, Any] = {**ONE_HEAD, "lengths": (270, 3, 150)}
 VERIFY: dict[str, Any] = {"q_lens": (8, 3, 1), "max_q_len": 8}
 WIDE = {"head_dim": 128, "lengths": (300, 3, 40)}
@@ -54,6 +55,15 @@ def test_long_queries(name: str) -> None:
     descriptor = problem.descriptor()
     kernel = kernel_of(descriptor.problem, config, partition, 2, arch=arch, descriptor=descriptor)  # type: ignore[arg-type]
     assert kernel.spec.gathers == ("gathered" in name) and kernel.spec.shares_ring == ("ring" in name)
+    check(kernel, problem)
+
+
+@pytest.mark.parametrize("storage", STORED)
+def test_what_one_sm_chooses(storage: str) -> None:
+    """A plan for one SM, where no row is cut: its items, of 64 packed rows, are dealt."""
+    problem, preference = case("one SM", {**CACHE, **STORED[storage]}, **ROWS_64), PlanPreference(arch="sm90", sm_count=1)
+    kernel = chosen_kernel(problem.descriptor(), preference.part_of(PRETEND["h200"]), preference)
+    assert kernel.spec.by_warpgroup and kernel.spec.dealt
     check(kernel, problem)
 
 
