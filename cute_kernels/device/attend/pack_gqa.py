@@ -22,6 +22,7 @@ from ..elements import ELEMENT_TYPES
 from ..mainloop.tile import columns, swizzle, swizzled
 from ..ptx.barriers import CONSUMERS, ROWS
 from ..ptx.cp_async import copy_async
+from ..ptx.matrices import load_matrices
 from ..ptx.registers import LANES, quotient, remainder
 from .query_range import rescale
 from .query_rows import QueryBlock, block_view, place_in, place_in_view
@@ -56,14 +57,9 @@ def fragments(tensor: cute.Tensor) -> cute.Tensor:
 
 def load_fragment(address: Int32, element_type: ElementType) -> cute.Tensor:
     """The A fragment of a k16 step. address: lane l has that of row l % 16, column 8 (l // 16), in shared memory."""
-    found = cute.arch.inline_ptx(
-        "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
-        write_only_types=[Int32] * 4,
-        read_only_args=[Int32(address)],
-    )
     words = cute.make_rmem_tensor(FRAGMENT // 2, Int32)
-    for i in range(FRAGMENT // 2):
-        words[i] = found[i]
+    for i, word in enumerate(load_matrices(address)):
+        words[i] = word
     return fragments(cute.recast_tensor(words, ELEMENT_TYPES[element_type]))[None, None, 0]
 
 
@@ -72,13 +68,20 @@ def place_of(spec: KernelSpec, row: Int32, column: Int32) -> tuple | Int32:
 
     For a warpgroup: the number of the pair alone.
     """
-    if spec.by_warpgroup:
-        return swizzled(spec.query_tile, 0, row, column * UNIT_BYTES) // PAIR_BYTES
+    if spec.by_warpgroup and not spec.transposes:
+        return fetched_place_of(spec, row, column)
     step, rest = quotient(column, MMA_K), remainder(column, MMA_K)
-    if spec.row_tiles > 1:
+    if spec.row_tiles > 1 and not spec.transposes:
         step, row = quotient(row, TILE_M) * (spec.padded_head_dim // MMA_K) + step, remainder(row, TILE_M)
     half, quad = ((rest >> 1) & 1, rest >> 2) if spec.k_bytes == 1 else (rest >> 3, (rest >> 1) & 3)
+    if spec.transposes:
+        return fetched_place_of(spec, row, step * MMA_K + 8 * half + 2 * quad)
     return quotient(row, 8) + 2 * half, remainder(row, 8) * 4 + quad, step
+
+
+def fetched_place_of(spec: KernelSpec, row: Int32, column: Int32) -> Int32:
+    """The number of a pair of columns in the rows that fetch_rows brings for a warpgroup."""
+    return swizzled(spec.query_tile, 0, row, column * UNIT_BYTES) // PAIR_BYTES
 
 
 def word_columns(spec: KernelSpec) -> int:
@@ -173,14 +176,15 @@ def fetch_rows(spec: cutlass.Constexpr, q: cute.Tensor, block: QueryBlock, share
         index = turn * LANES + cute.arch.lane_idx()
         row, column = quotient(index, per_row), remainder(index, per_row) * VECTOR
         row = warp * TILE_M + row if cutlass.const_expr(spec.dealt) else warp + row * spec.num_warps
-        if row < block.rows:
+        inside = row < block.rows
+        if inside if cutlass.const_expr(not spec.transposes) else row < spec.block_rows:
             at = (source.iterator + cute.crd2idx((*place_in_view(spec, block, row), column), source.layout)).toint()
             target = shared.iterator.toint() + swizzled(spec.query_tile, 0, row, column * spec.q_bytes)
             if aligned:
-                copy_async(at, target, VECTOR * spec.q_bytes, Boolean(True))
+                copy_async(at, target, VECTOR * spec.q_bytes, inside)
             else:
                 for pair in cutlass.range_constexpr(VECTOR // 2):
-                    copy_async(at + pair * PAIR_BYTES, target + pair * PAIR_BYTES, PAIR_BYTES, Boolean(True))
+                    copy_async(at + pair * PAIR_BYTES, target + pair * PAIR_BYTES, PAIR_BYTES, inside)
 
 
 @cute.jit
@@ -226,10 +230,13 @@ def settle_query(
         for query_row in cutlass.range(begin, stop, step, unroll=1):
             pairs = cute.make_rmem_tensor(len(columns), Int32)
             pairs.fill(0)
+            came = cutlass.const_expr(fetched_place_of if spec.transposes else place_of)
             for i, column in enumerate(columns):
                 if column < spec.padded_head_dim:
-                    pairs[i] = words[place_of(spec, query_row, column)]
+                    pairs[i] = words[came(spec, query_row, column)]
             inverse = rescale(spec, pairs, sign)
+            if cutlass.const_expr(spec.transposes):
+                cute.arch.sync_warp()  # pairs go to places from which other lanes have read
             for i, column in enumerate(columns):
                 if column < spec.padded_head_dim:
                     words[place_of(spec, query_row, column)] = pairs[i]
@@ -280,8 +287,8 @@ def read_query(spec: KernelSpec, shared: cute.Tensor, held: cute.Tensor | None, 
 
 
 def row_block(spec: KernelSpec, shared: cute.Tensor, row_tile: Int32 | int) -> cute.Tensor:
-    """The 64 rows [row, column] of a settled query that the warpgroup of an m-tile multiplies."""
-    shape, rows = spec.query_tile, WARPGROUP_M
+    """The rows [row, column] of a settled query that the warpgroup of an m-tile multiplies: 64, or all if they are columns."""
+    shape, rows = spec.query_tile, spec.block_rows if spec.transposes else WARPGROUP_M
     block = shape.column_block
     begin = cute.recast_ptr(shared.iterator, swizzle(shape), ELEMENT_TYPES[spec.k_math])
     layout = cute.make_layout((rows, columns(shape)), stride=(block, (1, shape.tile_n * block)))
