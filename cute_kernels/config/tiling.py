@@ -26,7 +26,7 @@ WIDENING_WARPS = 6  # warps that widen 8-bit tiles to 16 bits for a warpgroup's 
 WIDENING_REGISTERS = {4: (232, 136), 8: (200, 56)}  # if other warps widen tiles
 OVERLAP_REGISTERS = {8: (224, 56), 12: (160, 32)}  # if products overlap, operands are f32, or 8 warps have two m-tiles each
 GATHER_REGISTERS = {4: (216, 72), 8: (216, 72)}  # if the producers bring tiles token by token
-TRANSPOSED_WEIGHT_BITS = 10  # leaves 4 more bits for scores past a base: then few tiles move any of 64 bases
+TRANSPOSED_WEIGHT_BITS = 7  # leaves 7 more bits for scores past a base: then few tiles move any of 64 bases
 MIN_BOX_ROWS = 8  # rows of one 128-byte swizzle atom: the smallest page part that one TMA box may bring
 PRODUCER_WARPS: dict[Arch, int] = {"sm90": 2, "sm80": 0}  # one brings K and V; one brings tokens' scales, or looks ahead
 
@@ -265,7 +265,12 @@ class TilingSpec(ProblemSpec):
     @property
     def row_numbers(self) -> int:
         """32-bit words of each turn that a warpgroup's transposed softmax keeps in shared memory (attend/column_softmax.py)."""
-        return (3 + WARPGROUP) * self.block_rows + WARPGROUP if self.transposes else 0
+        return (3 + WARPGROUP) * self.spread_rows + WARPGROUP if self.transposes else 0
+
+    @property
+    def spread_rows(self) -> int:
+        """Words of a number of each packed row: those of the rows of a lane, then four unused ones, so that no bank meets twice."""
+        return self.block_rows + 4 * 4
 
     @property
     def weight_bits(self) -> int:

@@ -69,13 +69,12 @@ class RowNumbers:
 def numbers_of(spec: KernelSpec, shared: Shared) -> RowNumbers:
     """Those of this warp's group."""
     base = shared.row_numbers.iterator + turn_of(spec) * spec.row_numbers
-    return RowNumbers(base, cute.arch.lane_idx() % 4 * lane_count(spec))
+    return RowNumbers(base, cute.arch.lane_idx() % 4 * (lane_count(spec) + 4))
 
 
-def row_at(spec: KernelSpec, place: Int32) -> Int32:
-    """The packed row whose number is at a place."""
-    own = lane_count(spec)
-    return quotient(remainder(place, own), 2) * 8 + quotient(place, own) * 2 + remainder(place, 2)
+def place_of_row(spec: KernelSpec, row: Int32) -> Int32:
+    """The place of a packed row's number."""
+    return remainder(quotient(row, 2), 4) * (lane_count(spec) + 4) + quotient(row, 8) * 2 + remainder(row, 2)
 
 
 def own_rows(spec: KernelSpec) -> list[Int32]:
@@ -85,7 +84,7 @@ def own_rows(spec: KernelSpec) -> list[Int32]:
 
 def own_numbers(spec: KernelSpec, numbers: RowNumbers, kind: int | Int32) -> cute.Tensor:
     """This lane's numbers of a kind, in shared memory."""
-    at = (numbers.base + (kind * spec.block_rows + numbers.first)).toint()
+    at = (numbers.base + (kind * spec.spread_rows + numbers.first)).toint()
     pointer = cute.make_ptr(Float32, at, cute.AddressSpace.smem, assumed_align=16)
     return cute.make_tensor(pointer, cute.make_layout(lane_count(spec)))
 
@@ -97,14 +96,20 @@ def read_numbers(spec: KernelSpec, numbers: RowNumbers, kind: int | Int32) -> cu
     return found
 
 
+def copy_numbers(spec: KernelSpec, numbers: RowNumbers, targets: tuple):
+    """This lane's factors and offsets to registers."""
+    for kind, target in zip((FACTORS, OFFSETS), targets, strict=True):
+        cute.autovec_copy(own_numbers(spec, numbers, kind), target)
+
+
 def all_numbers(spec: KernelSpec, numbers: RowNumbers, kind: int) -> cute.Tensor:
     """All numbers of a kind, in shared memory."""
-    return cute.make_tensor(numbers.base + kind * spec.block_rows, cute.make_layout(spec.block_rows))
+    return cute.make_tensor(numbers.base + kind * spec.spread_rows, cute.make_layout(spec.spread_rows))
 
 
 def votes_of(spec: KernelSpec, numbers: RowNumbers) -> cute.Tensor:
     """A word for each warp, in shared memory."""
-    begin = numbers.base + (EXCHANGE + WARPGROUP) * spec.block_rows
+    begin = numbers.base + (EXCHANGE + WARPGROUP) * spec.spread_rows
     return cute.make_tensor(cute.recast_ptr(begin, dtype=Int32), cute.make_layout(WARPGROUP))
 
 
@@ -129,10 +134,10 @@ def reset_columns(spec: cutlass.Constexpr, shared: Shared, state: ColumnState, i
     state.row_sum.fill(0.0)
     if cutlass.const_expr(state.unit is not None):
         state.unit.fill(SMALLEST_UNIT)
-    place = remainder(cute.arch.thread_idx()[0], WARPGROUP * LANES)
+    row = remainder(cute.arch.thread_idx()[0], WARPGROUP * LANES)
     factors, offsets, peaks = (all_numbers(spec, numbers, kind) for kind in (FACTORS, OFFSETS, PEAKS))
-    if place < spec.block_rows:
-        row = row_at(spec, place)
+    if row < spec.block_rows:
+        place = place_of_row(spec, row)
         factor = cute.arch.fmax(scaling.log2 * inverses[row], Float32(LEAST_FACTOR))
         factors[place] = cutlass.select_(row < heads, factor, Float32(1.0))
         offsets[place] = -Float32.inf
@@ -140,28 +145,28 @@ def reset_columns(spec: cutlass.Constexpr, shared: Shared, state: ColumnState, i
     sync_group()
 
 
-@dataclass(frozen=True)
-class LaneScales:
-    """The scales of this lane's two tokens, or None. values: over the unit. shrink: what O must be multiplied by first."""
+KEYS, VALUES, SHRINK = 0, 2, 4  # places in the scales of a lane: of its two tokens, K's and V's over the unit; the unit's step
 
-    keys: list[Float32] | None
-    values: list[Float32] | None
-    shrink: Float32 | None
+
+def make_scales(spec: KernelSpec) -> cute.Tensor:
+    """Registers for what read_scales reads."""
+    scales = cute.make_rmem_tensor(5, Float32)
+    scales.fill(1.0)
+    return scales
 
 
 @cute.jit
-def read_scales(spec: cutlass.Constexpr, shared: Shared, state: ColumnState, stage: Int32) -> LaneScales:
-    """Reads the scales of a tile that has come, and raises the unit."""
-    keys = values = shrink = None
+def read_scales(spec: cutlass.Constexpr, shared: Shared, state: ColumnState, scales: cute.Tensor, stage: Int32):
+    """Reads the scales of a tile that has come, and raises the unit: O must then be multiplied by its step."""
     if cutlass.const_expr(spec.k_token_scale):
-        keys = own_scales(shared.scales[0], spec.k_scale == "token_f16", stage)
+        for part, scale in enumerate(own_scales(shared.scales[0], spec.k_scale == "token_f16", stage)):
+            scales[KEYS + part] = scale
     if cutlass.const_expr(spec.v_token_scale):
-        values = own_scales(shared.scales[1], spec.v_scale == "token_f16", stage)
         peak = settle(shared.scales[1], stage, spec.v_scale == "token_f16", False)
-        shrink = widen_unit(state.unit, peak)[0]
+        scales[SHRINK] = widen_unit(state.unit, peak)[0]
         inverse = as_float(INVERSE - state.unit[0])
-        values = [value * inverse for value in values]
-    return LaneScales(keys, values, shrink)
+        for part, scale in enumerate(own_scales(shared.scales[1], spec.v_scale == "token_f16", stage)):
+            scales[VALUES + part] = scale * inverse
 
 
 def own_scales(ring, half: bool, stage: Int32) -> list[Float32]:
@@ -183,11 +188,11 @@ def score_at(r: int, part: int) -> int:
     return r // 2 * 4 + part * 2 + r % 2
 
 
-def scale_scores(spec: KernelSpec, acc_s: cute.Tensor, scales: LaneScales):
+def scale_scores(spec: KernelSpec, acc_s: cute.Tensor, scales: cute.Tensor):
     """Multiplies scores by K's scales of tokens, before any score is hidden: a scale may be 0."""
-    if scales.keys is not None:
+    if spec.k_token_scale:
         for i in range(cute.size(acc_s)):
-            acc_s[i] = acc_s[i] * scales.keys[i // 2 % 2]
+            acc_s[i] = acc_s[i] * scales[KEYS + i // 2 % 2]
 
 
 @cute.jit
@@ -216,13 +221,12 @@ def hide_holes(spec: cutlass.Constexpr, acc_s: cute.Tensor, holes: Int32):
 
 
 @cute.jit
-def weigh_columns(spec: cutlass.Constexpr, shared: Shared, acc_s: cute.Tensor, state: ColumnState, scales: LaneScales) -> list:
+def weigh_columns(spec: cutlass.Constexpr, shared: Shared, acc_s: cute.Tensor, state: ColumnState, scales: cute.Tensor, own: tuple) -> list:
     """Turns the scores of a tile into P^T, which joins the sums; returns its words as store_weights takes them.
 
-    V^T P^T of the tile before must be done: O moves with the offsets.
+    V^T P^T of the tile before must be done: O moves with the offsets. own: this lane's factors and offsets.
     """
-    numbers, count = numbers_of(spec, shared), lane_count(spec)
-    factors, offsets = read_numbers(spec, numbers, FACTORS), read_numbers(spec, numbers, OFFSETS)
+    numbers, count, (factors, offsets) = numbers_of(spec, shared), lane_count(spec), own
     exponents, limit = cute.make_rmem_tensor((count, 2), Float32), Float32(slack_of(spec) + spec.weight_bits)
     for r in cutlass.range_constexpr(count):
         for part in cutlass.range_constexpr(2):
@@ -236,16 +240,16 @@ def weigh_columns(spec: cutlass.Constexpr, shared: Shared, acc_s: cute.Tensor, s
     sync_group()
     if (votes[0] | votes[1] | votes[2] | votes[3]) != 0:
         move_offsets(spec, numbers, acc_s, exponents, factors, offsets, state, limit)
-    if cutlass.const_expr(scales.shrink is not None):
-        if scales.shrink != 1.0:
+    if cutlass.const_expr(spec.v_token_scale):
+        if scales[SHRINK] != 1.0:
             for i in cutlass.range_constexpr(cute.size(state.acc_o)):
-                state.acc_o[i] = state.acc_o[i] * scales.shrink
+                state.acc_o[i] = state.acc_o[i] * scales[SHRINK]
     exponents.store(cute.math.exp2(exponents.load(), fastmath=True))
     for r in cutlass.range_constexpr(count):
         state.row_sum[r] = state.row_sum[r] + (exponents[r, 0] + exponents[r, 1])
     found = []
     for part in cutlass.range_constexpr(2):
-        weights = [exponents[r, part] if scales.values is None else exponents[r, part] * scales.values[part] for r in range(count)]
+        weights = [exponents[r, part] * scales[VALUES + part] if spec.v_token_scale else exponents[r, part] for r in range(count)]
         found.append([pack(spec.v_math, *weights[r : r + 2]) for r in range(0, count, 2)])
     return found
 
@@ -305,32 +309,82 @@ def settle_columns(spec: cutlass.Constexpr, shared: Shared, state: ColumnState, 
         if lane < 4:
             own[r] = total
     sync_group()
-    place = remainder(cute.arch.thread_idx()[0], WARPGROUP * LANES)
-    if place < spec.block_rows:
-        row = row_at(spec, place)
+    row = remainder(cute.arch.thread_idx()[0], WARPGROUP * LANES)
+    if row < spec.block_rows:
+        place = place_of_row(spec, row)
         if row < heads:
             total = all_numbers(spec, numbers, EXCHANGE)[place]
             for other in cutlass.range_constexpr(1, WARPGROUP):
                 total = total + all_numbers(spec, numbers, EXCHANGE + other)[place]
             row_max[row, order] = rounded_product(all_numbers(spec, numbers, PEAKS)[place], all_numbers(spec, numbers, FACTORS)[place])
             row_sum[row, order] = total
-    rows = own_rows(spec)
-    blocks = cute.size(state.acc_o, mode=[1])
-    columns = [(block * WARPGROUP + warp) * TILE_M + lane // 4 * 2 for block in range(blocks)]
-    if cutlass.const_expr(spec.turns > 1):
+    blocks = cutlass.const_expr(spec.padded_v_head_dim // WARPGROUP_M)
+    ours = cutlass.const_expr(tuple(range(blocks)))
+    if cutlass.const_expr(spec.turns > 1 and blocks == 1):
         if order > 0:
-            for r in cutlass.range_constexpr(count):
-                if rows[r] < heads:
-                    for block, column in enumerate(columns):
-                        at = acc.iterator + cute.crd2idx((rows[r], column, 0), acc.layout)
-                        write_pair(at, *(state.acc_o[score_at(r, part), block] * unit for part in range(2)))
-    sync_consumers(spec)
-    if order == 0:
-        for r in cutlass.range_constexpr(count):
-            if rows[r] < heads:
-                weights, inverse, row_lse = merge_row(spec, row_max, row_sum, rows[r], scaling)
-                factors = [weights[0] * inverse * unit, weights[spec.turns - 1] * inverse]
-                pairs = [state.acc_o[score_at(r, part), block] for block in range(blocks) for part in range(2)]
-                settle_outputs(spec, acc, rows[r], [c + part for c in columns for part in range(2)], pairs, factors)
-                if (lane < 4) & (warp == 0):
-                    lse[rows[r]] = row_lse
+            leave_block(spec, acc, state, 0, heads, unit)
+        sync_consumers(spec)
+        if order == 0:
+            merge_blocks(spec, shared.merge, state, ours, heads, order, unit, scaling)
+    else:
+        if cutlass.const_expr(spec.turns > 1):
+            if order == 0:
+                leave_block(spec, acc, state, 1, heads, unit)
+            else:
+                leave_block(spec, acc, state, 0, heads, unit)
+        sync_consumers(spec)
+        if cutlass.const_expr(spec.turns == 1):
+            merge_blocks(spec, shared.merge, state, ours, heads, order, unit, scaling)
+        elif order == 0:
+            merge_blocks(spec, shared.merge, state, ours[:1], heads, order, unit, scaling)
+        else:
+            merge_blocks(spec, shared.merge, state, ours[1:], heads, order, unit, scaling)
+
+
+def block_columns(block: int) -> Int32:
+    """The first of the two columns of V that this lane holds of a block of 64."""
+    return (block * WARPGROUP + warp_in_group()) * TILE_M + cute.arch.lane_idx() // 4 * 2
+
+
+def leave_block(spec: KernelSpec, acc: cute.Tensor, state: ColumnState, block: int, heads: Int32, unit: Float32):
+    """Leaves a block of O for the other turn, which merges it."""
+    for r, row in enumerate(own_rows(spec)):
+        leave_pair(acc, row, block_columns(block), [state.acc_o[score_at(r, part), block] * unit for part in range(2)], heads)
+
+
+@cute.jit
+def leave_pair(acc: cute.Tensor, row: Int32, column: Int32, pair: list, heads: Int32):
+    """Writes two neighbours of a row's output, if there is such a row."""
+    if row < heads:
+        write_pair(acc.iterator + cute.crd2idx((row, column, 0), acc.layout), *pair)
+
+
+@cute.jit
+def merge_blocks(
+    spec: cutlass.Constexpr,
+    merge: tuple,
+    state: ColumnState,
+    blocks: cutlass.Constexpr,
+    heads: Int32,
+    order: Int32,
+    unit: Float32,
+    scaling: Scaling,
+):
+    """Merges blocks of O with what the other turn left there. Each lane finds the factors of a row or two for the others."""
+    acc, row_max, row_sum, lse = merge
+    lane, rows, found = cute.arch.lane_idx(), own_rows(spec), []
+    for first in cutlass.range_constexpr(0, lane_count(spec), 8):
+        mine = (first + lane // 4) // 2 * 8 + lane % 4 * 2 + lane // 4 % 2
+        weights, inverse, row_lse = merge_row(spec, row_max, row_sum, mine, scaling)
+        own, other = weights[0], weights[spec.turns - 1]
+        if cutlass.const_expr(spec.turns > 1):
+            own, other = cutlass.select_(order == 0, own, other), cutlass.select_(order == 0, other, own)
+        found.append((own * inverse * unit, other * inverse))
+        if (order == 0) & (warp_in_group() == 0) & (mine < heads):
+            lse[mine] = row_lse
+    columns = [block_columns(block) + part for block in blocks for part in range(2)]
+    for r in cutlass.range_constexpr(len(rows)):
+        factors = [cute.arch.shuffle_sync(factor, r % 8 * 4 + lane % 4) for factor in found[r // 8]]
+        outputs = [state.acc_o[score_at(r, part), block] for block in blocks for part in range(2)]
+        if rows[r] < heads:
+            settle_outputs(spec, acc, rows[r], columns, outputs, factors)

@@ -29,6 +29,7 @@ from .query_rows import QueryBlock, block_view, place_in, place_in_view
 
 PAIR_BYTES = 4  # of two 16-bit columns of the query, or of one f32 column
 VECTOR = 8  # 16-bit columns of the query in 16 bytes
+ROWS_TOGETHER = 4  # rows of a query that a warp rescales together
 FRAGMENT = 8  # elements of one lane's A fragment of a k16 step: (column pair, row, half of the columns)
 
 
@@ -220,7 +221,11 @@ def settle_query(
     the result after the consumers' next barrier.
     """
     cute.arch.cp_async_wait_group(0)
-    if cutlass.const_expr(spec.rescales_query):
+    if cutlass.const_expr(spec.transposes):
+        cute.arch.sync_warp()
+        if fresh:
+            rescale_rows(spec, cute.recast_tensor(shared, Int32), inverses, sign)
+    elif cutlass.const_expr(spec.rescales_query):
         if cutlass.const_expr(spec.by_warpgroup):
             cute.arch.sync_warp()  # a lane has fetched elements that other lanes rescale
         words, columns = cute.recast_tensor(shared, Int32), lane_columns(spec)
@@ -230,13 +235,10 @@ def settle_query(
         for query_row in cutlass.range(begin, stop, step, unroll=1):
             pairs = cute.make_rmem_tensor(len(columns), Int32)
             pairs.fill(0)
-            came = cutlass.const_expr(fetched_place_of if spec.transposes else place_of)
             for i, column in enumerate(columns):
                 if column < spec.padded_head_dim:
-                    pairs[i] = words[came(spec, query_row, column)]
+                    pairs[i] = words[place_of(spec, query_row, column)]
             inverse = rescale(spec, pairs, sign)
-            if cutlass.const_expr(spec.transposes):
-                cute.arch.sync_warp()  # pairs go to places from which other lanes have read
             for i, column in enumerate(columns):
                 if column < spec.padded_head_dim:
                     words[place_of(spec, query_row, column)] = pairs[i]
@@ -244,6 +246,26 @@ def settle_query(
                 inverses[query_row] = inverse
     if cutlass.const_expr(spec.by_warpgroup):
         cute.arch.fence_proxy("async.shared", space="cta")
+
+
+@cute.jit
+def rescale_rows(spec: cutlass.Constexpr, words: cute.Tensor, inverses: cute.Tensor, sign: Float32):
+    """A warp rescales all rows that it copied, past the last one too, several together, and puts their columns in order."""
+    columns, warp = lane_columns(spec), cute.arch.make_warp_uniform(cute.arch.warp_idx())
+    rows = [warp + row for row in range(0, spec.block_rows, spec.num_warps)]
+    for begin in cutlass.range_constexpr(0, len(rows), ROWS_TOGETHER):
+        some = rows[begin : begin + ROWS_TOGETHER]
+        loaded = [cute.make_rmem_tensor(len(columns), Int32) for _ in some]
+        for row, pairs in zip(some, loaded, strict=True):
+            for i, column in enumerate(columns):
+                pairs[i] = words[fetched_place_of(spec, row, column)]
+        found = [rescale(spec, pairs, sign) for pairs in loaded]
+        cute.arch.sync_warp()  # pairs go to places from which other lanes have read
+        for row, pairs, inverse in zip(some, loaded, found, strict=True):
+            for i, column in enumerate(columns):
+                words[place_of(spec, row, column)] = pairs[i]
+            if cute.arch.lane_idx() == 0:
+                inverses[row] = inverse
 
 
 def hold_query(spec: KernelSpec) -> cute.Tensor | None:

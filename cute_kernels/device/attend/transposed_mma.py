@@ -49,9 +49,9 @@ class TransposedProducts:
         """Registers for S^T of a tile: [query row of a pair, half of the tokens, pair], flat."""
         return cute.make_rmem_tensor(self.spec.block_rows // 2, Float32)
 
-    def start_scores(self, acc_s: cute.Tensor, query: cute.Tensor, stage: Int32):
-        """Starts K Q^T with the tile in a stage: a group to be waited for. query: [row, column]."""
-        spec, keys = self.spec, self.read_keys(stage)
+    def start_scores(self, acc_s: cute.Tensor, query: cute.Tensor, keys: cute.Tensor):
+        """Starts K Q^T: a group to be waited for. query: [row, column]; keys: by decode_keys."""
+        spec = self.spec
         mma = self.mma(spec.k_math, OperandMajorMode.K)
         rows, acc = descriptors(mma, query), self.accumulator(acc_s)
         warpgroup.fence()
@@ -60,19 +60,26 @@ class TransposedProducts:
             cute.gemm(mma, acc, keys[None, None, step], rows[None, None, step], acc)
         warpgroup.commit_group()
 
-    def read_keys(self, stage: Int32) -> cute.Tensor:
-        """The warp's 16 tokens of a stage's K as A fragments, one for each k16 step."""
-        spec, shape = self.spec, self.spec.rings[0]
+    def keys_at(self, stage: Int32) -> Int32:
+        """Where this lane begins to read a stage's K."""
         token = self.warp * TILE_M + self.lane % TILE_M
-        first = self.keys + swizzled(shape, stage, token, self.lane // TILE_M * CHUNK_BYTES)
-        words = cute.make_rmem_tensor(spec.padded_head_dim // MMA_K * 4, Int32)
-        for pair in range(spec.padded_head_dim // (2 * MMA_K)):  # of k16 steps; the columns of a row differ in swizzled bits alone
-            loaded = load_matrices(first ^ (2 * CHUNK_BYTES * pair))
-            for half in range(2):
-                for r in range(2):
-                    found = decode(spec.k_type, True, loaded[2 * half + r], HALVES)
-                    words[(2 * pair + half) * 4 + r], words[(2 * pair + half) * 4 + 2 + r] = found
-        return fragments(cute.recast_tensor(words, ELEMENT_TYPES[spec.k_math]))
+        return self.keys + swizzled(self.spec.rings[0], stage, token, self.lane // TILE_M * CHUNK_BYTES)
+
+    def read_keys(self, first: Int32) -> cute.Tensor:
+        """The warp's 16 tokens of a tile's K as it is stored: two registers for each k16 step. first: by keys_at."""
+        words = cute.make_rmem_tensor(self.spec.padded_head_dim // MMA_K * 2, Int32)
+        for pair in range(cute.size(words) // 4):  # of k16 steps; the columns of a row differ in swizzled bits alone
+            for i, word in enumerate(load_matrices(first ^ (2 * CHUNK_BYTES * pair))):
+                words[4 * pair + i] = word
+        return words
+
+    def decode_keys(self, words: cute.Tensor) -> cute.Tensor:
+        """What read_keys has read as A fragments, one for each k16 step."""
+        found = cute.make_rmem_tensor(2 * cute.size(words), Int32)
+        for i in range(cute.size(words)):
+            at = i // 2 * 4 + i % 2
+            found[at], found[at + 2] = decode(self.spec.k_type, True, words[i], HALVES)
+        return fragments(cute.recast_tensor(found, ELEMENT_TYPES[self.spec.k_math]))
 
     def read_values(self, stage: Int32, place: TilePlace) -> cute.Tensor:
         """A stage's V as it is stored: for each block of columns and k16 step two registers. Tokens that no row sees are 0."""

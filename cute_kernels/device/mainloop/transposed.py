@@ -6,6 +6,13 @@ from cutlass import Int32
 
 from ..attend.attend import Attention
 from ..attend.column_softmax import (
+    FACTORS,
+    OFFSETS,
+    copy_numbers,
+    lane_count,
+    make_scales,
+    numbers_of,
+    read_numbers,
     hide_columns,
     hide_holes,
     own_rows,
@@ -33,28 +40,49 @@ class TransposedMainloop(TmaMainloop):
     def consume(self, piece: Piece, attention: Attention, problem: Problem, shared: Shared):
         """Attends to this warpgroup's tiles of one piece."""
         spec, (rows,) = self.spec, attention.row_tiles
-        first, acc_s = self.order(piece), attention.products.make_scores()
+        first, tiles, acc_s = self.order(piece), piece.stop - piece.first, attention.products.make_scores()
         reset_columns(spec, shared, rows.state, rows.inverses, piece.block.rows, attention.scaling)
-        for i in cutlass.range(first, piece.stop - piece.first, spec.turns, unroll=1):
-            stage, parity = self.place_in_ring(piece.issued + i)
-            cute.arch.mbarrier_wait(full_barrier(spec, shared, stage), parity)
-            place = place_of_tile(spec, piece.keys, piece.first + i)
-            holes = read_holes(spec, shared, stage)
-            scales = read_scales(spec, shared, rows.state, stage)
-            attention.products.start_scores(acc_s, rows.query, stage)
-            wait_for_products(0)  # also for V^T P^T of the tile before
-            values = attention.products.read_values(stage, place)
-            self.release(shared, stage)
-            scale_scores(spec, acc_s, scales)
-            self.hide(piece, problem, shared, acc_s, place, holes)
-            weights = weigh_columns(spec, shared, acc_s, rows.state, scales)
-            buffer = 2 * turn_of(spec) + (quotient(i, spec.turns) & 1)  # a warp may still read those of the tile before
-            attention.products.store_weights(weights, buffer)
-            decoded = attention.products.decode_values(values)
-            cute.arch.fence_proxy("async.shared", space="cta")
-            sync_group()
-            attention.products.start_values(rows.state.acc_o, decoded, buffer)
-        wait_for_products(0)
+        numbers, scales, early = numbers_of(spec, shared), make_scales(spec), cutlass.const_expr(lane_count(spec) <= 8)
+        if tiles > first:
+            stage = self.await_tile(piece, first, shared)
+            keys, holes = attention.products.read_keys(attention.products.keys_at(stage)), read_holes(spec, shared, stage)
+            read_scales(spec, shared, rows.state, scales, stage)
+            attention.products.start_scores(acc_s, rows.query, attention.products.decode_keys(keys))
+            factors, offsets = read_numbers(spec, numbers, FACTORS), read_numbers(spec, numbers, OFFSETS)
+            wait_for_products(0)
+            for i in cutlass.range(first, tiles, spec.turns, unroll=1):
+                stage, place = self.place_in_ring(piece.issued + i)[0], place_of_tile(spec, piece.keys, piece.first + i)
+                values = attention.products.read_values(stage, place)
+                self.release(shared, stage)
+                scale_scores(spec, acc_s, scales)
+                self.hide(piece, problem, shared, acc_s, place, holes)
+                if cutlass.const_expr(not early):
+                    copy_numbers(spec, numbers, (factors, offsets))
+                weights = weigh_columns(spec, shared, acc_s, rows.state, scales, (factors, offsets))
+                buffer = 2 * turn_of(spec) + (quotient(i, spec.turns) & 1)  # a warp may still read those of the tile before
+                attention.products.store_weights(weights, buffer)
+                following = Int32(rows.query.iterator.toint())  # past the last tile any bytes serve: nobody reads their scores
+                if i + spec.turns < tiles:
+                    stage = self.await_tile(piece, i + spec.turns, shared)
+                    following = attention.products.keys_at(stage)
+                    holes = read_holes(spec, shared, stage)
+                    read_scales(spec, shared, rows.state, scales, stage)
+                keys = attention.products.read_keys(following)
+                decoded = attention.products.decode_values(values)
+                cute.arch.fence_proxy("async.shared", space="cta")
+                sync_group()
+                attention.products.start_values(rows.state.acc_o, decoded, buffer)
+                attention.products.start_scores(acc_s, rows.query, attention.products.decode_keys(keys))
+                if cutlass.const_expr(early):
+                    copy_numbers(spec, numbers, (factors, offsets))
+                wait_for_products(0)
+
+    @cute.jit
+    def await_tile(self, piece: Piece, i: Int32, shared: Shared) -> Int32:
+        """Waits for the piece's tile i and returns its stage."""
+        stage, parity = self.place_in_ring(piece.issued + i)
+        cute.arch.mbarrier_wait(full_barrier(self.spec, shared, stage), parity)
+        return stage
 
     @cute.jit
     def hide(self, piece: Piece, problem: Problem, shared: Shared, acc_s: cute.Tensor, place, holes: Int32):
