@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import cast
 
 from ..config.decode import DecodeConfig, KernelSpec, Partition, grid_ctas
-from ..config.limits import TRANSPOSED_ROWS
 from ..config.problem import ElementType
 from ..config.tiling import HALF_TILE_M, TILE_M, WARPGROUP_M, Arch, Target, most_warp_tiles
 from ..kv.scale import scale_form
@@ -50,8 +49,6 @@ def block_rows(problem: DecodeProblem, arch: Arch, config: DecodeConfig) -> int:
     At most as many m-tiles as the warps attend to; only one if each warp reads its own tiles, on sm80 from two stages per warp.
     """
     needed = 1 << (problem.packed_rows - 1).bit_length()
-    if config.mma == "transposed":
-        return min(max(TRANSPOSED_ROWS), max(min(TRANSPOSED_ROWS), needed))
     if config.mma == "warpgroup":
         return min(TILE_M * config.num_warps, max(WARPGROUP_M, needed))
     if problem.query == "one":

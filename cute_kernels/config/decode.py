@@ -248,8 +248,6 @@ class KernelSpec(TilingSpec):
         stages = self.num_stages * (scales + 4 * self.hole_words) + 8 * self.tile_barriers
         rest = self.most_pieces + 1024  # alignment, words
         merge = 0 if self.shares_ring else 4 * self.merge_floats
-        if self.weight_ring is not None:
-            wide += self.weight_ring.num_stages * self.weight_ring.tile_bytes + 4 * self.turns * self.row_numbers
         return self.ring_bytes + stages + query + wide + merge + rest
 
 

@@ -17,15 +17,12 @@ OVERLAP_TILE_REGISTERS = {4: 188, 8: 188, 12: 128}
 SOFTCAP_REGISTERS = {12: 8}  # so many fewer if the loop computes a soft cap's tanh
 WIDENING_TILE_REGISTERS = {4: 188, 8: 148}
 
-TRANSPOSED_ROWS, TRANSPOSED_HEAD_DIMS = (32, 64), (64, 128)
 MOST_TURNS = 2  # of warpgroups: a widened tile has a stage for each
 MOST_GATHERED_WARPS = 8  # more warps that attend leave too few registers to the producers that gather tokens
 
 
 def most_tile_n(padded_head_dim: int, v_bytes: int, mma: MmaScope = "warp") -> int:
     """The most KV tokens of a tile: with more, a thread needs more registers than it has."""
-    if mma == "transposed":
-        return WARPGROUP_M
     if mma == "warpgroup":
         most = 2 * MAX_TILE_ELEMENTS // padded_head_dim // TILE_M * TILE_M
         return most if padded_head_dim <= LONG_WARPGROUP_HEAD_DIM else min(most, SHORT_TILE_N)
@@ -169,9 +166,7 @@ def _warpgroup_reasons(spec: KernelSpec) -> list[str]:
     reasons = []
     if spec.arch != "sm90":
         reasons.append("mma=warpgroup needs the TMA mainloop")
-    if spec.transposes:
-        reasons += _transposed_reasons(spec)
-    elif spec.block_rows < WARPGROUP_M or spec.block_rows % WARPGROUP_M:
+    if spec.block_rows < WARPGROUP_M or spec.block_rows % WARPGROUP_M:
         reasons.append(f"block_rows={spec.block_rows} is not a multiple of the {WARPGROUP_M} rows of a warpgroup's step")
     if spec.readers > spec.num_warps or spec.num_warps % spec.readers:
         reasons.append(f"the {spec.readers} m-tiles of block_rows={spec.block_rows} do not divide num_warps={spec.num_warps}")
@@ -183,25 +178,8 @@ def _warpgroup_reasons(spec: KernelSpec) -> list[str]:
         needed, most = overlap_registers(spec)
         if needed > most:
             reasons.append(f"tile_n={spec.tile_n} x head_dim={spec.padded_head_dim} needs {needed} registers a thread of {most}")
-    if spec.turns > 1 and not spec.transposes and spec.padded_head_dim > TURNS_HEAD_DIM[spec.widens_tiles]:
+    if spec.turns > 1 and spec.padded_head_dim > TURNS_HEAD_DIM[spec.widens_tiles]:
         reasons.append(f"head_dim={spec.head_dim} leaves a thread of {spec.num_warps} warps too few registers")
-    return reasons
-
-
-def _transposed_reasons(spec: KernelSpec) -> list[str]:
-    reasons = []
-    if spec.tile_n != WARPGROUP_M:
-        reasons.append(f"mma=transposed takes tiles of {WARPGROUP_M} tokens, got tile_n={spec.tile_n}")
-    if spec.block_rows not in TRANSPOSED_ROWS:
-        reasons.append(f"mma=transposed takes {' or '.join(map(str, TRANSPOSED_ROWS))} packed rows, got block_rows={spec.block_rows}")
-    if max(spec.k_bytes, spec.v_bytes) > 1:
-        reasons.append(f"mma=transposed takes caches of 8 bits alone, got {spec.k_type} and {spec.v_type}")
-    if (spec.padded_head_dim, spec.padded_v_head_dim) not in ((n, n) for n in TRANSPOSED_HEAD_DIMS):
-        reasons.append(f"mma=transposed takes a head_dim of {' or '.join(map(str, TRANSPOSED_HEAD_DIMS))}, got {spec.head_dim}")
-    if spec.modifiers.functions or spec.modifiers.tree_mask:
-        reasons.append("mma=transposed takes no function of a score and no tree_mask")
-    if spec.q_lens is not None or not spec.several:
-        reasons.append("mma=transposed takes several query rows, in a kernel of one phase")
     return reasons
 
 

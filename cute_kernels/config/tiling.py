@@ -13,8 +13,7 @@ from .problem import LDMATRIX_BYTES, UNIT_BYTES, ProblemSpec
 
 Arch = Literal["sm90", "sm80"]
 Target = Literal["sm_90a", "sm_80"]
-# who issues a tensor-core step: m16n8k16 (mma.sync), m64 (wgmma), or wgmma with tokens and columns of V as rows: K Q^T, V^T P^T
-MmaScope = Literal["warp", "warpgroup", "transposed"]
+MmaScope = Literal["warp", "warpgroup"]  # who issues a tensor-core step: m16n8k16 (mma.sync), m64 (wgmma)
 
 FRAGMENT_BYTES = 16  # bytes of a query that a lane reads at a time
 TILE_M = 16  # packed query rows of one tensor-core tile
@@ -26,7 +25,6 @@ WIDENING_WARPS = 6  # warps that widen 8-bit tiles to 16 bits for a warpgroup's 
 WIDENING_REGISTERS = {4: (232, 136), 8: (200, 56)}  # if other warps widen tiles
 OVERLAP_REGISTERS = {8: (224, 56), 12: (160, 32)}  # if products overlap, operands are f32, or 8 warps have two m-tiles each
 GATHER_REGISTERS = {4: (216, 72), 8: (216, 72)}  # if the producers bring tiles token by token
-TRANSPOSED_WEIGHT_BITS = 7  # leaves 7 more bits for scores past a base: then few tiles move any of 64 bases
 MIN_BOX_ROWS = 8  # rows of one 128-byte swizzle atom: the smallest page part that one TMA box may bring
 PRODUCER_WARPS: dict[Arch, int] = {"sm90": 2, "sm80": 0}  # one brings K and V; one brings tokens' scales, or looks ahead
 
@@ -84,22 +82,17 @@ class TilingSpec(ProblemSpec):
     @property
     def by_warpgroup(self) -> bool:
         """Whether warpgroups issue the tensor-core steps."""
-        return self.mma != "warp"
-
-    @property
-    def transposes(self) -> bool:
-        """Whether a warpgroup's products are transposed, so that K and V come from registers (device/attend/transposed_mma.py)."""
-        return self.mma == "transposed"
+        return self.mma == "warpgroup"
 
     @property
     def widens_tiles(self) -> bool:
         """Whether tiles of 8 bits are widened to 16 in shared memory, from which alone wgmma reads K and V."""
-        return self.by_warpgroup and not self.transposes and min(self.k_bytes, self.v_bytes) == 1
+        return self.by_warpgroup and min(self.k_bytes, self.v_bytes) == 1
 
     @property
     def overlaps(self) -> bool:
         """Whether a warpgroup has the next tile's Q K^T under way during the softmax of a tile (mainloop/overlap.py)."""
-        return self.by_warpgroup and not self.transposes and (self.turns == 1 or self.widens_tiles)
+        return self.by_warpgroup and (self.turns == 1 or self.widens_tiles)
 
     @property
     def settles_alone(self) -> bool:
@@ -109,7 +102,7 @@ class TilingSpec(ProblemSpec):
     @property
     def merges_bases(self) -> bool:
         """Whether states merge by the bases of their weights, which need not be maxima (device/attend/bases.py)."""
-        return self.transposes or (self.overlaps and self.turns > 1)
+        return self.overlaps and self.turns > 1
 
     @property
     def gathers(self) -> bool:
@@ -154,8 +147,8 @@ class TilingSpec(ProblemSpec):
 
     @property
     def readers(self) -> int:
-        """Warps that read a KV tile, each for warp_tiles m-tiles of the unit, or a warpgroup whose products are transposed."""
-        return WARPGROUP if self.transposes else self.row_tiles // self.warp_tiles
+        """Warps that read a KV tile, each for warp_tiles m-tiles of the unit."""
+        return self.row_tiles // self.warp_tiles
 
     @property
     def turns(self) -> int:
@@ -204,7 +197,7 @@ class TilingSpec(ProblemSpec):
             return WIDENING_REGISTERS.get(self.num_warps)
         if self.gathers:
             return GATHER_REGISTERS.get(self.num_warps)
-        exchanged = self.overlaps or self.transposes or (self.arch == "sm90" and (self.splits or self.paired))
+        exchanged = self.overlaps or (self.arch == "sm90" and (self.splits or self.paired))
         return OVERLAP_REGISTERS.get(self.num_warps) if exchanged else None
 
     @property
@@ -252,30 +245,8 @@ class TilingSpec(ProblemSpec):
         found: list[RingShape | None] = []
         for nbytes, columns in ((self.k_bytes, self.padded_head_dim), (self.v_bytes, self.padded_v_head_dim)):
             shape = RingShape(self.tile_n, self.tile_n, columns, self.wide_stages, by_block=True)
-            found.append(shape if self.widens_tiles and nbytes == 1 else None)
+            found.append(shape if self.by_warpgroup and nbytes == 1 else None)
         return found[0], found[1]
-
-    @property
-    def weight_ring(self) -> RingShape | None:
-        """The tiles of P^T that transposed products read from shared memory: two for each turn. None if there are none."""
-        if not self.transposes:
-            return None
-        return RingShape(self.tile_n, self.tile_n, self.block_rows, 2 * self.turns, by_block=True)
-
-    @property
-    def row_numbers(self) -> int:
-        """32-bit words of each turn that a warpgroup's transposed softmax keeps in shared memory (attend/column_softmax.py)."""
-        return (3 + WARPGROUP) * self.spread_rows + WARPGROUP if self.transposes else 0
-
-    @property
-    def spread_rows(self) -> int:
-        """Words of a number of each packed row: those of the rows of a lane, then four unused ones, so that no bank meets twice."""
-        return self.block_rows + 4 * 4
-
-    @property
-    def weight_bits(self) -> int:
-        """As ProblemSpec.weight_bits. Fewer if products are transposed, where a base that moves costs most."""
-        return TRANSPOSED_WEIGHT_BITS if self.transposes else super().weight_bits
 
     @property
     def wide_stages(self) -> int:

@@ -23,7 +23,6 @@ from .query_rows import TilePlace
 from .score import ScoreModifier, modify_scores
 from .softmax import online_softmax
 from .split_mma import SplitProducts
-from .transposed_mma import TransposedProducts
 from .warp_mma import WarpProducts
 from .warpgroup_mma import WarpgroupProducts
 
@@ -70,7 +69,7 @@ class Attention:
 
 def make_products(spec: KernelSpec, shared: Shared) -> WarpProducts | WarpgroupProducts | SplitProducts:
     """The products with which this warp multiplies."""
-    kind = TransposedProducts if spec.transposes else WarpgroupProducts if spec.by_warpgroup else SplitProducts if spec.splits else WarpProducts
+    kind = WarpgroupProducts if spec.by_warpgroup else SplitProducts if spec.splits else WarpProducts
     return kind(spec, shared, cute.arch.lane_idx())
 
 

@@ -22,14 +22,12 @@ from ..elements import ELEMENT_TYPES
 from ..mainloop.tile import columns, swizzle, swizzled
 from ..ptx.barriers import CONSUMERS, ROWS
 from ..ptx.cp_async import copy_async
-from ..ptx.matrices import load_matrices
 from ..ptx.registers import LANES, quotient, remainder
 from .query_range import rescale
 from .query_rows import QueryBlock, block_view, place_in, place_in_view
 
 PAIR_BYTES = 4  # of two 16-bit columns of the query, or of one f32 column
 VECTOR = 8  # 16-bit columns of the query in 16 bytes
-ROWS_TOGETHER = 4  # rows of a query that a warp rescales together
 FRAGMENT = 8  # elements of one lane's A fragment of a k16 step: (column pair, row, half of the columns)
 
 
@@ -58,9 +56,14 @@ def fragments(tensor: cute.Tensor) -> cute.Tensor:
 
 def load_fragment(address: Int32, element_type: ElementType) -> cute.Tensor:
     """The A fragment of a k16 step. address: lane l has that of row l % 16, column 8 (l // 16), in shared memory."""
+    found = cute.arch.inline_ptx(
+        "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
+        write_only_types=[Int32] * 4,
+        read_only_args=[Int32(address)],
+    )
     words = cute.make_rmem_tensor(FRAGMENT // 2, Int32)
-    for i, word in enumerate(load_matrices(address)):
-        words[i] = word
+    for i in range(FRAGMENT // 2):
+        words[i] = found[i]
     return fragments(cute.recast_tensor(words, ELEMENT_TYPES[element_type]))[None, None, 0]
 
 
@@ -69,20 +72,13 @@ def place_of(spec: KernelSpec, row: Int32, column: Int32) -> tuple | Int32:
 
     For a warpgroup: the number of the pair alone.
     """
-    if spec.by_warpgroup and not spec.transposes:
-        return fetched_place_of(spec, row, column)
+    if spec.by_warpgroup:
+        return swizzled(spec.query_tile, 0, row, column * UNIT_BYTES) // PAIR_BYTES
     step, rest = quotient(column, MMA_K), remainder(column, MMA_K)
-    if spec.row_tiles > 1 and not spec.transposes:
+    if spec.row_tiles > 1:
         step, row = quotient(row, TILE_M) * (spec.padded_head_dim // MMA_K) + step, remainder(row, TILE_M)
     half, quad = ((rest >> 1) & 1, rest >> 2) if spec.k_bytes == 1 else (rest >> 3, (rest >> 1) & 3)
-    if spec.transposes:
-        return fetched_place_of(spec, row, step * MMA_K + 8 * half + 2 * quad)
     return quotient(row, 8) + 2 * half, remainder(row, 8) * 4 + quad, step
-
-
-def fetched_place_of(spec: KernelSpec, row: Int32, column: Int32) -> Int32:
-    """The number of a pair of columns in the rows that fetch_rows brings for a warpgroup."""
-    return swizzled(spec.query_tile, 0, row, column * UNIT_BYTES) // PAIR_BYTES
 
 
 def word_columns(spec: KernelSpec) -> int:
@@ -177,15 +173,14 @@ def fetch_rows(spec: cutlass.Constexpr, q: cute.Tensor, block: QueryBlock, share
         index = turn * LANES + cute.arch.lane_idx()
         row, column = quotient(index, per_row), remainder(index, per_row) * VECTOR
         row = warp * TILE_M + row if cutlass.const_expr(spec.dealt) else warp + row * spec.num_warps
-        inside = row < block.rows
-        if inside if cutlass.const_expr(not spec.transposes) else row < spec.block_rows:
+        if row < block.rows:
             at = (source.iterator + cute.crd2idx((*place_in_view(spec, block, row), column), source.layout)).toint()
             target = shared.iterator.toint() + swizzled(spec.query_tile, 0, row, column * spec.q_bytes)
             if aligned:
-                copy_async(at, target, VECTOR * spec.q_bytes, inside)
+                copy_async(at, target, VECTOR * spec.q_bytes, Boolean(True))
             else:
                 for pair in cutlass.range_constexpr(VECTOR // 2):
-                    copy_async(at + pair * PAIR_BYTES, target + pair * PAIR_BYTES, PAIR_BYTES, inside)
+                    copy_async(at + pair * PAIR_BYTES, target + pair * PAIR_BYTES, PAIR_BYTES, Boolean(True))
 
 
 @cute.jit
@@ -221,11 +216,7 @@ def settle_query(
     the result after the consumers' next barrier.
     """
     cute.arch.cp_async_wait_group(0)
-    if cutlass.const_expr(spec.transposes):
-        cute.arch.sync_warp()
-        if fresh:
-            rescale_rows(spec, cute.recast_tensor(shared, Int32), inverses, sign)
-    elif cutlass.const_expr(spec.rescales_query):
+    if cutlass.const_expr(spec.rescales_query):
         if cutlass.const_expr(spec.by_warpgroup):
             cute.arch.sync_warp()  # a lane has fetched elements that other lanes rescale
         words, columns = cute.recast_tensor(shared, Int32), lane_columns(spec)
@@ -246,26 +237,6 @@ def settle_query(
                 inverses[query_row] = inverse
     if cutlass.const_expr(spec.by_warpgroup):
         cute.arch.fence_proxy("async.shared", space="cta")
-
-
-@cute.jit
-def rescale_rows(spec: cutlass.Constexpr, words: cute.Tensor, inverses: cute.Tensor, sign: Float32):
-    """A warp rescales all rows that it copied, past the last one too, several together, and puts their columns in order."""
-    columns, warp = lane_columns(spec), cute.arch.make_warp_uniform(cute.arch.warp_idx())
-    rows = [warp + row for row in range(0, spec.block_rows, spec.num_warps)]
-    for begin in cutlass.range_constexpr(0, len(rows), ROWS_TOGETHER):
-        some = rows[begin : begin + ROWS_TOGETHER]
-        loaded = [cute.make_rmem_tensor(len(columns), Int32) for _ in some]
-        for row, pairs in zip(some, loaded, strict=True):
-            for i, column in enumerate(columns):
-                pairs[i] = words[fetched_place_of(spec, row, column)]
-        found = [rescale(spec, pairs, sign) for pairs in loaded]
-        cute.arch.sync_warp()  # pairs go to places from which other lanes have read
-        for row, pairs, inverse in zip(some, loaded, found, strict=True):
-            for i, column in enumerate(columns):
-                words[place_of(spec, row, column)] = pairs[i]
-            if cute.arch.lane_idx() == 0:
-                inverses[row] = inverse
 
 
 def hold_query(spec: KernelSpec) -> cute.Tensor | None:
@@ -309,8 +280,8 @@ def read_query(spec: KernelSpec, shared: cute.Tensor, held: cute.Tensor | None, 
 
 
 def row_block(spec: KernelSpec, shared: cute.Tensor, row_tile: Int32 | int) -> cute.Tensor:
-    """The rows [row, column] of a settled query that the warpgroup of an m-tile multiplies: 64, or all if they are columns."""
-    shape, rows = spec.query_tile, spec.block_rows if spec.transposes else WARPGROUP_M
+    """The 64 rows [row, column] of a settled query that the warpgroup of an m-tile multiplies."""
+    shape, rows = spec.query_tile, WARPGROUP_M
     block = shape.column_block
     begin = cute.recast_ptr(shared.iterator, swizzle(shape), ELEMENT_TYPES[spec.k_math])
     layout = cute.make_layout((rows, columns(shape)), stride=(block, (1, shape.tile_n * block)))

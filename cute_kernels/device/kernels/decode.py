@@ -11,7 +11,6 @@ from cutlass import Boolean, Float32, Int32, Int64
 
 from ...config.decode import LOG2_E, MAX_BLOCKS, KernelSpec
 from ..attend.attend import Attention, RowTile, make_products, make_state, reset_state
-from ..attend.column_softmax import make_column_state, settle_columns
 from ..attend.epilogue import (
     SettledRows,
     lane_state,
@@ -48,7 +47,6 @@ from ..mainloop.gather import GatherMainloop
 from ..mainloop.overlap import OverlapMainloop
 from ..mainloop.shared import Shared, allocate
 from ..mainloop.tma import TmaMainloop
-from ..mainloop.transposed import TransposedMainloop
 from ..problem import Problem
 from ..ptx.registers import quotient
 from ..schedule.crew import (
@@ -72,8 +70,6 @@ def mainloop_of(spec: KernelSpec) -> TmaMainloop | CpAsyncMainloop:
         return BlockMainloop(spec) if spec.shares_ring else CpAsyncMainloop(spec)
     if spec.dealt:
         return GatherMainloop(spec) if spec.gathers else DealtMainloop(spec)
-    if spec.transposes:
-        return TransposedMainloop(spec)
     return OverlapMainloop(spec) if spec.overlaps else TmaMainloop(spec)
 
 
@@ -190,8 +186,7 @@ class DecodeKernel:
         spec, queries = self.spec, problem.rows.queries
         products = make_products(spec, shared)
         thr_mma = products.thr_mma
-        held, make = hold_query(spec), make_column_state if spec.transposes else make_state
-        states = tuple(make(spec, thr_mma) for _ in range(spec.warp_tiles))
+        held, states = hold_query(spec), tuple(make_state(spec, thr_mma) for _ in range(spec.warp_tiles))
         heads = heads_of(spec, queries, share.unit)
         scaling = open_scaling(spec, problem.scales, heads[0], scale_log2)
         index, row, first, issued, settled = share.row, opening.row, share.tile, Int32(0), Int32(-1)  # settled: the query's row
@@ -223,9 +218,8 @@ class DecodeKernel:
                 row = self.open_next(problem, share, next_index, next_first)
             if cutlass.const_expr(not self.fetches_late):
                 self.fetch_next(problem, next_buffer, share, heads, index, (next_index, next_first), row)
-            if cutlass.const_expr(not spec.transposes):
-                for state in states:
-                    reset_state(state)
+            for state in states:
+                reset_state(state)
             self.mainloop.consume(piece, Attention(products, row_tiles, scaling), problem, shared)
             if cutlass.const_expr(not spec.several):
                 row = self.open_next(problem, share, next_index, next_first)
@@ -233,10 +227,7 @@ class DecodeKernel:
                 settle(spec, problem, shared, share)
             order = self.mainloop.order(piece)
             merging = merge_scaling(spec, scaling)
-            if cutlass.const_expr(spec.transposes):
-                outcome = settle_columns(spec, shared, states[0], piece.block.rows, order, merging)
-            else:
-                outcome = self.settle(shared, piece, row_tiles, thr_mma, order, (scaling, merging))
+            outcome = self.settle(shared, piece, row_tiles, thr_mma, order, (scaling, merging))
             sync_consumers(spec)
             if cutlass.const_expr(self.fetches_late and not spec.settles_alone):  # all warps have read this query
                 self.fetch_next(problem, next_buffer, share, heads, index, (next_index, next_first), row)
@@ -297,8 +288,6 @@ class DecodeKernel:
     def row_tiles(self, problem: Problem, piece: Piece, buffer, factors, held, states: tuple) -> tuple[RowTile, ...]:
         """The m-tiles with which a warp attends to a piece: their settled query and their states."""
         spec, found = self.spec, []
-        if spec.transposes:
-            return (RowTile(read_query(spec, buffer, held, 0), factors, states[0]),)
         for row_tile, state in zip(row_tiles_of(spec), states, strict=True):
             query, inverses = read_query(spec, buffer, held, row_tile), read_inverses(spec, factors, row_tile)
             mask = modifier = None

@@ -30,7 +30,6 @@ class Shared:
     (DecodeKernel.find_opener), or crew and combines (schedule/crew.py). opener and crew share memory: a partition needs only one.
     opening, pages: one warp finds them for the others (schedule/opening.py).
     declined: Int8 per piece of the share's first row: whether its CTA declines.
-    weights: tiles of P^T, and row_numbers: f32, of each turn, if products are transposed (attend/column_softmax.py).
     items: words of an Item (schedule/dealing.py) [word, slot], if items are dealt.
     """
 
@@ -50,8 +49,6 @@ class Shared:
     pages: cute.Tensor
     declined: cute.Tensor
     items: cute.Tensor | None = None
-    weights: cute.Tensor | None = None
-    row_numbers: cute.Tensor | None = None
 
 
 def crew_words(spec: KernelSpec) -> int:
@@ -95,7 +92,7 @@ def allocate(spec: KernelSpec, smem) -> Shared:
         base = arena_of(smem, spec.ring_bytes)
         tiles, states = (Arena(base, spec.ring_bytes) for _ in range(2))
     rings = allocate_tiles(tiles, spec, spec.rings)
-    wide, weights = allocate_tiles(smem, spec, spec.wide), allocate_tiles(smem, spec, (None, spec.weight_ring))[1]
+    wide = allocate_tiles(smem, spec, spec.wide)
     query = smem.allocate_tensor(
         ELEMENT_TYPES[spec.element_type], query_layout(spec), byte_alignment=1024 if spec.by_warpgroup else 128
     )
@@ -112,11 +109,9 @@ def allocate(spec: KernelSpec, smem) -> Shared:
     combines = cute.make_tensor(crew.iterator + crew_words(spec), cute.make_layout(1))
     end = crew, crew, combines  # opener, crew, combines
     items = smem.allocate_tensor(Int32, cute.make_layout((3 + len(row_fields(spec)), ITEMS))) if spec.dealt else None
-    row_numbers = None
-    if spec.transposes:
-        row_numbers = smem.allocate_tensor(Float32, cute.make_layout(spec.turns * spec.row_numbers), byte_alignment=16)
-    within = opening, pages, declined, items, weights, row_numbers
-    return Shared(rings, wide, scales, wide_scales, query, inverses, merge, barriers, holes, *end, *within)
+    return Shared(
+        rings, wide, scales, wide_scales, query, inverses, merge, barriers, holes, *end, opening, pages, declined, items
+    )
 
 
 def full_barrier(spec: KernelSpec, shared: Shared, stage: Int32 | int, which: int = 0) -> cute.Pointer:
