@@ -25,6 +25,7 @@ WIDENING_WARPS = 6  # warps that widen 8-bit tiles to 16 bits for a warpgroup's 
 WIDENING_REGISTERS = {4: (232, 136), 8: (200, 56)}  # if other warps widen tiles
 OVERLAP_REGISTERS = {8: (224, 56), 12: (160, 32)}  # if products overlap, operands are f32, or 8 warps have two m-tiles each
 GATHER_REGISTERS = {4: (216, 72), 8: (216, 72)}  # if the producers bring tiles token by token
+LAZY_WEIGHT_BITS = 8
 MIN_BOX_ROWS = 8  # rows of one 128-byte swizzle atom: the smallest page part that one TMA box may bring
 PRODUCER_WARPS: dict[Arch, int] = {"sm90": 2, "sm80": 0}  # one brings K and V; one brings tokens' scales, or looks ahead
 
@@ -103,6 +104,11 @@ class TilingSpec(ProblemSpec):
     def merges_bases(self) -> bool:
         """Whether states merge by the bases of their weights, which need not be maxima (device/attend/bases.py)."""
         return self.overlaps and self.turns > 1
+
+    @property
+    def weight_bits(self) -> int:
+        """As ProblemSpec.weight_bits; fewer where bases move lazily over a V of 8 bits (device/attend/bases.py)."""
+        return LAZY_WEIGHT_BITS if self.overlaps and self.v_bytes == 1 else super().weight_bits
 
     @property
     def gathers(self) -> bool:
