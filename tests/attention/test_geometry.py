@@ -235,6 +235,25 @@ def test_blocks_of_warpgroups(
 
 
 @pytest.mark.parametrize(
+    ("max_q_len", "kv_dtype", "v_dtype", "mma", "bits"),
+    [
+        (64, ck.KVDtype.E4M3, None, "warpgroup", 11),  # two warpgroups, whose products overlap
+        (16, ck.KVDtype.INT8, None, "warpgroup", 11),  # in turns
+        (16, ck.KVDtype.E4M3, None, "warp", 14),  # its maxima are exact
+        (64, None, None, "warpgroup", 14),
+        (64, None, ck.KVDtype.E4M3, "warpgroup", 11),
+        (64, ck.KVDtype.E4M3, ck.KVDtype.F16, "warpgroup", 14),
+    ],
+)
+def test_bits_of_weights_in_f16(max_q_len: int, kv_dtype: Any, v_dtype: Any, mma: Any, bits: int) -> None:
+    """Fewer where bases move lazily over a V of 8 bits."""
+    stored = {"kv_dtype": kv_dtype, "v_dtype": v_dtype}
+    problem = ck.PagedAttentionDescriptor(5, 8, 2, 64, 16, torch.float16, max_q_len=max_q_len, **stored).problem
+    spec = kernel_spec(problem, "sm90", "sm_90a", DecodeConfig(64, 2, 8, 1, mma=mma), partition="balanced")
+    assert spec.weight_bits == bits
+
+
+@pytest.mark.parametrize(
     ("change", "reason"),
     [
         ({"arch": "sm80"}, "mma=warpgroup needs the TMA mainloop"),

@@ -6,10 +6,11 @@ import math
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
 import cute_kernels as ck
-from tests.support.attention_cases import VERIFY_32, AttentionInputs, case, make_attention
+from tests.support.attention_cases import VERIFY_32, VERIFY_64, AttentionInputs, Case, case, make_attention
 from tests.support.attention_harness import assert_close, run, select
 from tests.support.harness import BACKENDS, assert_bitwise, device_of
 from tests.support.storage import STORAGES
@@ -69,3 +70,36 @@ def test_scales_of_v_from_nothing_to_large(rows: dict[str, Any], backend: str) -
         half = len(pages) // 2
         scales[pages[:half]], scales[pages[half:]] = 0.0, 2.0**70
     assert_close(inputs, run(plan, inputs))
+
+
+def sunk(described: Case, device: str) -> AttentionInputs:
+    """Each row's first token has no values and e ** 20 times the weight of any other."""
+    inputs = make_attention(described, device)
+    kv, group = inputs.kv, described.cache.num_heads // described.cache.num_kv_heads
+    zero, high = (torch.full((), value, device=kv.k.device).to(kv.k.dtype) for value in (0.0, 64.0))
+    query_rows(inputs)[: sum(described.q_lens)].zero_()
+    for row, pages in enumerate(kv.rows):
+        if not len(pages):
+            continue
+        for page in pages.tolist():
+            kv.k[page, :, :, 0] = zero
+        first = int(pages[0])
+        kv.k[first, :, 0, 0] = high
+        kv.v[first, :, 0] = 0
+        if kv.v_scale is not None and kv.v_scale.dim() == 3:
+            kv.v_scale[first, 0] = 2.0**-14
+        begin = described.begins[row]
+        weights = (20 / kv.real("k", row)[:, 0, 0]).repeat_interleave(group)
+        query_rows(inputs)[begin : begin + described.q_lens[row], :, 0] = weights.to(inputs.q.dtype)
+    return inputs
+
+
+@EVERY_BACKEND
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("rows", [VERIFY_32, VERIFY_64, ROWS], ids=["32 rows", "64 rows", "many rows"])
+@pytest.mark.parametrize("storage", ["16 bits", "e4m3", "int8 token"])
+def test_rows_with_a_token_without_values(storage: str, rows: dict[str, Any], dtype: torch.dtype, backend: str) -> None:
+    """As test_query_range has it for one query row: the output is that of the other tokens, of e ** -20 of the weight each."""
+    described = case("sink", {**HEADS, **LENGTHS, **STORAGES[storage], "dtype": dtype, "softmax_scale": 1.0}, **rows)
+    inputs = sunk(described, device_of(backend))
+    assert_close(inputs, run(select(described, backend), inputs))

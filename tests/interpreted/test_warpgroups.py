@@ -8,11 +8,13 @@ import pytest
 
 from cute_kernels.config.decode import DecodeConfig
 from cute_kernels.kv.scale import KVScale
+from tests.attention.test_rare_values import sunk
 from tests.interpreted.machine.attention import Kernel, kernel_of
 from tests.interpreted.runs import attention_operands, run_attention
 from tests.support.attention_cases import E4M3, EVERYTHING, TOKEN_SCALES, Case, case, make_attention
 from tests.support.attention_harness import assert_close
 from tests.support.harness import assert_bitwise
+from tests.support.storage import STORAGES
 
 ONE_HEAD: dict[str, Any] = {"num_heads": 4, "num_kv_heads": 1, "head_dim": 128}
 ROWS_64: dict[str, Any] = {"q_lens": (16, 0, 5), "max_q_len": 16}
@@ -92,3 +94,21 @@ def test_rows_are_cut(name: str) -> None:
     kernel, problem = made(name)
     stores = kernel.run(*attention_operands(make_attention(problem)))
     assert stores > 4 * 64 * kernel.spec.row_words, "no row of two pieces that are written and cleared"
+
+
+@pytest.mark.parametrize(
+    ("storage", "rows", "config", "partition"),
+    [
+        ("e4m3", ROWS_64, ALTERNATING, "balanced"),
+        ("int8 token", ROWS_64, ALTERNATING_BESIDE_SCALES, "balanced"),
+        ("int8 token", ROWS_128, WIDENED, "dealt"),
+    ],
+)
+def test_rows_with_a_token_without_values(storage: str, rows: dict[str, Any], config: DecodeConfig, partition: Any) -> None:
+    """Where bases move lazily, weights of e ** -20 keep bf16's precision: the output is of such weights alone."""
+    problem = case("sink", {**ONE_HEAD, "lengths": (600, 0, 40), **STORAGES[storage], "softmax_scale": 1.0}, **rows)
+    descriptor = problem.descriptor()
+    kernel = kernel_of(descriptor.problem, config, partition, SLICES, descriptor=descriptor)
+    assert kernel.spec.overlaps and kernel.spec.widens_tiles
+    inputs = sunk(problem, "cpu")
+    assert_close(inputs, run_attention(kernel, inputs))
