@@ -9,7 +9,7 @@ import torch
 
 import cute_kernels as ck
 from tests.support.harness import BACKENDS, assert_close, device_of, run, select
-from tests.support.inputs import Inputs, Shape, make_inputs
+from tests.support.inputs import Inputs, Shape, make_inputs, make_sinks
 from tests.support.storage import STORAGES
 
 LENGTHS = (0, 1, 17, 64, 129, 1000)
@@ -92,20 +92,9 @@ def test_one_element_of_a_query_dominates(dtype: torch.dtype, storage: str, back
 def test_a_token_without_values_takes_nearly_all_weight(dtype: torch.dtype, storage: str, backend: str) -> None:
     """An attention sink: the output is that of the other tokens, of e ** -16 of its weight each."""
     inputs = inputs_of(storage, dtype, backend, softmax_scale=1.0)
-    shape, group = inputs.shape, inputs.shape.num_heads // inputs.shape.num_kv_heads
-    zero, high = (torch.full((), value, device=inputs.k.device).to(inputs.k.dtype) for value in (0.0, 64.0))
     inputs.q.zero_()
-    for row, pages in enumerate(inputs.rows):
-        if not shape.lengths[row]:
-            continue
-        for page in pages.tolist():
-            inputs.k[page, :, :, 0] = zero
-        first = int(pages[0])
-        inputs.k[first, :, 0, 0] = high
-        inputs.v[first, :, 0] = 0
-        if inputs.v_scale is not None and inputs.v_scale.dim() == 3:
-            inputs.v_scale[first, 0] = 2.0**-14
-        inputs.q[row, :, 0] = (16 / inputs.real("k", row)[:, 0, 0]).repeat_interleave(group)
+    for row, column in make_sinks(inputs, logit=16).items():
+        inputs.q[row, :, 0] = column
     check(inputs, backend)
 
 

@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import cute_kernels as ck
-from tests.support.attention_cases import VERIFY_32, VERIFY_64, AttentionInputs, Case, case, make_attention
+from tests.support.attention_cases import VERIFY_32, VERIFY_64, case, make_attention, make_sunk_attention
 from tests.support.attention_harness import assert_close, run, select
 from tests.support.harness import BACKENDS, assert_bitwise, device_of
 from tests.support.storage import STORAGES
@@ -23,11 +22,6 @@ LENGTHS = {"lengths": (300, 40, 70, 900), "max_seq_len": 1000}
 ALONE = {"q_lens": (1, 1, 1, 1), "max_q_len": 1}
 
 
-def query_rows(inputs: AttentionInputs) -> Tensor:
-    """q as [row, num_heads, head_dim], in its memory."""
-    return inputs.q.flatten(0, 1) if inputs.case.uniform else inputs.q
-
-
 @EVERY_BACKEND
 @pytest.mark.parametrize("rows", [VERIFY_32, ROWS], ids=["32 rows", "many rows"])
 @pytest.mark.parametrize("storage", ["16 bits", "e4m3"])
@@ -37,7 +31,7 @@ def test_a_row_that_sees_only_nan_is_not_empty(storage: str, rows: dict[str, Any
     inputs, plan = make_attention(described, device_of(backend)), select(described, backend)
     clean = run(plan, inputs)
     broken = [3, described.begins[2] + 2, described.begins[3] + described.q_lens[3] - 1]
-    query_rows(inputs)[broken] = math.nan
+    inputs.rows[broken] = math.nan
     out, lse = run(plan, inputs)
     assert out[broken].isnan().all() and lse[broken].isnan().all()
     others = [row for row in range(sum(described.q_lens)) if row not in broken]
@@ -52,7 +46,7 @@ def test_a_query_row_of_zeros_weighs_all_keys_alike(rows: dict[str, Any], k_scal
     stored = {**E4M3, "k_scale": ck.KVScale.TENSOR, "v_scale": ck.KVScale.TENSOR}
     described = case("zeros", {**HEADS, **LENGTHS, **stored}, **rows)
     inputs, plan = make_attention(described, device_of(backend)), select(described, backend)
-    query_rows(inputs)[: sum(rows["q_lens"])].zero_()
+    inputs.rows[: sum(rows["q_lens"])].zero_()
     inputs.scales["k_scale"].fill_(k_scale)
     assert_close(inputs, run(plan, inputs))
 
@@ -72,28 +66,6 @@ def test_scales_of_v_from_nothing_to_large(rows: dict[str, Any], backend: str) -
     assert_close(inputs, run(plan, inputs))
 
 
-def sunk(described: Case, device: str) -> AttentionInputs:
-    """Each row's first token has no values and e ** 20 times the weight of any other."""
-    inputs = make_attention(described, device)
-    kv, group = inputs.kv, described.cache.num_heads // described.cache.num_kv_heads
-    zero, high = (torch.full((), value, device=kv.k.device).to(kv.k.dtype) for value in (0.0, 64.0))
-    query_rows(inputs)[: sum(described.q_lens)].zero_()
-    for row, pages in enumerate(kv.rows):
-        if not len(pages):
-            continue
-        for page in pages.tolist():
-            kv.k[page, :, :, 0] = zero
-        first = int(pages[0])
-        kv.k[first, :, 0, 0] = high
-        kv.v[first, :, 0] = 0
-        if kv.v_scale is not None and kv.v_scale.dim() == 3:
-            kv.v_scale[first, 0] = 2.0**-14
-        begin = described.begins[row]
-        weights = (20 / kv.real("k", row)[:, 0, 0]).repeat_interleave(group)
-        query_rows(inputs)[begin : begin + described.q_lens[row], :, 0] = weights.to(inputs.q.dtype)
-    return inputs
-
-
 @EVERY_BACKEND
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("rows", [VERIFY_32, VERIFY_64, ROWS], ids=["32 rows", "64 rows", "many rows"])
@@ -101,5 +73,5 @@ def sunk(described: Case, device: str) -> AttentionInputs:
 def test_rows_with_a_token_without_values(storage: str, rows: dict[str, Any], dtype: torch.dtype, backend: str) -> None:
     """As test_query_range has it for one query row: the output is that of the other tokens, of e ** -20 of the weight each."""
     described = case("sink", {**HEADS, **LENGTHS, **STORAGES[storage], "dtype": dtype, "softmax_scale": 1.0}, **rows)
-    inputs = sunk(described, device_of(backend))
+    inputs = make_sunk_attention(described, device_of(backend))
     assert_close(inputs, run(select(described, backend), inputs))

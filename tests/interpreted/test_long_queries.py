@@ -12,9 +12,10 @@ from cute_kernels.config.decode import DecodeConfig
 from cute_kernels.planning.variants import PRETEND, PlanPreference
 from tests.interpreted.machine.attention import Kernel, chosen_kernel, kernel_of, mixed_kernel
 from tests.interpreted.runs import run_attention
-from tests.support.attention_cases import E4M3, EVERYTHING, TOKEN_SCALES, Case, case, make_attention
+from tests.support.attention_cases import EVERYTHING, Case, case, make_attention
 from tests.support.attention_harness import assert_close
 from tests.support.harness import assert_bitwise
+from tests.support.storage import STORAGES
 
 ONE_HEAD: dict[str, Any] = {"num_heads": 4, "num_kv_heads": 1, "head_dim": 64}
 PROMPTS: dict[str, Any] = {"q_lens": (70, 3, 50), "max_q_len": 70}
@@ -28,8 +29,6 @@ def by_warpgroup(tile_n: int, warps: int = 8) -> DecodeConfig:
     return DecodeConfig(tile_n, 2, warps, 1, mma="warpgroup")
 
 
-# what the caches of mixed batches store
-STORED: dict[str, dict[str, Any]] = {"16 bits": {}, "e4m3": {"kv_dtype": E4M3}, "int8 token": TOKEN_SCALES}
 CASES: dict[str, tuple[Case, DecodeConfig, str, str]] = {
     "dealt, everything": (case("dealt", CACHE, **PROMPTS, **EVERYTHING), by_warpgroup(128), "sm90", "dealt"),
     "dealt, 12 warps, packed": (case("12", CACHE, **PROMPTS, table="packed"), by_warpgroup(128, 12), "sm90", "dealt"),
@@ -58,19 +57,19 @@ def test_long_queries(name: str) -> None:
     check(kernel, problem)
 
 
-@pytest.mark.parametrize("storage", STORED)
+@pytest.mark.parametrize("storage", STORAGES)
 def test_what_one_sm_chooses(storage: str) -> None:
     """A plan for one SM, where no row is cut: its items, of 64 packed rows, are dealt."""
-    problem, preference = case("one SM", {**CACHE, **STORED[storage]}, **ROWS_64), PlanPreference(arch="sm90", sm_count=1)
+    problem, preference = case("one SM", {**CACHE, **STORAGES[storage]}, **ROWS_64), PlanPreference(arch="sm90", sm_count=1)
     kernel = chosen_kernel(problem.descriptor(), preference.part_of(PRETEND["h200"]), preference)
     assert kernel.spec.by_warpgroup and kernel.spec.dealt
     check(kernel, problem)
 
 
-@pytest.mark.parametrize("storage", STORED)
+@pytest.mark.parametrize("storage", STORAGES)
 def test_a_mixed_batch(storage: str) -> None:
     """The batch has requests of each phase: decode rows and drafts that are cut, some rows, a prompt."""
-    cache = {**ONE_HEAD, "lengths": (1400, 150, 300, 0), "max_seq_len": 8192, **STORED[storage]}
+    cache = {**ONE_HEAD, "lengths": (1400, 150, 300, 0), "max_seq_len": 8192, **STORAGES[storage]}
     problem = case("mixed", cache, q_lens=(2, 80, 16, 1), max_q_len=8192)
     descriptor = problem.descriptor()
     spec: Any = explain(descriptor.problem, PRETEND["h200"]).chosen.spec

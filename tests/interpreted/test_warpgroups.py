@@ -8,10 +8,9 @@ import pytest
 
 from cute_kernels.config.decode import DecodeConfig
 from cute_kernels.kv.scale import KVScale
-from tests.attention.test_rare_values import sunk
 from tests.interpreted.machine.attention import Kernel, kernel_of
 from tests.interpreted.runs import attention_operands, run_attention
-from tests.support.attention_cases import E4M3, EVERYTHING, TOKEN_SCALES, Case, case, make_attention
+from tests.support.attention_cases import E4M3, EVERYTHING, TOKEN_SCALES, Case, case, make_attention, make_sunk_attention
 from tests.support.attention_harness import assert_close
 from tests.support.harness import assert_bitwise
 from tests.support.storage import STORAGES
@@ -110,5 +109,5 @@ def test_rows_with_a_token_without_values(storage: str, rows: dict[str, Any], co
     descriptor = problem.descriptor()
     kernel = kernel_of(descriptor.problem, config, partition, SLICES, descriptor=descriptor)
     assert kernel.spec.overlaps and kernel.spec.widens_tiles
-    inputs = sunk(problem, "cpu")
+    inputs = make_sunk_attention(problem)
     assert_close(inputs, run_attention(kernel, inputs))

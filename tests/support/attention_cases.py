@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import cute_kernels as ck
-from tests.support.inputs import NAN, Inputs, Shape, make_inputs
+from tests.support.inputs import NAN, Inputs, Shape, make_inputs, make_sinks
 from tests.support.storage import fill
 
 LENGTHS = (0, 1, 5, 16, 33, 100, 257)
@@ -235,6 +235,18 @@ def make_attention(case: Case, device: str = "cpu", seed: int = 0, dead: float =
     if case.sinks:
         extras["sinks"] = 2 * normal(heads)
     return AttentionInputs(case, kv, q, *stored(case, kv, dead), extras)
+
+
+def make_sunk_attention(case: Case, device: str = "cpu") -> AttentionInputs:
+    """make_attention over pages, but each row's first token has no values and weighs e ** 20 times as much as any other.
+
+    The softmax scale must be 1.
+    """
+    inputs = make_attention(case, device)
+    inputs.rows[: sum(case.q_lens)].zero_()
+    for row, column in make_sinks(inputs.kv, logit=20).items():
+        inputs.rows[case.begins[row] : case.begins[row] + case.q_lens[row], :, 0] = column.to(inputs.q.dtype)
+    return inputs
 
 
 def stored(case: Case, kv: Inputs, dead: float) -> tuple[Tensor, Tensor, ck.PageTable, dict[str, Tensor | None]]:

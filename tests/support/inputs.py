@@ -193,6 +193,28 @@ def make_inputs(shape: Shape, device: str, seed: int = 0, dead: float | None = N
     return inputs
 
 
+def make_sinks(inputs: Inputs, logit: float) -> dict[int, torch.Tensor]:
+    """Takes the values from each row's first token, and gives that token's keys alone a column 0.
+
+    Returns, for each row that has tokens, column 0 of its queries, f64 [num_heads]: if their other columns are 0 and the softmax
+    scale is 1, that token weighs e ** logit times as much as any other.
+    """
+    shape, found = inputs.shape, {}
+    zero, high = (torch.full((), value, device=inputs.k.device).to(inputs.k.dtype) for value in (0.0, 64.0))
+    for row, pages in enumerate(inputs.rows):
+        if not shape.lengths[row]:
+            continue
+        for page in pages.tolist():
+            inputs.k[page, :, :, 0] = zero
+        first = int(pages[0])
+        inputs.k[first, :, 0, 0] = high
+        inputs.v[first, :, 0] = 0
+        if inputs.v_scale is not None and inputs.v_scale.dim() == 3:
+            inputs.v_scale[first, 0] = 2.0**-14
+        found[row] = (logit / inputs.real("k", row)[:, 0, 0]).repeat_interleave(shape.num_heads // shape.num_kv_heads)
+    return found
+
+
 def make_operands(shape: Shape, seed: int = 0, dead: float = NAN) -> Operands:
     """The operands of a run over `make_inputs` on the CPU."""
     return make_inputs(shape, "cpu", seed, dead).operands()
