@@ -237,12 +237,12 @@ def make_attention(case: Case, device: str = "cpu", seed: int = 0, dead: float =
     return AttentionInputs(case, kv, q, *stored(case, kv, dead), extras)
 
 
-def make_sunk_attention(case: Case, device: str = "cpu") -> AttentionInputs:
+def make_sunk_attention(case: Case, device: str = "cpu", seed: int = 0) -> AttentionInputs:
     """make_attention over pages, but each row's first token has no values and weighs e ** 20 times as much as any other.
 
     The softmax scale must be 1.
     """
-    inputs = make_attention(case, device)
+    inputs = make_attention(case, device, seed)
     inputs.rows[: sum(case.q_lens)].zero_()
     for row, column in make_sinks(inputs.kv, logit=20).items():
         inputs.rows[case.begins[row] : case.begins[row] + case.q_lens[row], :, 0] = column.to(inputs.q.dtype)
