@@ -8,6 +8,7 @@ from dataclasses import replace
 from ..config.decode import KernelSpec
 from ..config.mixed import MixedSpec, mixed_supports
 from ..config.problem import ANY_Q_LEN, QueryLengths
+from ..config.tiling import TILE_M
 from ..planning.variants import Candidate
 from .descriptors import DecodeProblem
 
@@ -24,9 +25,11 @@ def with_few(problem: DecodeProblem, many: Candidate, evaluate: Callable[[Decode
     spec: KernelSpec = many.spec
     if many.verdict == "rejected" or spec.query != "ragged" or not (spec.by_warpgroup and spec.many_blocks):
         return many
-    least, phases = 1, []
-    for most in most_query_rows(problem, spec.block_rows):
-        phases.append(_serving(evaluate(replace(problem, max_q_len=most)), QueryLengths(least, most)))
+    least, phases, limits = 1, [], most_query_rows(problem, spec.block_rows)
+    for most in limits:
+        alone = evaluate(replace(problem, max_q_len=most))
+        dealt_from = limits[-1] + 1 if spec.dealt and waits_for_memory(alone.spec) else 0
+        phases.append(_serving(alone, QueryLengths(least, most, dealt_from)))
         least = most + 1
     phases.append(_serving(many, QueryLengths(least)))
     few, some = phases[0].spec, phases[1].spec if len(phases) > 2 else None
@@ -41,6 +44,14 @@ def most_query_rows(problem: DecodeProblem, block_rows: int) -> list[int]:
     """The most query rows of the requests of each phase but the last, whose blocks have `block_rows` packed rows."""
     found = dict.fromkeys(max(1, rows // problem.group_size) for rows in FEW_ROWS if rows < block_rows)
     return [most for most in found if most < problem.max_q_len]
+
+
+def waits_for_memory(few: KernelSpec) -> bool:
+    """Whether fewer SMs attend to requests of few query rows nearly as fast as all: over 16 bits, with one tile of rows.
+
+    Over 8 bits an SM of an H200 attends to tiles hardly faster than they come (docs/notes/kernel-log.md).
+    """
+    return min(few.k_bytes, few.v_bytes) > 1 and few.packed_rows <= TILE_M
 
 
 def _serving(alone: Candidate, q_lens: QueryLengths) -> Candidate:

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from ..config.decode import SLOTS, Partition
+from ..config.decode import LINE_BYTES, SLOTS, Partition
 from ..planning.workspace import WorkspaceRegion, end_of, rounded_up
 from .descriptors import DecodeProblem
 
 ANNOUNCEMENT_BYTES = 4
+# i32 [1] in a cache line: how many items the CTAs of a mixed kernel have claimed (device/schedule/dealing.py)
+CLAIMS = WorkspaceRegion("claims", 0, LINE_BYTES)
 WORD_BYTES = 16
 
 
@@ -34,9 +36,13 @@ def workspace_regions(
     return WorkspaceRegion("partial_states", 0, nbytes), WorkspaceRegion("announcements", nbytes, end - nbytes)
 
 
-def joined(regions: Iterable[tuple[WorkspaceRegion, ...]]) -> tuple[WorkspaceRegion, ...]:
-    """The regions of several phases, one after the other; from the second phase on, their names end in the phase's number."""
-    begin, found = 0, []
+def joined(regions: Iterable[tuple[WorkspaceRegion, ...]], claims: bool = False) -> tuple[WorkspaceRegion, ...]:
+    """The regions of several phases, one after the other; from the second phase on, their names end in the phase's number.
+
+    claims: whether CLAIMS come before them.
+    """
+    found = [CLAIMS] if claims else []
+    begin = end_of(tuple(found))
     for number, own in enumerate(regions):
         suffix = f"_{number}" if number else ""
         found += [replace(region, name=region.name + suffix, offset=begin + region.offset) for region in own]

@@ -86,6 +86,11 @@ class KernelSpec(TilingSpec):
         return self.partition == "dealt"
 
     @property
+    def claims(self) -> bool:
+        """Whether a CTA claims items when it comes to them: CTAs that serve an earlier phase come late."""
+        return self.dealt and self.q_lens is not None
+
+    @property
     def most_pieces(self) -> int:
         """Bytes in shared memory, one for each piece of a cut row (device/schedule/crew.py); only 16 if items are dealt."""
         return 16 if self.dealt else MOST_PIECES

@@ -42,6 +42,11 @@ class MixedSpec:
         return self.many.dealt
 
     @property
+    def takes_workspace(self) -> bool:
+        """Whether CTAs cut rows, or count the items that they have claimed."""
+        return self.many.claims or any(phase.split for phase in self.phases)
+
+    @property
     def head_dim(self) -> int:
         """head_dim of q and K."""
         return self.many.head_dim

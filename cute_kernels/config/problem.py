@@ -24,10 +24,15 @@ WEIGHT_BITS = 14  # softmax weights reach 2 ** 14 if P is f16, so that weights 2
 
 @dataclass(frozen=True)
 class QueryLengths:
-    """Requests of `least` to `most` query rows."""
+    """Requests of `least` to `most` query rows.
+
+    dealt_from: from so many query rows on, a later phase deals the blocks of a request, and this phase may leave it CTAs
+    (device/schedule/work_scheduler.leaves); 0: this phase leaves none.
+    """
 
     least: int
     most: int = ANY_Q_LEN
+    dealt_from: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +67,11 @@ class ProblemSpec:
     def opens_kernel(self) -> bool:
         """Whether this is a whole kernel, or the first phase of one: either makes its own mbarriers."""
         return self.q_lens is None or self.q_lens.least == 1
+
+    @property
+    def leaves_ctas(self) -> bool:
+        """Whether this phase of a kernel may leave CTAs to one that deals blocks of long queries."""
+        return self.q_lens is not None and self.q_lens.dealt_from > 0
 
     @property
     def plain(self) -> bool:

@@ -11,7 +11,7 @@ from cute_kernels.attention.variants import explain
 from cute_kernels.config.decode import DecodeConfig
 from cute_kernels.planning.variants import PRETEND, PlanPreference
 from tests.interpreted.machine.attention import Kernel, chosen_kernel, kernel_of, mixed_kernel
-from tests.interpreted.runs import run_attention
+from tests.interpreted.runs import attention_operands, run_attention
 from tests.support.attention_cases import EVERYTHING, Case, case, make_attention
 from tests.support.attention_harness import assert_close
 from tests.support.harness import assert_bitwise
@@ -64,6 +64,21 @@ def test_what_one_sm_chooses(storage: str) -> None:
     kernel = chosen_kernel(problem.descriptor(), preference.part_of(PRETEND["h200"]), preference)
     assert kernel.spec.by_warpgroup and kernel.spec.dealt
     check(kernel, problem)
+
+
+def test_decode_rows_leave_ctas_to_a_prompt() -> None:
+    """Beside a long prompt a decode row is cut for fewer CTAs than beside a short one, or beside rows of a phase between."""
+    stores = []
+    for prompt, between in ((2600, 0), (100, 0), (2600, 16)):
+        cache = {**ONE_HEAD, "lengths": (3000, prompt, 40), "max_seq_len": 8192}
+        problem = case("mixed", cache, q_lens=(1, 80, between), max_q_len=8192)
+        descriptor = problem.descriptor()
+        spec: Any = explain(descriptor.problem, PRETEND["h200"]).chosen.spec
+        kernel = mixed_kernel(descriptor.problem, spec, 6, descriptor)
+        check(kernel, problem)
+        stores.append(kernel.run(*attention_operands(make_attention(problem))))
+    left, short, beside = stores
+    assert 0 < 2 * left < min(short, beside), f"words stored in the workspace: {stores}"
 
 
 @pytest.mark.parametrize("storage", STORAGES)

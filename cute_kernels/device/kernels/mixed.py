@@ -1,4 +1,4 @@
-"""The kernel of mixed batches: its CTAs attend to requests with few query rows, then to requests with more, phase by phase.
+"""The kernel of mixed batches: a CTA attends to requests with few query rows, then to requests with more, phase by phase.
 
 A phase is the kernel that would serve its requests alone (those whose number of query rows is within KernelSpec.q_lens): the same
 body, schedule, mainloop and combine, in warps and shared memory that all phases use. A warp that the first phase leaves idle
@@ -12,7 +12,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64
 
-from ...config.decode import LOG2_E
+from ...config.decode import LINE_BYTES, LOG2_E
 from ...config.mixed import MixedSpec
 from ..attend.query_rows import served
 from ..combine.partials import state_bytes, workspace_from
@@ -70,10 +70,13 @@ class MixedKernel(AttentionKernel):
             for phase in self.phases
         )
         queries, scores = self.phases[0].name_further(q, further)
-        rows, problems, begin = Rows(tables, k, queries), [], Int64(0)
+        rows, problems = Rows(tables, k, queries), []
+        begin = Int64(LINE_BYTES if spec.many.claims else 0)
         for phase, brought in zip(self.phases, caches, strict=True):
             own = None
-            if cutlass.const_expr(phase.spec.split):
+            if cutlass.const_expr(phase.spec.claims):
+                own = workspace_from(workspace, Int64(0))
+            elif cutlass.const_expr(phase.spec.split):
                 own = workspace_from(workspace, begin)
                 begin += state_bytes(phase.spec)
             problems.append(Problem(q, brought, scales, rows, out, lse, own, status, scores))

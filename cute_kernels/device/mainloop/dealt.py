@@ -64,7 +64,7 @@ class DealtMainloop(OverlapMainloop):
         spec = self.spec
         if not leads:
             return take_item(spec, shared, turn), found
-        item, found = find_item(spec, problem.rows, problem.batch(spec), turn, found)
+        item, found = find_item(spec, problem, turn, found)
         publish_item(spec, shared, item, turn)
         return item, found
 

@@ -5,6 +5,9 @@ request the last block, which sees most keys, comes first, and the KV heads of a
 takes one item. Every other round runs in reverse order: the CTA that took the longest item of one round takes the shortest of the
 next. Nothing is planned: the producer finds an item from the lengths on the device while it brings the previous item's tiles, and
 leaves the item to the other warps.
+
+In a mixed kernel CTAs that serve other requests first come late. There are no rounds then: a CTA claims the next item, by a count
+in the workspace, when it begins with its previous one. A result does not depend on the CTA that computes it.
 """
 
 from dataclasses import dataclass
@@ -17,6 +20,7 @@ from ...config.decode import KernelSpec
 from ..attend.query_rows import Row, block_of_rows, first_tile, kv_range, open_queries, tiles_of
 from ..kv.source import Rows, box_pages, open_row_or_nothing, row_fields
 from ..mainloop.shared import Shared, item_barrier, taken_barrier
+from ..problem import Problem
 from ..ptx.barriers import OPENED, sync_branches
 from ..ptx.registers import LANES, quotient, remainder
 from .work_scheduler import Piece, warp_prefix
@@ -60,6 +64,30 @@ def ordinal_of(turn: Int32) -> Int32:
     return turn * ctas + cutlass.select_(turn & 1 == 0, cta, ctas - 1 - cta)
 
 
+def claims_of(workspace: cute.Tensor) -> cute.Pointer:
+    """How many items of a launch are claimed, at the start of the workspace."""
+    return cute.recast_ptr(workspace.iterator, dtype=Int32)
+
+
+@cute.jit
+def claim(workspace: cute.Tensor) -> Int32:
+    """A warp claims the first item that no CTA has claimed; returns its number."""
+    ordinal = Int32(0)
+    if cute.arch.lane_idx() == 0:
+        ordinal = cute.arch.atomic_add(claims_of(workspace), Int32(1))
+    return cute.arch.shuffle_sync(ordinal, 0)
+
+
+@cute.jit
+def end_claims(workspace: cute.Tensor, past: Int32):
+    """The CTA that claims last leaves the count as it was: each CTA claims until it is past the last item, once.
+
+    past: how many claims before this one were past the last item; below 0 if this one is not.
+    """
+    if (past == cute.arch.grid_dim()[0] - 1) & (cute.arch.lane_idx() == 0):
+        cute.make_tensor(claims_of(workspace), 1)[0] = Int32(0)
+
+
 def items_of(spec: KernelSpec, rows: Rows, queries: Int32) -> Int32:
     """Items of a request with `queries` query rows."""
     return quotient(queries * spec.group_size + spec.block_rows - 1, spec.block_rows) * Int32(rows.k.shape[1])
@@ -71,15 +99,18 @@ def items_at(spec: KernelSpec, rows: Rows, index: Int32) -> Int32:
 
 
 @cute.jit
-def find_item(spec: cutlass.Constexpr, rows: Rows, batch: Int32, turn: Int32, found: Found) -> tuple[Item, Found]:
-    """A warp finds this CTA's item of round `turn`. found: that of the previous round."""
-    ordinal, begin, before = ordinal_of(turn), found.begin, found.before
+def find_item(spec: cutlass.Constexpr, problem: Problem, turn: Int32, found: Found) -> tuple[Item, Found]:
+    """A warp finds this CTA's item of round `turn`, or claims one. found: that of the previous round."""
+    rows, batch, begin, before = problem.rows, problem.batch(spec), found.begin, found.before
+    ordinal = claim(problem.workspace) if cutlass.const_expr(spec.claims) else ordinal_of(turn)
     if cutlass.const_expr(spec.query == "uniform"):
         each = cutlass.max(items_of(spec, rows, open_queries(spec, rows.queries, Int32(0))[1]), 1)
         index, rest = quotient(ordinal, each), remainder(ordinal, each)
     else:
         index, rest, begin, before = search(spec, rows, batch, ordinal, begin, before, items_at)
     index = cutlass.min(index, batch)
+    if cutlass.const_expr(spec.claims):
+        end_claims(problem.workspace, cutlass.select_(index == batch, rest, -1))
     row = open_row_or_nothing(spec, rows, index, batch)
     heads = Int32(rows.k.shape[1])
     block = quotient(items_of(spec, rows, row.queries), heads) - 1 - quotient(rest, heads)
@@ -93,8 +124,8 @@ def search(
 ) -> tuple:
     """(request of item `ordinal`, the item's number in the request, `begin` and `before` for the next search).
 
-    items(spec, rows, request): how many items a request has. The request is at least `batch` past the last item. A warp looks at
-    32 requests at a time.
+    items(spec, rows, request): how many items a request has. Past the last item the request is at least `batch`, and the number
+    is how many come between. A warp looks at 32 requests at a time.
     """
     count = inclusive = Int32(0)
     searching = Boolean(True)
@@ -109,7 +140,11 @@ def search(
         before = cutlass.select_(searching, before + total, before)
         begin = cutlass.select_(searching, begin + LANES, begin)
     lane = cute.arch.popc(cute.arch.vote_ballot_sync(before + inclusive <= ordinal))
-    rest = ordinal - before - cute.arch.shuffle_sync(inclusive - count, cutlass.min(lane, LANES - 1))
+    rest = (
+        ordinal
+        - before
+        - cute.arch.shuffle_sync(inclusive - cutlass.select_(lane < LANES, count, 0), cutlass.min(lane, LANES - 1))
+    )
     return cutlass.select_(lane < LANES, begin + lane, batch), rest, begin, before
 
 

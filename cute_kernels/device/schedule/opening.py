@@ -57,7 +57,7 @@ def first_pages(spec: KernelSpec, rows: Rows, share: Share, row: Row) -> Int32:
 
 def same_rows(rows: LaneRows, others: LaneRows) -> Boolean:
     """Whether this lane has read the same values twice."""
-    same = Boolean(True)
+    same = rows.dealt == others.dealt
     for j in range(FAN):
         for values, other in zip(rows.words, others.words, strict=True):
             same = same & (values[j] == other[j])

@@ -11,21 +11,24 @@ start of a block, whose size depends on the row's length only, and every block i
 it falls back to the start of the row ("whole").
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32
 
 from ...config.decode import MAX_BLOCKS, MIN_BLOCK, MIN_TILES, KernelSpec
+from ...config.problem import QueryLengths
 from ..attend.query_rows import (
     KvRange,
+    Queries,
     QueryBlock,
     Row,
     block_of_unit,
     blocks_of,
     heads_of,
     kv_range,
+    open_queries,
     query_block,
     served,
     tiles_of,
@@ -34,6 +37,8 @@ from ..kv.source import Rows, open_row, row_fields
 from ..ptx.registers import LANES, lane_sum, quotient, remainder
 
 MOST_COST, HALF = 2**30 - 1, 16  # HALF: bits that warp_sum adds at a time
+DEALT_ROWS = 128  # packed rows of a block of long queries, as dealt_cost counts them
+LEFT = 3  # of so many slices, a phase keeps one if it leaves the others to the phase that deals
 FAN = 4  # rows that a lane reads at a time; if it has no more rows, it keeps the cost of each
 
 
@@ -166,19 +171,43 @@ class LaneRows:
     """What a warp reads of rows [begin, stop): `span` rows per lane, of which lane 0 has the first.
 
     first: this lane's first row. words: for each field of a Row (kv/source.py), its values in the lane's last FAN rows; costs:
-    the costs of these rows; Int32 [FAN] each. A row that the lane lacks costs 0. total: the cost of all the lane's rows, capped.
+    the costs of these rows; Int32 [FAN] each. A row that the lane lacks costs 0. total: the cost of all the lane's rows, capped;
+    dealt: the dealt_cost of them all, capped, or -1 if that of any row is.
     """
 
     first: Int32
     words: tuple
     costs: cute.Tensor
     total: Int32
+    dealt: Int32
+
+
+def dealt_cost(spec: KernelSpec, rows: Rows, row: Int32, length: Int32) -> Int32:
+    """What a request costs the phase that deals blocks of long queries, 0 if this phase serves it; -1 if one between them does.
+
+    It is in tiles of this phase: for a key, an SM takes about as long for a block of DEALT_ROWS packed rows as it takes of the
+    whole GPU's time for a row of this phase, over 16 bits (docs/notes/kernel-log.md).
+    """
+    most = 2**15 - 1  # of each factor, as MOST_COST has it
+    queries = served_as(spec, rows.queries, row, QueryLengths(spec.q_lens.dealt_from))
+    packed = cutlass.min(queries, quotient(MOST_COST, spec.group_size)) * spec.group_size
+    tiles = quotient(length - quotient(queries, 2) + spec.tile_n - 1, spec.tile_n)  # a causal row sees half of its own block
+    cost = cutlass.min(quotient(packed + DEALT_ROWS - 1, DEALT_ROWS), most) * cutlass.min(cutlass.max(tiles, 0), most)
+    if spec.q_lens.most + 1 == spec.q_lens.dealt_from:
+        return cost
+    between = served_as(spec, rows.queries, row, QueryLengths(spec.q_lens.most + 1, spec.q_lens.dealt_from - 1))
+    return cutlass.select_(between > 0, -1, cost)
+
+
+def served_as(spec: KernelSpec, queries: Queries, row: Int32, q_lens: QueryLengths) -> Int32:
+    """The query rows of a request for a phase that serves `q_lens`."""
+    return open_queries(replace(spec, q_lens=q_lens), queries, row)[1]
 
 
 @cute.jit
 def read_rows(spec: cutlass.Constexpr, rows: Rows, begin: Int32, stop: Int32, span: Int32, many: cutlass.Constexpr) -> LaneRows:
     """Reads the rows [begin, stop), `span` per lane. many: whether `span` may be more than FAN."""
-    first, total = begin + cute.arch.lane_idx() * span, Int32(0)
+    first, total, dealt = begin + cute.arch.lane_idx() * span, Int32(0), Int32(0)
     *words, costs = (cute.make_rmem_tensor(FAN, Int32) for _ in range(len(row_fields(spec)) + 1))
     for values in (*words, costs):
         values.fill(0)
@@ -190,11 +219,14 @@ def read_rows(spec: cutlass.Constexpr, rows: Rows, begin: Int32, stop: Int32, sp
             for values, name in zip(words, row_fields(spec), strict=True):
                 values[j] = getattr(opened, name)
             held = (group + j < span) & (first + group + j < stop)
+            if cutlass.const_expr(spec.leaves_ctas):
+                cost = cutlass.select_(held, dealt_cost(spec, rows, row, opened.length), 0)
+                dealt = cutlass.select_((dealt < 0) | (cost < 0), -1, capped(dealt + cost))
             if cutlass.const_expr(spec.q_lens is not None):
                 held = held & (opened.queries > 0)
             costs[j] = cutlass.select_(held, tiles_of(spec, keys_of(spec, rows, unit, opened)) + spec.piece_cost, 0)
             total = capped(total + costs[j])
-    return LaneRows(first, tuple(words), costs, total)
+    return LaneRows(first, tuple(words), costs, total, dealt)
 
 
 @cute.jit
@@ -298,6 +330,8 @@ def share_of(spec: cutlass.Constexpr, rows: Rows, batch: Int32, lanes: LaneRows,
     """take_share, from rows that the warp has already read. many: as in read_rows."""
     unit, index, units, most = locate(spec, rows)
     cost = warp_sum(lanes.total)
+    if cutlass.const_expr(spec.leaves_ctas):
+        most = cutlass.select_(leaves(lanes, cost), quotient(most + LEFT - 1, LEFT), most)
     slices = cutlass.max(cutlass.min(quotient(cost, spec.min_share), most), 1)
     step = quotient(cost, slices)
     longer = cost - step * slices
@@ -312,6 +346,15 @@ def share_of(spec: cutlass.Constexpr, rows: Rows, batch: Int32, lanes: LaneRows,
     uniform = cute.arch.make_warp_uniform
     ends = uniform(row), uniform(tile), uniform(prefix), uniform(end_row), uniform(end_tile)
     return Share(unit, index, *ends, uniform(step), uniform(longer), units)
+
+
+def leaves(lanes: LaneRows, cost: Int32) -> Boolean:
+    """Whether a phase of this cost leaves most CTAs to the phase that deals: if the blocks there cost at least half as much.
+
+    A third of the SMs read nearly as fast as all, so that the others had better attend to long queries meanwhile.
+    """
+    between = cute.arch.vote_any_sync(lanes.dealt < 0)  # its shares are of all CTAs: none may come late
+    return (between == Boolean(False)) & (2 * warp_sum(cutlass.max(lanes.dealt, 0)) >= cost)
 
 
 def cut_of(step: Int32, longer: Int32, index: Int32) -> Int32:

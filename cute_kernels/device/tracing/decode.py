@@ -48,8 +48,9 @@ def fake_scale(form: ScaleForm):
     return scalars(dtype, tuple(cute.sym_int64() for _ in range(3 if token else 1)))
 
 
-def arguments(spec: KernelSpec) -> tuple:
-    """Fake arguments of the kernel for `spec`."""
+def arguments(spec: KernelSpec, takes_workspace: bool | None = None) -> tuple:
+    """Fake arguments of the kernel for `spec`, or of one of which it is a phase. takes_workspace: by default if rows are cut."""
+    takes_workspace = spec.split if takes_workspace is None else takes_workspace
     dtype = ELEMENT_TYPES[spec.element_type]
     batch, heads, kv_heads = cute.sym_int64(), cute.sym_int64(), cute.sym_int64()
     leading = {"one": (batch,), "uniform": (batch, cute.sym_int64()), "ragged": (cute.sym_int64(),)}[spec.query]
@@ -62,7 +63,7 @@ def arguments(spec: KernelSpec) -> tuple:
     caches = [fake_cache(spec, stored_type, (pages, kv_heads, slots, columns)) for stored_type, columns in stored]
     scales = fake_scale(spec.k_scale), fake_scale(spec.v_scale)
     lse = scalars(Float32, (*leading, heads))
-    workspace = make_fake_tensor(cutlass.Uint8, (cute.sym_int64(),), (1,), assumed_align=16) if spec.split else None
+    workspace = make_fake_tensor(cutlass.Uint8, (cute.sym_int64(),), (1,), assumed_align=16) if takes_workspace else None
     stream = make_fake_stream(use_tvm_ffi_env_stream=True)
     tensors = (q, *caches, *fake_tables(spec.table_format, batch), *scales, out, lse, workspace)
     if spec.plain:

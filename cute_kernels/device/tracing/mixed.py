@@ -8,5 +8,4 @@ from .fakes import compile_kernel
 
 def build_mixed(spec: MixedSpec, options: str = ""):
     """Compiles `spec` for its target; needs no GPU. `options` are further compiler options, such as --keep-ptx."""
-    splitting = max(spec.phases, key=lambda phase: phase.split)  # a phase that takes a workspace, if any does
-    return compile_kernel(MixedKernel(spec), arguments(splitting), spec.target, options)
+    return compile_kernel(MixedKernel(spec), arguments(spec.few, spec.takes_workspace), spec.target, options)

@@ -13,7 +13,7 @@ from cute_kernels.attention.descriptors import DecodeProblem
 from cute_kernels.attention.kernel_spec import kernel_spec, units_of
 from cute_kernels.attention.operands import NO_EXTRAS, Extras, Operands
 from cute_kernels.attention.variants import explain
-from cute_kernels.attention.workspace import workspace_bytes
+from cute_kernels.attention.workspace import CLAIMS, workspace_bytes
 from cute_kernels.config.decode import LOG2_E, DecodeConfig, KernelSpec, Partition
 from cute_kernels.config.limits import supports
 from cute_kernels.config.mixed import MixedSpec, mixed_supports
@@ -53,9 +53,8 @@ class Kernel:
 
     def run(self, operands: Operands, extras: Extras = NO_EXTRAS, *, seed: int = 0, resident: int | None = None) -> int:
         """Runs it; returns how many words it stored in the workspace. operands: as a kernel takes them, except the workspace."""
-        given = (*operands[:WORKSPACE], self.workspace)
-        traced = max(self.phases, key=lambda phase: phase.split)
-        launch, fakes = Launch(), arguments(traced)
+        given, traced = (*operands[:WORKSPACE], self.workspace), self.phases[0]
+        launch, fakes = Launch(), arguments(traced, self.workspace is not None)
         launch.tensor(given[Q], fakes[Q])
         launch.tensor(given[K], fakes[K])
         for phase in self.phases:
@@ -120,5 +119,6 @@ def _kernel(problem: DecodeProblem, spec: Any, program: Program, num_ctas: int, 
     scale = descriptor.scale if descriptor is not None else problem.head_dim**-0.5
     kernel = Kernel(spec, program, num_ctas, None, scale, values)
     nbytes = sum(workspace_bytes(problem, num_ctas, phase.partition, phase.state_words) for phase in kernel.phases)
-    kernel.workspace = torch.zeros(nbytes, dtype=torch.uint8) if any(phase.split for phase in kernel.phases) else None
+    nbytes += CLAIMS.nbytes if isinstance(spec, MixedSpec) and spec.many.claims else 0
+    kernel.workspace = torch.zeros(nbytes, dtype=torch.uint8) if nbytes else None
     return kernel

@@ -151,11 +151,13 @@ def _copy_box(emitter: Emitter, operands: list[Operand], dims: int) -> None:
 
 
 def atomic(emitter: Emitter, instruction: Instruction) -> None:
-    """Takes atomic maxima in global memory."""
-    if instruction.opcode != "atom.global.max.s32":
+    """Takes atomic maxima and sums in global memory."""
+    operation = {"atom.global.max.s32": "np.maximum", "atom.global.add.u32": "np.add"}.get(instruction.opcode)
+    if operation is None:
         raise unknown(instruction)
     result, address, value = instruction.operands
-    text = f"w.atomic_max({emitter.address(address, 'u64')}, {emitter.source(value, 's32')}, {emitter.mask})"
+    operands = emitter.address(address, "u64"), emitter.source(value, "s32")
+    text = f"w.atomic({operation}, {', '.join(operands)}, {emitter.mask})"
     emitter.line(f"t = {text}")
     emitter.put(result, "t", "s32")
 

@@ -161,12 +161,12 @@ class Warp:
     def store_wide(self, address: np.ndarray, word: np.ndarray, mask: np.ndarray | None) -> None:
         self.store_global(address, 16, (word[0], word[1]), mask)
 
-    def atomic_max(self, address: np.ndarray, value: np.ndarray, mask: np.ndarray | None) -> np.ndarray:
+    def atomic(self, operation: np.ufunc, address: np.ndarray, value: np.ndarray, mask: np.ndarray | None) -> np.ndarray:
         found, memory = np.zeros(LANES, I32), self.cta.grid.memory
         for lane in range(LANES) if mask is None else np.flatnonzero(mask):
             where = address[lane : lane + 1]
             found[lane] = memory.load(where, 4).view(I32)[0, 0]
-            memory.store(where, 4, np.maximum(found[lane : lane + 1], value[lane : lane + 1]).view(U32)[:, None])
+            memory.store(where, 4, operation(found[lane : lane + 1], value[lane : lane + 1]).view(U32)[:, None])
         self.cta.grid.changed()
         return found
 
