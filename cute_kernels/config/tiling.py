@@ -25,9 +25,9 @@ WIDENING_WARPS = 6  # warps that widen 8-bit tiles to 16 bits for a warpgroup's 
 WIDENING_REGISTERS = {4: (232, 136), 8: (200, 56)}  # if other warps widen tiles
 OVERLAP_REGISTERS = {8: (224, 56), 12: (160, 32)}  # if products overlap, operands are f32, or 8 warps have two m-tiles each
 GATHER_REGISTERS = {4: (216, 72), 8: (216, 72)}  # if the producers bring tiles token by token
-# of weights where bases move lazily over a V of 8 bits, one more beside scales of its tokens, which take a bit of the weights:
-# few tiles move a base if a score may lie 4.75 or 2.75 bits past it, and not 1.75 or 0.75. With a bit less, rows whose output is
-# of weights of e ** -20 alone miss bf16's precision in some batches with token scales, and with 8 bits in all
+# of weights in f16 where bases move lazily, one more beside scales of V's tokens, which take a bit of the weights: few tiles move
+# a base if a score may lie 4.75 or 2.75 bits past it, and not 1.75 or 0.75. With a bit less, rows whose output is of weights of
+# e ** -20 alone miss bf16's precision in some batches with token scales, and with 8 bits in all
 LAZY_WEIGHT_BITS = 11
 MIN_BOX_ROWS = 8  # rows of one 128-byte swizzle atom: the smallest page part that one TMA box may bring
 PRODUCER_WARPS: dict[Arch, int] = {"sm90": 2, "sm80": 0}  # one brings K and V; one brings tokens' scales, or looks ahead
@@ -110,8 +110,9 @@ class TilingSpec(ProblemSpec):
 
     @property
     def weight_bits(self) -> int:
-        """As ProblemSpec.weight_bits, but fewer where bases move lazily over a V of 8 bits (device/attend/bases.py)."""
-        return LAZY_WEIGHT_BITS + self.v_token_scale if self.overlaps and self.v_bytes == 1 else super().weight_bits
+        """As ProblemSpec.weight_bits, but fewer where bases move lazily (device/attend/bases.py)."""
+        lazy = self.overlaps and self.v_math == "f16"
+        return LAZY_WEIGHT_BITS + self.v_token_scale if lazy else super().weight_bits
 
     @property
     def gathers(self) -> bool:
