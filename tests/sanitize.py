@@ -51,6 +51,7 @@ PREFERENCES: dict[str, dict[str, object]] = {
     "balanced": {},
     "invariant": {"batch_invariant": True},
     "f32": {},
+    "beside": {"sm_count": 12},  # enough that decode rows leave SMs to prompts
     "dealt": {"sm_count": 1},  # the fewest SMs that items of a few rows are dealt to
 }
 
@@ -185,6 +186,7 @@ ATTENTION = {
         "page_5_d96",
         "page_7_d80_everything",
     ),
+    ("sm90", "beside"): ("long_beside_decode",),
     ("sm80", "balanced"): ("everything", "tree_2_words", "int8_token_scales_packed"),
     ("sm80", "dealt"): ("page_5_d96", "page_1_everything", "long_d256"),
 }

@@ -294,18 +294,23 @@ def test_a_grid_has_a_limit() -> None:
 @pytest.mark.parametrize("sm_count", [1, 7, 64, 131, 132])
 @pytest.mark.parametrize("storage", sorted(STORAGES))
 def test_regions_are_the_whole_workspace(storage: str, sm_count: int) -> None:
-    """Each begins where the one before it ends, and those of a phase end on a cache line: their sum is the size."""
+    """Each begins where the one before it ends, and those of a phase end on a cache line: their sum is the size.
+
+    A mixed kernel whose CTAs claim items has a line more.
+    """
     facts = ck.PlanPreference(sm_count=sm_count).part_of(H200)
     for max_q_len, head_dim, invariant in product((1, 4, 300), (40, 128), (False, True)):
         described = ck.PagedAttentionDescriptor(
             5, 12, 3, head_dim, 16, torch.bfloat16, max_q_len=max_q_len, max_seq_len=5000, **STORAGES[storage]
         ).problem
         candidate = explain(described, facts, ck.PlanPreference(batch_invariant=invariant)).chosen
-        end = 0
+        claims = bool(candidate.phases) and candidate.phases[-1].spec.claims
+        end = 128 if claims else 0
         for phase in candidate.phases or (candidate,):
             end += workspace_bytes(*grid_of(described, phase))
             assert end % 128 == 0
         regions, begin = regions_of(described, candidate), 0
+        assert [region.name == "claims" for region in regions[:1]] == [claims] * len(regions[:1])
         for region in regions:
             assert region.offset == begin, regions
             begin += region.nbytes

@@ -235,19 +235,21 @@ def test_blocks_of_warpgroups(
 
 
 @pytest.mark.parametrize(
-    ("max_q_len", "kv_dtype", "v_dtype", "mma", "bits"),
+    ("max_q_len", "kv_dtype", "v_dtype", "v_scale", "mma", "bits"),
     [
-        (64, ck.KVDtype.E4M3, None, "warpgroup", 11),  # two warpgroups, whose products overlap
-        (16, ck.KVDtype.INT8, None, "warpgroup", 11),  # in turns
-        (16, ck.KVDtype.E4M3, None, "warp", 14),  # its maxima are exact
-        (64, None, None, "warpgroup", 14),
-        (64, None, ck.KVDtype.E4M3, "warpgroup", 11),
-        (64, ck.KVDtype.E4M3, ck.KVDtype.F16, "warpgroup", 14),
+        (64, ck.KVDtype.E4M3, None, None, "warpgroup", 11),  # two warpgroups, whose products overlap
+        (16, ck.KVDtype.INT8, None, None, "warpgroup", 11),  # in turns
+        (64, ck.KVDtype.INT8, None, ck.KVScale.TOKEN, "warpgroup", 12),
+        (16, ck.KVDtype.E4M3, None, None, "warp", 14),  # its maxima are exact
+        (64, None, None, None, "warpgroup", 11),
+        (16, None, None, None, "warpgroup", 14),  # in turns over 16 bits: products do not overlap
+        (64, None, ck.KVDtype.E4M3, None, "warpgroup", 11),
+        (64, ck.KVDtype.E4M3, ck.KVDtype.F16, None, "warpgroup", 11),
     ],
 )
-def test_bits_of_weights_in_f16(max_q_len: int, kv_dtype: Any, v_dtype: Any, mma: Any, bits: int) -> None:
-    """Fewer where bases move lazily over a V of 8 bits."""
-    stored = {"kv_dtype": kv_dtype, "v_dtype": v_dtype}
+def test_bits_of_weights_in_f16(max_q_len: int, kv_dtype: Any, v_dtype: Any, v_scale: Any, mma: Any, bits: int) -> None:
+    """Fewer where bases move lazily, but not beside scales of V's tokens."""
+    stored = {"kv_dtype": kv_dtype, "v_dtype": v_dtype} | ({"v_scale": v_scale} if v_scale else {})
     problem = ck.PagedAttentionDescriptor(5, 8, 2, 64, 16, torch.float16, max_q_len=max_q_len, **stored).problem
     spec = kernel_spec(problem, "sm90", "sm_90a", DecodeConfig(64, 2, 8, 1, mma=mma), partition="balanced")
     assert spec.weight_bits == bits

@@ -36,8 +36,10 @@ def long_case(name: str, cache: dict[str, object] | None = None, **fields: objec
     return case(name, {**HEADS, **(cache or {})}, **{**ROWS, **fields})
 
 
+BESIDE = {"lengths": (900, 2500, 40, 2700, 700), "max_seq_len": 3000}, (300, 1, 2, 4, 200)  # prompts, and rows of decode
 LONG = (
     long_case("long"),
+    long_case("long_beside_decode", BESIDE[0], q_lens=BESIDE[1]),
     long_case("long_page_64", {"page_size": 64}),
     long_case("long_page_8", {"page_size": 8}),
     long_case("long_f16", {"dtype": torch.float16}),
@@ -116,10 +118,30 @@ def test_every_row_of_dealt_items(described: Case, sm_count: int) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("sm_count", [12, 20])
+@pytest.mark.parametrize("fields", [{}, {"dtype": torch.float16, "page_size": 64}, {"head_dim": 64}], ids=str)
+def test_decode_rows_beside_prompts(fields: dict[str, object], sm_count: int) -> None:
+    """Every row, where the phase of decode rows leaves CTAs to that of prompts, whose items all CTAs claim."""
+    described = long_case("beside", {**BESIDE[0], **fields}, q_lens=BESIDE[1])
+    plan = select(described, "sm90", sm_count=sm_count)
+    first, *_, last = plan.explain().chosen.phases
+    assert first.spec.leaves_ctas and last.spec.claims
+    assert_every_row(plan, make_attention(described, "cuda"))
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize(
-    "fields", [{}, {"window_left": 100, "sinks": True}, {"storage": "e4m3"}, {"storage": "int8 token"}], ids=str
+    ("fields", "sm_count"),
+    [
+        ({}, 2),
+        ({"window_left": 100, "sinks": True}, 2),
+        ({"storage": "e4m3"}, 2),
+        ({"storage": "int8 token"}, 2),
+        ({"q_lens": BESIDE[1]}, 12),  # some sets leave CTAs to the prompts
+    ],
+    ids=str,
 )
-def test_graph_replays_of_dealt_items(fields: dict[str, object]) -> None:
+def test_graph_replays_of_dealt_items(fields: dict[str, object], sm_count: int) -> None:
     """One graph over other qo_indptr, lengths and tables, which all change on the device between replays."""
     rng = random.Random(22)
     first = long_case("replayed", STORAGES[fields.pop("storage", "16 bits")], **fields)
@@ -129,7 +151,7 @@ def test_graph_replays_of_dealt_items(fields: dict[str, object]) -> None:
         rng.shuffle(lengths), rng.shuffle(q_lens)
         changed = replace(first, cache=replace(first.cache, lengths=tuple(lengths)), q_lens=tuple(q_lens))
         sets.append(make_attention(changed, "cuda", seed=seed))
-    plan = select(first, "sm90", sm_count=2)
+    plan = select(first, "sm90", sm_count=sm_count)
     assert plan.explain().chosen.spec.dealt
     eager = [run(plan, inputs) for inputs in sets]
     for inputs, result in zip(sets, eager, strict=True):
