@@ -40,12 +40,13 @@ class LongQueryKernel(AttentionKernel):
             row_tiles = self.row_tiles(problem, piece, buffer, factors, None, (state,))
             issued += piece.tiles
             turn += 1
-            item = take_item(spec, shared, turn)
             following = query_buffer(spec, shared.query, turn)
-            if cutlass.const_expr(spec.query_buffers > 1):
-                self.fetch_item(problem, item, batch, following)
+            if cutlass.const_expr(not spec.claims):
+                item = self.take_and_fetch(problem, shared, turn, batch, following)
             reset_state(state)
             self.mainloop.consume(piece, Attention(products, row_tiles, scaling), problem, shared)
+            if cutlass.const_expr(spec.claims):  # not before the last tiles are on their way
+                item = self.take_and_fetch(problem, shared, turn, batch, following)
             own = lane_state(spec, products.thr_mma, row_tiles[0], row_tile, scaling)
             settled = settle_rows(spec, own, merge_scaling(spec, scaling))
             sync_rows(spec)
@@ -54,6 +55,14 @@ class LongQueryKernel(AttentionKernel):
                 cute.arch.sync_warp()
                 self.fetch_item(problem, item, batch, following)
         self.mainloop.close_turns()
+
+    @cute.jit
+    def take_and_fetch(self, problem: Problem, shared: Shared, turn: Int32, batch: Int32, following: cute.Tensor) -> Item:
+        """Takes the item of a round, and starts to load its query, if there is a buffer for it beside that of the item before."""
+        item = take_item(self.spec, shared, turn)
+        if cutlass.const_expr(self.spec.query_buffers > 1):
+            self.fetch_item(problem, item, batch, following)
+        return item
 
     @cute.jit
     def fetch_item(self, problem: Problem, item: Item, batch: Int32, buffer: cute.Tensor):

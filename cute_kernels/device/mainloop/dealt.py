@@ -50,6 +50,10 @@ class DealtMainloop(OverlapMainloop):
         """The value with which `issue` begins; it always finds an item."""
         return Item(Int32(0), Int32(0), Int32(0), empty_row(self.spec)), Found(Int32(0), Int32(0)), pages
 
+    def opens_at(self, tiles: Int32) -> Int32 | int:
+        """As TmaMainloop.opens_at; the last tile if items are claimed: nobody else could attend to an item claimed earlier."""
+        return tiles - 1 if self.spec.claims else 0
+
     def open_next(self, problem: Problem, where: tuple, piece: Piece, scales: bool) -> tuple:
         """The item after a piece's. where: (shared memory, the item's round, Found of the previous one)."""
         return self.next_item(problem, *where, scales)

@@ -7,7 +7,7 @@ next. Nothing is planned: the producer finds an item from the lengths on the dev
 leaves the item to the other warps.
 
 In a mixed kernel CTAs that serve other requests first come late. There are no rounds then: a CTA claims the next item, by a count
-in the workspace, when it begins with its previous one. A result does not depend on the CTA that computes it.
+in the workspace, when the last tile of its previous one is on its way. A result does not depend on the CTA that computes it.
 """
 
 from dataclasses import dataclass

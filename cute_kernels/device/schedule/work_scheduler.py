@@ -349,12 +349,12 @@ def share_of(spec: cutlass.Constexpr, rows: Rows, batch: Int32, lanes: LaneRows,
 
 
 def leaves(lanes: LaneRows, cost: Int32) -> Boolean:
-    """Whether a phase of this cost leaves most CTAs to the phase that deals: if the blocks there cost at least half as much.
+    """Whether a phase of this cost leaves most CTAs to the phase that deals: if the blocks there cost at least a third as much.
 
     A third of the SMs read nearly as fast as all, so that the others had better attend to long queries meanwhile.
     """
     between = cute.arch.vote_any_sync(lanes.dealt < 0)  # its shares are of all CTAs: none may come late
-    return (between == Boolean(False)) & (2 * warp_sum(cutlass.max(lanes.dealt, 0)) >= cost)
+    return (between == Boolean(False)) & (warp_sum(cutlass.max(lanes.dealt, 0)) >= quotient(cost, 3)) & (cost > 0)
 
 
 def cut_of(step: Int32, longer: Int32, index: Int32) -> Int32:
