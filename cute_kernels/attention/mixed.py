@@ -57,4 +57,5 @@ def waits_for_memory(few: KernelSpec) -> bool:
 def _serving(alone: Candidate, q_lens: QueryLengths) -> Candidate:
     """A candidate as a phase of a kernel."""
     who = f"from {q_lens.least} query rows on" if q_lens.most == ANY_Q_LEN else f"up to {q_lens.most} query rows"
+    who += ", which may leave CTAs to the last" if q_lens.dealt_from else ""
     return replace(alone, spec=replace(alone.spec, q_lens=q_lens), knobs=f"{who}: {alone.knobs}")
