@@ -185,8 +185,8 @@ class LaneRows:
 def dealt_cost(spec: KernelSpec, rows: Rows, row: Int32, length: Int32) -> Int32:
     """What a request costs the phase that deals blocks of long queries, 0 if this phase serves it; -1 if one between them does.
 
-    It is in tiles of this phase: for a key, an SM takes about as long for a block of DEALT_ROWS packed rows as it takes of the
-    whole GPU's time for a row of this phase, over 16 bits (docs/notes/kernel-log.md).
+    It is in tiles of this phase. For a key of a KV head, a block of DEALT_ROWS packed rows takes about as much of the GPU's time
+    as a decode row does over 16 bits (docs/notes/kernel-log.md).
     """
     most = 2**15 - 1  # of each factor, as MOST_COST has it
     queries = served_as(spec, rows.queries, row, QueryLengths(spec.q_lens.dealt_from))
