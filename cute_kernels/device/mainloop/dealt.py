@@ -4,7 +4,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32
 
-from ...config.decode import ITEMS
+from ...config.decode import ITEMS, KernelSpec
 from ..kv.source import empty_row, inspect_requests
 from ..problem import Problem
 from ..ptx.registers import LANES
@@ -16,6 +16,10 @@ from .shared import Shared, item_barrier, taken_barrier
 
 class DealtMainloop(OverlapMainloop):
     """OverlapMainloop whose producers and widening warps go from item to item by themselves."""
+
+    def __init__(self, spec: KernelSpec):
+        super().__init__(spec)
+        self.opens_late = spec.claims  # no other CTA could attend to an item that is claimed earlier
 
     @cute.jit
     def prepare(self, operands: tuple, shared: Shared):
@@ -49,10 +53,6 @@ class DealtMainloop(OverlapMainloop):
     def no_next(self, problem: Problem, pages: Int32) -> tuple:
         """The value with which `issue` begins; it always finds an item."""
         return Item(Int32(0), Int32(0), Int32(0), empty_row(self.spec)), Found(Int32(0), Int32(0)), pages
-
-    def opens_at(self, tiles: Int32) -> Int32 | int:
-        """As TmaMainloop.opens_at; the last tile if items are claimed: nobody else could attend to an item claimed earlier."""
-        return tiles - 1 if self.spec.claims else 0
 
     def open_next(self, problem: Problem, where: tuple, piece: Piece, scales: bool) -> tuple:
         """The item after a piece's. where: (shared memory, the item's round, Found of the previous one)."""

@@ -65,6 +65,7 @@ class TmaMainloop:
         self.producer_warps = PRODUCER_WARPS[spec.arch]
         self.ahead_warp = spec.num_warps + (-1 if spec.token_scales else 1)
         self.boxes = spec.tile_n // spec.box_rows
+        self.opens_late = False  # whether a producer looks up a piece only behind the last tile of the piece before
         # arrivals at a full barrier: K and V, each lane's scales, their flags; scales come with K if V has barriers of its own
         self.arrivals = 1 + (32 + 1 if spec.token_scales else 0), 1
         readers = spec.readers
@@ -194,7 +195,8 @@ class TmaMainloop:
     ):
         """Issues this producer's copies for a piece, each tile once its stage is free. Lane l of `pages` has the page of box l.
 
-        Returns open_next(where) of the next piece, if there is `more`: it is looked up behind the tile that opens_at names.
+        Returns open_next(where) of the next piece, if there is `more`: it is looked up once the first tile is in flight, or the
+        last one (opens_late).
         """
         spec, rows, num_pages = self.spec, problem.rows, problem.rows.num_pages
         tiles_ahead, tiles = cutlass.const_expr(32 // self.boxes), piece.stop - piece.first
@@ -213,19 +215,15 @@ class TmaMainloop:
                     self.issue_boxes(problem, shared, piece, i, head, pages, ahead * self.boxes, holes)
             if ahead == tiles_ahead // 2:  # not at 0: the first tiles would wait for this lookup, as a select takes `pages`
                 upcoming = box_pages(spec, rows, piece.row.start, piece.keys, tile - ahead + tiles_ahead)
-            if i == self.opens_at(tiles) and more:
+            if i == 0 and more and cutlass.const_expr(not self.opens_late):
                 found = self.open_next(problem, where, piece, scales)
-        if tiles == 0 and more:
+        if (cutlass.const_expr(self.opens_late) or tiles == 0) and more:
             found = self.open_next(problem, where, piece, scales)
         return found
 
     def no_next(self, problem: Problem, pages: Int32) -> tuple:
         """The result of open_next past the share's end. pages: a page past the cache."""
         return empty_row(self.spec), pages
-
-    def opens_at(self, tiles: Int32) -> Int32 | int:
-        """The tile of a piece behind which the next piece is looked up: the first, which is in flight then."""
-        return 0
 
     def open_next(self, problem: Problem, where: tuple, piece: Piece, scales: bool) -> tuple[Row, Int32]:
         """(row, box_pages) of the piece after `piece`; an empty row past the batch. where: (unit, `following` the piece)."""

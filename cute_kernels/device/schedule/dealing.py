@@ -100,9 +100,15 @@ def items_at(spec: KernelSpec, rows: Rows, index: Int32) -> Int32:
 
 @cute.jit
 def find_item(spec: cutlass.Constexpr, problem: Problem, turn: Int32, found: Found) -> tuple[Item, Found]:
-    """A warp finds this CTA's item of round `turn`, or claims one. found: that of the previous round."""
+    """A warp finds this CTA's item of round `turn`, or claims one. found: that of the previous round.
+
+    The search for a claimed item begins anew: kept, `found` is spilled in the loop of a producer with 32 registers.
+    """
     rows, batch, begin, before = problem.rows, problem.batch(spec), found.begin, found.before
-    ordinal = claim(problem.workspace) if cutlass.const_expr(spec.claims) else ordinal_of(turn)
+    if cutlass.const_expr(spec.claims):
+        ordinal, begin, before = claim(problem.workspace), Int32(0), Int32(0)
+    else:
+        ordinal = ordinal_of(turn)
     if cutlass.const_expr(spec.query == "uniform"):
         each = cutlass.max(items_of(spec, rows, open_queries(spec, rows.queries, Int32(0))[1]), 1)
         index, rest = quotient(ordinal, each), remainder(ordinal, each)
