@@ -188,8 +188,10 @@ class TilingSpec(ProblemSpec):
     @property
     def widening_crews(self) -> tuple[range, range]:
         """The numbers, among the widening warps, of those for K and of those for V; all of them if one cache is widened."""
-        first = self.widening_warps * (self.wide[0] is not None) // (2 - (None in self.wide))
-        return range(first), range(first, self.widening_warps)
+        if None in self.wide:
+            return range(self.widening_warps), range(self.widening_warps)
+        half = self.widening_warps // 2
+        return range(half), range(half, self.widening_warps)
 
     @property
     def busy_warps(self) -> frozenset[int]:

@@ -11,7 +11,6 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
 
 from ...config.decode import KernelSpec
-from ..kv.scale import inverse_of
 from ..ptx.registers import as_bits, as_float
 from .softmax import finite_or_zero, quad_max, rescale_row, rows_of
 
@@ -70,32 +69,26 @@ def stays_at(spec: KernelSpec, top: Int32, base: Float32, factor: Float32, row_s
 
 
 @cute.jit
-def weigh_row(acc_s: cute.Tensor, state, row: cutlass.Constexpr, factor: Float32, offset: Float32):
-    """A row of acc_s becomes exp2(acc_s * factor - offset), and joins its sum."""
+def weigh_row(acc_s: cute.Tensor, state, row: cutlass.Constexpr, factor: Float32, offset: Float32, weights_up: tuple | None):
+    """A row of acc_s becomes exp2(acc_s * factor - offset), and joins its sum. weights_up: as in online_softmax."""
     scores = rows_of(acc_s)
+    if cutlass.const_expr(weights_up is not None):
+        offset = offset - weights_up[0]
+        state.row_sum[row] = state.row_sum[row] * weights_up[1]
     weights = cute.math.exp2(scores[row, None].load() * factor - offset, fastmath=True)
     scores[row, None].store(weights)
     state.row_sum[row] = weights.reduce(cute.ReductionOp.ADD, state.row_sum[row], 0)
 
 
 @cute.jit
-def follow_bases(acc_o: cute.Tensor, decays: list, moved: Boolean, shrink: Float32 | None):
-    """Rescales O to the current bases and unit, which few tiles move. decays, moved: from settle_bases.
-
-    shrink: old unit / new unit, if V has scales of tokens.
-    """
+def follow_bases(acc_o: cute.Tensor, decays: list, moved: Boolean, weights_up: tuple | None):
+    """Rescales O to the current bases, which few tiles move. decays, moved: from settle_bases."""
     factors = list(decays)
-    if cutlass.const_expr(shrink is not None):
-        factors, moved = [decay * shrink for decay in decays], moved | (shrink != 1.0)
+    if cutlass.const_expr(weights_up is not None):
+        factors, moved = [decay * weights_up[1] for decay in decays], moved | (weights_up[1] != 1.0)
     if moved:
         for r in cutlass.range_constexpr(len(factors)):
             rescale_row(acc_o, r, factors[r])
-
-
-def sums_in_units(state):
-    """At a piece's end: sums, which loops over widened tiles keep without a unit, become multiples of it as O is (WarpState)."""
-    for r in range(cute.size(state.row_sum)):
-        state.row_sum[r] = state.row_sum[r] * inverse_of(state.unit[0])
 
 
 def quad_all(value: Boolean) -> Boolean:

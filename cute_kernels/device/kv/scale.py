@@ -14,15 +14,14 @@ from dataclasses import dataclass, replace
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float16, Float32, Int32, Int64
+from cutlass import Boolean, Float32, Int32, Int64
 
 from ...config.decode import SCALE_BYTES, KernelSpec
 from ...config.problem import ScaleForm
 from ..ptx.cp_async import copy_async
-from ..ptx.registers import LANES, MAGNITUDE, as_bits, as_float, quotient, remainder, warp_max
+from ..ptx.registers import LANES, MAGNITUDE, as_bits, as_float, remainder, warp_max
 
 EXPONENT = 0x7F800000  # the exponent bits of an f32
-PAIR_BITS = 10  # scales this many binades apart are pairs of normal f16, which hold an f16 scale exactly
 SMALLEST_UNIT, LARGEST_UNIT = (127 - 26) << 23, (127 + 100) << 23  # any step between units is a normal f32
 
 
@@ -40,8 +39,8 @@ class ScaleRing:
     """Scales of the tokens of each stage's tile: 32-bit words [token, stage].
 
     upper: Int32 [group of 32 tokens, stage]; bit l: the f16 scale of token l lies in the upper half of its word. For widened
-    tiles words are f32, ordered so that the words of a lane's accumulator columns are neighbours; V's are as widen_value_scales
-    says.
+    tiles words are f32, ordered so that the words of a lane's accumulator columns are neighbours, and `upper` has the bits of the
+    largest magnitude in each group.
     """
 
     words: cute.Tensor
@@ -132,9 +131,15 @@ def with_scales(rings: tuple, found: list) -> list:
 def settle_scales(spec: cutlass.Constexpr, rings: tuple, stage: Int32) -> Int32:
     """Converts the scales of a tile that has come to f32, each lane its own tokens; returns the bits of V's largest magnitude.
 
-    If several warps read a tile, its words stay as they came: column_scales converts them.
+    If several warps read a tile, its words stay as they came: column_scales converts them. If other warps widen tiles, rings and
+    stage are of the widened tiles, whose scales are f32 already.
     """
     peak, alone = Int32(0), cutlass.const_expr(spec.readers == 1)
+    if cutlass.const_expr(spec.widens_tiles):
+        if cutlass.const_expr(spec.v_token_scale):
+            for group in cutlass.range_constexpr(spec.token_groups):
+                peak = cutlass.max(peak, rings[1].upper[group, stage])
+        return peak
     if cutlass.const_expr(spec.k_token_scale and alone):
         settle(rings[0], stage, spec.k_scale == "token_f16", alone)
     if cutlass.const_expr(spec.v_token_scale):
@@ -149,71 +154,34 @@ def settle(ring: ScaleRing, stage: Int32, half: cutlass.Constexpr, kept: cutlass
     """Returns the bits of the largest magnitude of this lane's scales. half: they are f16; kept: they become f32 in place."""
     peak = Int32(0)
     for group in cutlass.range_constexpr((cute.size(ring.words, mode=[0]) + LANES - 1) // LANES):
-        token = group * LANES + cute.arch.lane_idx()
-        if token < cute.size(ring.words, mode=[0]):
-            bits = scale_bits(ring, stage, group, half)
-            if cutlass.const_expr(kept and half):
-                ring.words[token, stage] = bits
-            peak = cutlass.max(peak, bits & MAGNITUDE)
+        peak = cutlass.max(peak, settle_group(ring, stage, group, half, (ring, stage) if kept and half else None))
     return peak
 
 
-def scale_bits(ring: ScaleRing, stage: Int32, group: Int32 | int, half: bool) -> Int32:
-    """The bits, as f32, of the scale of this lane's token of a group of 32. half: it is f16."""
-    lane = cute.arch.lane_idx()
-    bits = ring.words[group * LANES + lane, stage]
-    return as_bits(half_to_float(bits >> (16 * ((ring.upper[group, stage] >> lane) & 1)))) if half else bits
+@cute.jit
+def settle_group(ring: ScaleRing, stage: Int32, group: Int32 | int, half: cutlass.Constexpr, target: tuple | None) -> Int32:
+    """As `settle`, for a group of 32 tokens. target: (ring, stage) that receives the f32 scales, or None."""
+    lane, peak = cute.arch.lane_idx(), Int32(0)
+    token = group * LANES + lane
+    if token < cute.size(ring.words, mode=[0]):
+        bits = ring.words[token, stage]
+        if cutlass.const_expr(half):
+            bits = as_bits(half_to_float(bits >> (16 * ((ring.upper[group, stage] >> lane) & 1))))
+        if cutlass.const_expr(target is not None):
+            target[0].words[token, target[1]] = bits
+        peak = bits & MAGNITUDE
+    return peak
 
 
 @cute.jit
-def widen_key_scales(spec: cutlass.Constexpr, ring: ScaleRing, stage: Int32, wide: ScaleRing, wide_stage: Int32, warp: Int32):
-    """A warp that widens K stores its part of K's scales as f32 for all readers of the tile."""
-    for group in cutlass.range(warp, spec.token_groups, len(spec.widening_crews[0]), unroll=1):
-        token = group * LANES + cute.arch.lane_idx()
-        if token < spec.tile_n:
-            wide.words[token, wide_stage] = scale_bits(ring, stage, group, spec.k_scale == "token_f16")
-
-
-@cute.jit
-def widen_value_scales(spec: cutlass.Constexpr, ring: ScaleRing, stage: Int32, wide: ScaleRing, wide_stage: Int32, before: Int32):
-    """One warp that widens V stores V's scales, divided by the unit of the piece so far, for all readers of the tile.
-
-    As pairs of f16 if no scale but 0 is less than 2**-PAIR_BITS of the unit, else as f32. wide.upper[0]: the unit; [1]: whether
-    they are pairs. before: the unit of the tiles before this one.
-    """
-    lane, groups = cute.arch.lane_idx(), range(spec.token_groups)
-    scales = cute.make_rmem_tensor(spec.token_groups, Int32)
-    scales.fill(0)
-    for group in groups:
-        if group * LANES + lane < spec.tile_n:
-            scales[group] = scale_bits(ring, stage, group, spec.v_scale == "token_f16")
-    magnitudes = [scales[group] & MAGNITUDE for group in groups]
-    peak = least = magnitudes[0]
-    for magnitude in magnitudes[1:]:
-        peak = cutlass.max(peak, magnitude)
-    unit = raised(before, peak)
-    for number, magnitude in enumerate(magnitudes):
-        magnitude = cutlass.select_(magnitude == 0, unit, magnitude)
-        least = cutlass.min(least, magnitude) if number else magnitude
-    pairs = -warp_max(-least) >= unit - (PAIR_BITS << 23)
-    halves = cute.make_tensor(cute.recast_ptr(wide.words.iterator, dtype=Float16), 2 * cute.cosize(wide.words.layout))
-    for group in groups:
-        token = group * LANES + lane
-        scale = as_float(scales[group]) * inverse_of(unit)
-        if token < spec.tile_n:
-            if pairs:
-                pair = remainder(token, 8) // 2 * (spec.tile_n // 8) + quotient(token, 8)
-                halves[2 * (wide_stage * spec.tile_n + pair) + token % 2] = Float16(scale)
-            else:
-                wide.words[token, wide_stage] = as_bits(scale)
-    if lane == 0:
-        wide.upper[0, wide_stage] = unit
-        wide.upper[1, wide_stage] = Int32(pairs)
-
-
-def inverse_of(unit: Int32) -> Float32:
-    """1 / unit."""
-    return as_float((254 << 23) - unit)
+def widen_scales(spec: cutlass.Constexpr, rings: tuple, stage: Int32, wide: tuple, wide_stage: Int32, warp: Int32):
+    """A warp that widens K stores scales as f32 for all readers of the tile, with the largest magnitude of each 32 tokens."""
+    both = zip(rings, wide, (spec.k_scale, spec.v_scale), strict=True)
+    for ring, target, form in [one for one in both if one[0] is not None]:
+        for group in cutlass.range(warp, spec.token_groups, len(spec.widening_crews[0]), unroll=1):
+            peak = warp_max(settle_group(ring, stage, group, form == "token_f16", (target, wide_stage)))
+            if cute.arch.lane_idx() == 0:
+                target.upper[group, wide_stage] = peak
 
 
 def find_scales(spec: KernelSpec, scales: tuple, *where) -> list:
@@ -231,6 +199,8 @@ def half_to_float(bits: Int32) -> Float32:
 def column_scales(spec: KernelSpec, ring: ScaleRing, form: ScaleForm, stage: Int32) -> cute.Tensor:
     """The scales of this lane's columns of an accumulator [column pair, n8], f32 in registers."""
     tokens = cute.size(ring.words, mode=[0])
+    if spec.widens_tiles:
+        return own_scales(ring, tokens // 4, stage)
     layout = cute.make_layout((4, tokens // 8, cute.size(ring.words, mode=[1])), stride=(1, 4, tokens // 2))
     pairs = cute.make_tensor(cute.recast_ptr(ring.words.iterator, dtype=Int64), layout)
     scales = cute.make_rmem_tensor(tokens // 8, Int64)
@@ -242,21 +212,13 @@ def column_scales(spec: KernelSpec, ring: ScaleRing, form: ScaleForm, stage: Int
     return found
 
 
-def own_scales(ring: ScaleRing, tokens: int, stage: Int32) -> cute.Tensor:
-    """As column_scales, for a widened tile, where the scales of a lane's columns are neighbours in memory."""
-    return neighbours(ring, Float32, cute.make_layout((2, tokens // 8)), (cute.arch.lane_idx() % 4 + 4 * stage) * (tokens // 4))
-
-
-def pair_scales(ring: ScaleRing, tokens: int, stage: Int32) -> cute.Tensor:
-    """V's scales of this lane's columns of a widened tile, where they are pairs of f16: Int32 [n8]."""
-    return neighbours(ring, Int32, cute.make_layout(tokens // 8), cute.arch.lane_idx() % 4 * (tokens // 8) + stage * tokens)
-
-
-def neighbours(ring: ScaleRing, dtype: type, layout: cute.Layout, place: Int32) -> cute.Tensor:
-    """Words of a ring, read in as few loads as possible."""
-    found, align = cute.make_rmem_tensor(layout.shape, dtype), math.gcd(16, 4 * cute.size(layout))
-    source = cute.make_ptr(dtype, (ring.words.iterator + place).toint(), cute.AddressSpace.smem, assumed_align=align)
-    cute.autovec_copy(cute.make_tensor(source, layout), found)
+def own_scales(ring: ScaleRing, count: int, stage: Int32) -> cute.Tensor:
+    """As column_scales, for a widened tile: the lane's `count` scales are neighbours in memory."""
+    found = cute.make_rmem_tensor((2, count // 2), Float32)
+    place = (cute.arch.lane_idx() % 4 + 4 * stage) * count
+    align = math.gcd(16, 4 * count)
+    source = cute.make_ptr(Float32, (ring.words.iterator + place).toint(), cute.AddressSpace.smem, assumed_align=align)
+    cute.autovec_copy(cute.make_tensor(source, cute.make_layout((2, count // 2))), found)
     return found
 
 
@@ -280,28 +242,13 @@ def scale_columns(acc_s: cute.Tensor, rows: cutlass.Constexpr, scales: cute.Tens
 
 @cute.jit
 def widen_unit(unit: cute.Tensor, peak: Int32) -> tuple[Float32, Float32]:
-    """raise_unit. Returns (old unit / new unit, log2(1 / new unit))."""
-    before = unit[0]
-    raise_unit(unit, peak)
-    return unit_step(before, unit[0]), (127 - (unit[0] >> 23)).to(Float32)
-
-
-def raise_unit(unit: cute.Tensor, peak: Int32):
     """Raises the unit (Int32 [1], an f32 exponent field) to the power of two below the warp's largest scale, if that is larger.
 
-    peak: the bits of the largest scale of this lane's tokens.
+    peak: the bits of the largest scale of this lane's tokens. Returns (old unit / new unit, log2(1 / new unit)).
     """
-    unit[0] = raised(unit[0], peak)
-
-
-def raised(unit: Int32, peak: Int32) -> Int32:
-    """The same, of a value."""
-    return cutlass.max(unit, cutlass.min(warp_max(peak) & EXPONENT, LARGEST_UNIT))
-
-
-def unit_step(before: Int32, unit: Int32) -> Float32:
-    """Old unit / new unit."""
-    return as_float((127 << 23) + before - unit)
+    before = unit[0]
+    unit[0] = cutlass.max(before, cutlass.min(warp_max(peak) & EXPONENT, LARGEST_UNIT))
+    return as_float((127 << 23) + before - unit[0]), (127 - (unit[0] >> 23)).to(Float32)
 
 
 def unit_of(unit: cute.Tensor) -> Float32:

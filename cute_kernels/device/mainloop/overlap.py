@@ -7,20 +7,19 @@ of a stage have full and empty barriers of their own, so two stages keep both pr
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32
+from cutlass import Boolean, Int32
 
 from ...config.decode import KernelSpec
 from ...config.tiling import WARPGROUP
-from ..attend.attend import Attention, hide_scores, is_cut, pack_probabilities, row_scales
-from ..attend.bases import follow_bases, settle_bases, sums_in_units, weigh_row
+from ..attend.attend import Attention, columns_of, hide_scores, is_cut, pack_probabilities, row_scales, weights_up
+from ..attend.bases import follow_bases, settle_bases, weigh_row
 from ..attend.pack_gqa import fragments, warpgroup_of
 from ..attend.query_rows import TilePlace, place_of_tile
 from ..attend.warpgroup_mma import wait_for_products
 from ..elements import ELEMENT_TYPES
-from ..kv.scale import column_scales, inverse_of, own_scales, pair_scales, raise_unit, scale_columns, settle, unit_step
+from ..kv.scale import scale_columns, settle_scales
 from ..problem import Problem
 from ..ptx.barriers import PRODUCTS
-from ..ptx.packed import as_words, mul_pair
 from ..ptx.registers import LANES, remainder
 from ..schedule.work_scheduler import Piece
 from .shared import Shared, empty_barrier, full_barrier, narrow_barrier, read_holes, widened_barrier
@@ -44,7 +43,7 @@ class OverlapMainloop(TmaMainloop):
             for i in cutlass.range(first, tiles, turns, unroll=1):
                 stage, holes = self.operand(shared, piece, i, 0), self.read_holes(piece, i, shared)
                 cut = is_cut(self.spec, attention.row_tiles[0], self.place(piece, i))
-                scales = self.column_scales(shared, stage, 0) if cutlass.const_expr(self.spec.k_token_scale) else None
+                scales = self.read_scales(piece, i, attention, shared)
                 if cutlass.const_expr(self.spec.wide[0] is not None):  # only holes were still read from the ring
                     self.release(empty_barrier(self.spec, shared, self.place_in_ring(piece.issued + i)[0]), False)
                 self.await_turn()
@@ -58,15 +57,11 @@ class OverlapMainloop(TmaMainloop):
                     wait_for_products(0)
                 moves = self.weigh(piece, i, attention, shared, acc_s, scales, (holes, cut))
                 pack_probabilities(self.spec, p, acc_s)
-                if cutlass.const_expr(self.spec.v_token_scale and self.spec.wide[1] is not None):
-                    self.scale_weights(piece, i, shared, p)
                 follow_bases(attention.row_tiles[0].state.acc_o, *moves)
             last = tiles - 1 - remainder(tiles - 1 - first, turns)
             self.start_values(piece, last, attention, shared, p)
             wait_for_products(0)
             self.release_values(piece, last, shared)
-            if cutlass.const_expr(self.spec.v_token_scale):
-                sums_in_units(attention.row_tiles[0].state)
 
     def place(self, piece: Piece, i: Int32) -> TilePlace:
         """Where the piece's tile i is in its row."""
@@ -117,65 +112,45 @@ class OverlapMainloop(TmaMainloop):
             cute.arch.mbarrier_wait(full_barrier(spec, shared, stage), parity)
         return tuple(read_holes(spec, shared, stage * spec.hole_words + word) for word in range(spec.hole_words))
 
-    def column_scales(self, shared: Shared, stage: Int32, which: int) -> cute.Tensor:
-        """The scales of this lane's columns of a tile of K (0) or V (1) that has come, f32. stage: where wgmma reads the tile."""
-        spec = self.spec
-        if spec.wide[which] is not None:
-            return own_scales(shared.wide_scales[which], spec.tile_n, stage)
-        return column_scales(spec, shared.scales[which], (spec.k_scale, spec.v_scale)[which], stage)
+    def read_scales(self, piece: Piece, i: Int32, attention: Attention, shared: Shared) -> tuple:
+        """(rings and stage of the tile's scales, K's of this lane's columns, weights_up), read before the warpgroup's turn."""
+        spec, state, ordinal = self.spec, attention.row_tiles[0].state, piece.issued + i
+        wide, turn = self.place_in_wide(ordinal) if spec.widens_tiles else (0, 0)
+        if spec.widens_tiles and spec.wide[0] is None and spec.token_scales:  # nothing else waits for the widened scales
+            cute.arch.mbarrier_wait(widened_barrier(spec, shared, wide), turn)
+        token_scales = (shared.wide_scales, wide) if spec.widens_tiles else (shared.scales, self.place_in_ring(ordinal)[0])
+        peak = settle_scales(spec, *token_scales)
+        return token_scales, columns_of(spec, token_scales, 0), weights_up(spec, state, peak)
 
     @cute.jit
-    def scale_weights(self, piece: Piece, i: Int32, shared: Shared, p: cute.Tensor):
-        """Multiplies the weights of the piece's tile i by V's scales over the unit, if these are pairs of f16."""
-        ring, stage = shared.wide_scales[1], self.place_in_wide(piece.issued + i)[0]
-        if cute.arch.make_warp_uniform(ring.upper[1, stage]) != 0:
-            scales, words = pair_scales(ring, self.spec.tile_n, stage), as_words(p)
-            for n in cutlass.range_constexpr(cute.size(scales)):
-                for r in cutlass.range_constexpr(self.spec.lane_rows):
-                    words[2 * n + r] = mul_pair(words[2 * n + r], scales[n])
+    def weigh(
+        self, piece: Piece, i: Int32, attention: Attention, shared: Shared, acc_s: cute.Tensor, scales: tuple, hidden: tuple
+    ):
+        """Turns the scores of the piece's tile i, in place, into weights times V's scales of tokens.
 
-    @cute.jit
-    def scale_by_values(self, piece: Piece, i: Int32, shared: Shared, state, acc_s: cute.Tensor) -> Float32:
-        """Raises the state's unit to that of the piece's tile i; returns old unit / new unit, which is still a factor on O.
-
-        If V's scales of the tile are f32, it multiplies the weights by them over the unit.
-        """
-        spec, stage, before = self.spec, self.operand(shared, piece, i, 1), state.unit[0]
-        if cutlass.const_expr(spec.wide[1] is None):
-            raise_unit(state.unit, settle(shared.scales[1], stage, spec.v_scale == "token_f16", False))
-            scales = self.column_scales(shared, stage, 1)
-            for j in cutlass.range_constexpr(cute.size(scales)):
-                scales[j] = scales[j] * inverse_of(state.unit[0])
-            scale_columns(acc_s, spec.lane_rows, scales)
-        else:
-            state.unit[0] = cute.arch.make_warp_uniform(shared.wide_scales[1].upper[0, stage])
-            if cute.arch.make_warp_uniform(shared.wide_scales[1].upper[1, stage]) == 0:
-                scale_columns(acc_s, spec.lane_rows, self.column_scales(shared, stage, 1))
-        return unit_step(before, state.unit[0])
-
-    @cute.jit
-    def weigh(self, piece: Piece, i: Int32, attention: Attention, shared: Shared, acc_s: cute.Tensor, scales, hidden: tuple):
-        """Turns the scores of the piece's tile i, in place, into weights; times V's scales of tokens, if these are f32.
-
-        scales: column_scales of its K, or None; hidden: (its holes, is_cut). Returns the further arguments of follow_bases.
+        scales: read_scales of the tile; hidden: (its holes, is_cut). Returns the further arguments of follow_bases.
 
         The wait for P V of the previous tile stands among the exponentials, so that they hide the conversion of P, and no branch
         stands between them. Code that moves bases does not wait: each warp moves its own bases, but a wait is for a warpgroup.
         """
         spec, stage, (rows,) = self.spec, self.place_in_ring(piece.issued + i)[0], attention.row_tiles
-        hide_scores(spec, attention, shared, [acc_s], stage, scales, self.place(piece, i), *hidden)
+        token_scales, columns, up = scales
+        hide_scores(spec, attention, shared, [acc_s], stage, columns, self.place(piece, i), *hidden)
         factors = row_scales(rows, attention.scaling)
-        self.release_keys(piece, i, shared)
+        reads_again = cutlass.const_expr(self.all_release or spec.v_token_scale)
+        if cutlass.const_expr(not reads_again):
+            self.release_keys(piece, i, shared)
         offsets, *moves = settle_bases(spec, acc_s, rows.state, factors)
         for r in cutlass.range_constexpr(len(factors)):
-            weigh_row(acc_s, rows.state, r, factors[r], offsets[r] - Float32(spec.weight_bits))
+            weigh_row(acc_s, rows.state, r, factors[r], offsets[r], up)
             if cutlass.const_expr(r == 0):
                 wait_for_products(0)
                 self.release_values(piece, i - spec.turns, shared, i > self.order(piece))
-        shrink = None
         if cutlass.const_expr(spec.v_token_scale):
-            shrink = self.scale_by_values(piece, i, shared, rows.state, acc_s)
-        return *moves, shrink
+            scale_columns(acc_s, spec.lane_rows, columns_of(spec, token_scales, 1))
+        if cutlass.const_expr(reads_again):
+            self.release_keys(piece, i, shared)
+        return *moves, up
 
     @cute.jit
     def start_values(self, piece: Piece, i: Int32, attention: Attention, shared: Shared, p: cute.Tensor):
@@ -187,20 +162,20 @@ class OverlapMainloop(TmaMainloop):
         attention.products.start_values(attention.row_tiles[0].state.acc_o, fragments(p), stage)
 
     def release_keys(self, piece: Piece, i: Int32, shared: Shared):
-        """Releases K of the piece's tile i in the ring that wgmma reads, and K's scales: this warp is done with both."""
+        """Releases K of the piece's tile i in the ring that wgmma reads, and its scales: this warp is done with both."""
         spec, (stage, _) = self.spec, self.place_in_ring(piece.issued + i)
         if spec.wide[0] is None:
-            self.release(empty_barrier(spec, shared, stage), self.by_lane[0])
-        else:
-            self.release(narrow_barrier(spec, shared, self.place_in_wide(piece.issued + i)[0]), self.lanes_widen[0] > 1)
+            self.release(empty_barrier(spec, shared, stage), self.all_release)
+        if spec.widens_tiles:
+            self.release(narrow_barrier(spec, shared, self.place_in_wide(piece.issued + i)[0]), self.lanes_widen > 1)
 
     def release_values(self, piece: Piece, i: Int32, shared: Shared, there: Boolean | bool = True):
-        """Releases V of the piece's tile i, and V's scales, with which this warp is done. there: whether there is such a tile."""
+        """Releases V of the piece's tile i, with which this warp is done. there: whether there is such a tile."""
         spec, (stage, _) = self.spec, self.place_in_ring(piece.issued + i)
         if spec.wide[1] is None:
-            self.release(empty_barrier(spec, shared, stage, 1), self.by_lane[1], there)
-        else:
-            self.release(narrow_barrier(spec, shared, self.place_in_wide(piece.issued + i)[0], 1), self.lanes_widen[1] > 1, there)
+            self.release(empty_barrier(spec, shared, stage, 1), False, there)
+        if spec.widens_tiles:
+            self.release(narrow_barrier(spec, shared, self.place_in_wide(piece.issued + i)[0], 1), False, there)
 
     @cute.jit
     def release(self, barrier: cute.Pointer, by_lane: cutlass.Constexpr, there: Boolean | bool = True):

@@ -23,7 +23,7 @@ from ..attend.mask import has_outside, zero_outside
 from ..attend.pack_gqa import prefetch_query, reader_of, turn_of
 from ..attend.query_rows import Row, TilePlace, first_tile, place_of_tile
 from ..attend.widen import widen_tile, zero_widened
-from ..kv.scale import SMALLEST_UNIT, fetch_scales, find_scales, widen_key_scales, widen_value_scales
+from ..kv.scale import fetch_scales, find_scales, widen_scales
 from ..kv.source import (
     box_pages,
     empty_row,
@@ -66,20 +66,17 @@ class TmaMainloop:
         self.ahead_warp = spec.num_warps + (-1 if spec.token_scales else 1)
         self.boxes = spec.tile_n // spec.box_rows
         self.opens_late = False  # whether a producer looks up a piece only behind the last tile of the piece before
-        scaled = (spec.k_token_scale, spec.v_token_scale) if spec.overlaps else (spec.token_scales > 0, False)
-        self.arrivals = tuple(1 + (LANES + 1 if some else 0) for some in scaled)  # tiles, each lane's scales, their flags
+        # arrivals at a full barrier: K and V, each lane's scales, their flags; scales come with K if V has barriers of its own
+        self.arrivals = 1 + (32 + 1 if spec.token_scales else 0), 1
         readers = spec.readers
-        # lanes of a warp that arrive for a widened tile of K, or of V: each, for scales that it has stored or read itself
-        self.lanes_widen = tuple(LANES if spec.widens_tiles and some else 1 for some in scaled)
-        widening = [len(crew) * lanes for crew, lanes in zip(spec.widening_crews, self.lanes_widen, strict=True)]
+        widening = [len(crew) for crew in spec.widening_crews]
+        self.lanes_widen = LANES if spec.widens_tiles and spec.token_scales else 1  # a lane arrives for its own scales
         self.zeroes_alone = readers > 1 and spec.wide[1] is None
         # arrivals at an empty barrier: each lane, if it read scales or V's elements itself; one lane, if ldmatrix reads for all
-        self.all_release = spec.token_scales > 0 or (spec.splits and self.zeroes_alone)
-        own = [some and wide is None for some, wide in zip(scaled, spec.wide, strict=True)]
-        self.by_lane = own if spec.overlaps else [self.all_release, False]  # whether that is so for K, and for V
+        self.all_release = (spec.token_scales > 0 and not spec.widens_tiles) or (spec.splits and self.zeroes_alone)
         of_values = readers if spec.wide[1] is None else 0  # a widened V is done with once it is widened
-        reading = [count * (LANES if lanes else 1) for count, lanes in zip((readers, of_values), self.by_lane, strict=True)]
-        self.releases = reading[0] + widening[0], reading[1] + widening[1]
+        of_keys = readers * (LANES if self.all_release else 1)
+        self.releases = of_keys + widening[0] * self.lanes_widen, of_values + widening[1]
 
     def operands(self, k: cute.Tensor, v: cute.Tensor) -> tuple:
         """(K atom, K coordinates, V atom, V coordinates) of caches [pages, heads, slots, head_dim] in any strides."""
@@ -117,10 +114,9 @@ class TmaMainloop:
                     cute.arch.mbarrier_init(zeroed_barrier(self.spec, shared, stage), LANES)
             for stage in cutlass.range_constexpr(self.spec.wide_stages):
                 for which in cutlass.range_constexpr(2):
-                    lanes, crew = cutlass.const_expr(self.lanes_widen[which]), self.spec.widening_crews[which]
-                    if cutlass.const_expr(len(crew) > 0):
-                        cute.arch.mbarrier_init(widened_barrier(self.spec, shared, stage, which), len(crew) * lanes)
-                        cute.arch.mbarrier_init(narrow_barrier(self.spec, shared, stage, which), self.spec.readers * lanes)
+                    lanes, crew = self.lanes_widen if which == 0 else 1, self.spec.widening_crews[which]
+                    cute.arch.mbarrier_init(widened_barrier(self.spec, shared, stage, which), len(crew) * lanes)
+                    cute.arch.mbarrier_init(narrow_barrier(self.spec, shared, stage, which), self.spec.readers * lanes)
             for news in (crew_barrier, announced_barrier):
                 cute.arch.mbarrier_init(news(self.spec, shared), 1)
         cute.arch.mbarrier_init_fence()
@@ -285,26 +281,14 @@ class TmaMainloop:
             if warp >= crew.start and warp < crew.stop:
                 cute.arch.mbarrier_wait(full_barrier(spec, shared, stage, which), parity)
                 cute.arch.mbarrier_wait(narrow_barrier(spec, shared, wide, which), turn ^ 1)
-                if cutlass.const_expr(which == 0 and spec.k_token_scale):
-                    widen_key_scales(spec, shared.scales[0], stage, shared.wide_scales[0], wide, warp)
-                if cutlass.const_expr(which == 1 and spec.v_token_scale):
-                    self.widen_scales(shared, ordinal, i == 0, warp == crew.start)
+                if cutlass.const_expr(which == 0):
+                    widen_scales(spec, shared.scales, stage, shared.wide_scales, wide, warp)
                 self.widen_part(shared, which, stage, wide, place, warp - crew.start)
                 cute.arch.fence_proxy("async.shared", space="cta")
                 cute.arch.sync_warp()
-                if (cute.arch.lane_idx() == 0) | (self.lanes_widen[which] > 1):
+                if (cute.arch.lane_idx() == 0) | (which == 0 and self.lanes_widen > 1):
                     cute.arch.mbarrier_arrive(empty_barrier(spec, shared, stage, which))
                     cute.arch.mbarrier_arrive(widened_barrier(spec, shared, wide, which))
-
-    @cute.jit
-    def widen_scales(self, shared: Shared, ordinal: Int32, opens: Boolean, mine: Boolean):
-        """Widens V's scales of the share's tile `ordinal`. opens: whether a piece begins there; mine: whether this warp does."""
-        wide, before = shared.wide_scales[1], Int32(SMALLEST_UNIT)
-        if mine:
-            if not opens:
-                before = wide.upper[0, self.place_in_wide(ordinal - 1)[0]]
-            stages = self.place_in_ring(ordinal)[0], self.place_in_wide(ordinal)[0]
-            widen_value_scales(self.spec, shared.scales[1], stages[0], wide, stages[1], before)
 
     def widen_part(self, shared: Shared, which: int, stage: Int32, wide: Int32, place: TilePlace, warp: Int32):
         """Widens K (0) or V (1) of a tile, if its elements have 8 bits. warp: this warp's number in its crew."""
@@ -367,20 +351,11 @@ class TmaMainloop:
     ):
         """Issues the scales of the piece's tile i, one token per lane, found before its stage is free. lane: see issue_boxes."""
         found = self.find_scales(problem, piece, i, head, pages, lane)
-        keys, values = shared.scales
-        both = ((keys, None), (None, values)) if self.spec.overlaps else ((keys, values),)
-        for which, rings in enumerate(both):
-            if cutlass.const_expr(rings != (None, None)):
-                self.fetch_one(shared, rings, found, self.ordinal(piece, i, head), which)
-
-    @cute.jit
-    def fetch_one(self, shared: Shared, rings: tuple, found: list, ordinal: Int32, which: cutlass.Constexpr):
-        """Fetches scales into `rings` once the stage of tile `ordinal` is free. which: as in shared.empty_barrier."""
-        stage = self.await_stage(shared, ordinal, which)
-        fetch_scales(rings, found, stage)
-        arrive_after_copies(full_barrier(self.spec, shared, stage, which))
+        stage = self.await_stage(shared, self.ordinal(piece, i, head))
+        fetch_scales(shared.scales, found, stage)
+        arrive_after_copies(full_barrier(self.spec, shared, stage))
         if cute.arch.lane_idx() == 0:  # for what this lane stored itself
-            cute.arch.mbarrier_arrive(full_barrier(self.spec, shared, stage, which))
+            cute.arch.mbarrier_arrive(full_barrier(self.spec, shared, stage))
 
     def find_scales(self, problem: Problem, piece: Piece, i: Int32, head: int, pages: Int32, lane: Int32) -> list:
         """Where the scales of the piece's tile i are: [K's, V's] per 32 tokens. Lanes from `lane` on hold the tile's pages."""

@@ -46,11 +46,6 @@ def larger_pair(dtype: type, target: str, first: Int32, second: Int32) -> Int32:
     return cute.arch.inline_ptx(text, write_only_types=[Int32], read_only_args=[first, second])
 
 
-def mul_pair(first: Int32, second: Int32) -> Int32:
-    """The products of two pairs of f16, half by half."""
-    return cute.arch.inline_ptx("mul.f16x2 {$w0}, {$r0}, {$r1};", write_only_types=[Int32], read_only_args=[first, second])
-
-
 def select_bytes(first: Int32, second: Int32, which: int) -> Int32:
     """Four of the eight bytes of two words. which: one nibble per byte of the result, the number of its source byte."""
     return cute.arch.inline_ptx(
