@@ -178,8 +178,7 @@ def test_mixed(name: str, tmp_path: Path) -> None:
     assert sass.count("HGMMA") == steps
     assert len(re.findall(r"\bHMMA", sass)) >= few
     assert sass.count("WARPGROUP.DEPBAR") == 4 + 2 * (1 + spec.some.overlaps)
-    spilled = len(re.findall(r"\bSTL\b", sass))
-    assert spilled <= (4 if spec.register_shares[1] == 32 else 0), "more spilled than the thread's number and what an item keeps"
+    assert not re.search(r"\b(LDL|STL)\b", sass), "registers spilled to local memory"
     made = [int(offset, 16) for offset in re.findall(r"SYNCS\.EXCH\.64 URZ, \[UR\d+\+0x([0-9a-f]+)\]", sass)]
     assert len(set(made)) == len(made) == sum(phase.barrier_count for phase in spec.phases)
     assert spec.union_bytes <= min(made) and max(made) + 8 <= spec.smem_bytes, "an mbarrier in memory that other phases use"

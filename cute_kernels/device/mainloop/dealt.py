@@ -8,7 +8,19 @@ from ...config.decode import ITEMS, KernelSpec
 from ..kv.source import empty_row, inspect_requests
 from ..problem import Problem
 from ..ptx.registers import LANES
-from ..schedule.dealing import Found, Item, find_item, helpers, meet_all, pages_of, piece_of, publish_item, take_item
+from ..schedule.dealing import (
+    Found,
+    Item,
+    end_claims,
+    find_item,
+    helpers,
+    meet_all,
+    nothing_found,
+    pages_of,
+    piece_of,
+    publish_item,
+    take_item,
+)
 from ..schedule.work_scheduler import Piece
 from .overlap import OverlapMainloop
 from .shared import Shared, item_barrier, taken_barrier
@@ -40,19 +52,26 @@ class DealtMainloop(OverlapMainloop):
         spec, rows, batch, issued, turn = self.spec, problem.rows, problem.batch(self.spec), Int32(0), Int32(0)
         cute.arch.griddepcontrol_wait()
         meet_all(spec)
-        item, found, pages = self.next_item(problem, shared, turn, Found(Int32(0), Int32(0)), scales)
+        item, found, pages = self.next_item(problem, shared, turn, nothing_found(), scales)
         while item.index < batch:
             piece = piece_of(spec, rows, item, issued)
             issued += piece.tiles
             turn += 1
             where = shared, turn, found
             item, found, pages = self.issue(problem, shared, where, piece, pages, Boolean(True), scales)
-        if cutlass.const_expr(not scales and spec.q_lens is None):
-            inspect_requests(spec, rows, batch, problem.status)
+        if cutlass.const_expr(not scales):
+            self.end(problem, found)
+
+    def end(self, problem: Problem, found: Found):
+        """What the warp that finds the items does last. found: that of the item past the last one."""
+        if self.spec.claims:  # in a mixed kernel another warp inspects all requests
+            end_claims(problem.workspace, found.rest)
+        else:
+            inspect_requests(self.spec, problem.rows, problem.batch(self.spec), problem.status)
 
     def no_next(self, problem: Problem, pages: Int32) -> tuple:
         """The value with which `issue` begins; it always finds an item."""
-        return Item(Int32(0), Int32(0), Int32(0), empty_row(self.spec)), Found(Int32(0), Int32(0)), pages
+        return Item(Int32(0), Int32(0), Int32(0), empty_row(self.spec)), nothing_found(), pages
 
     def open_next(self, problem: Problem, where: tuple, piece: Piece, scales: bool) -> tuple:
         """The item after a piece's. where: (shared memory, the item's round, Found of the previous one)."""

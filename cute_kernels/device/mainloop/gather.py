@@ -12,11 +12,11 @@ from cutlass import Int32, Int64
 
 from ...config.decode import KernelSpec
 from ...config.problem import UNIT_BYTES
-from ..kv.source import find_holes, find_page, inspect_requests, is_seen
+from ..kv.source import find_holes, find_page, is_seen
 from ..problem import Problem
 from ..ptx.cp_async import copy_async
 from ..ptx.registers import LANES, quotient, remainder
-from ..schedule.dealing import Found, meet_all, piece_of
+from ..schedule.dealing import meet_all, nothing_found, piece_of
 from ..schedule.work_scheduler import Piece
 from . import tile
 from .dealt import DealtMainloop
@@ -48,7 +48,7 @@ class GatherMainloop(DealtMainloop):
         spec, rows, batch = self.spec, problem.rows, problem.batch(self.spec)
         cute.arch.griddepcontrol_wait()
         meet_all(spec)
-        issued, turn, found, owed = Int32(0), Int32(0), Found(Int32(0), Int32(0)), Int32(NOTHING)
+        issued, turn, found, owed = Int32(0), Int32(0), nothing_found(), Int32(NOTHING)
         item, found = self.find_or_take(problem, shared, turn, found, leads)
         while item.index < batch:
             piece = piece_of(spec, rows, item, issued)
@@ -61,8 +61,8 @@ class GatherMainloop(DealtMainloop):
             owed = self.bring(problem, shared, piece, part, owed)
             issued += piece.tiles
         self.pay(shared, owed, 0)
-        if cutlass.const_expr(leads and spec.q_lens is None):
-            inspect_requests(spec, rows, batch, problem.status)
+        if cutlass.const_expr(leads):
+            self.end(problem, found)
 
     def token_of_lane(self, piece: Piece, i: Int32, part: Int32) -> Int32:
         """The token of the piece's tile i that this lane looks up; a token past the range if the tile has none for this lane."""

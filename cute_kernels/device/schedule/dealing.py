@@ -41,10 +41,19 @@ class Item:
 
 @dataclass(frozen=True)
 class Found:
-    """Where a search may go on: at request `begin`, after `before` items of earlier requests."""
+    """Where a search may go on: at request `begin`, after `before` items of earlier requests.
+
+    rest: the number of the item that was found, in its request; past the last item, how many come between.
+    """
 
     begin: Int32
     before: Int32
+    rest: Int32
+
+
+def nothing_found() -> Found:
+    """The beginning of a search."""
+    return Found(Int32(0), Int32(0), Int32(0))
 
 
 def helpers(spec: KernelSpec) -> int:
@@ -80,9 +89,9 @@ def claim(workspace: cute.Tensor) -> Int32:
 
 @cute.jit
 def end_claims(workspace: cute.Tensor, past: Int32):
-    """The CTA that claims last leaves the count as it was: each CTA claims until it is past the last item, once.
+    """A warp whose claim was past the last item: each CTA has one such claim, and the last of them leaves the count as it was.
 
-    past: how many claims before this one were past the last item; below 0 if this one is not.
+    past: how many claims past the last item came before.
     """
     if (past == cute.arch.grid_dim()[0] - 1) & (cute.arch.lane_idx() == 0):
         cute.make_tensor(claims_of(workspace), 1)[0] = Int32(0)
@@ -100,28 +109,20 @@ def items_at(spec: KernelSpec, rows: Rows, index: Int32) -> Int32:
 
 @cute.jit
 def find_item(spec: cutlass.Constexpr, problem: Problem, turn: Int32, found: Found) -> tuple[Item, Found]:
-    """A warp finds this CTA's item of round `turn`, or claims one. found: that of the previous round.
-
-    The search for a claimed item begins anew: kept, `found` is spilled in the loop of a producer with 32 registers.
-    """
+    """A warp finds this CTA's item of round `turn`, or claims one. found: that of the previous round."""
     rows, batch, begin, before = problem.rows, problem.batch(spec), found.begin, found.before
-    if cutlass.const_expr(spec.claims):
-        ordinal, begin, before = claim(problem.workspace), Int32(0), Int32(0)
-    else:
-        ordinal = ordinal_of(turn)
+    ordinal = claim(problem.workspace) if cutlass.const_expr(spec.claims) else ordinal_of(turn)
     if cutlass.const_expr(spec.query == "uniform"):
         each = cutlass.max(items_of(spec, rows, open_queries(spec, rows.queries, Int32(0))[1]), 1)
         index, rest = quotient(ordinal, each), remainder(ordinal, each)
     else:
         index, rest, begin, before = search(spec, rows, batch, ordinal, begin, before, items_at)
     index = cutlass.min(index, batch)
-    if cutlass.const_expr(spec.claims):
-        end_claims(problem.workspace, cutlass.select_(index == batch, rest, -1))
     row = open_row_or_nothing(spec, rows, index, batch)
     heads = Int32(rows.k.shape[1])
     block = quotient(items_of(spec, rows, row.queries), heads) - 1 - quotient(rest, heads)
     uniform = cute.arch.make_warp_uniform
-    return Item(uniform(index), uniform(block), uniform(remainder(rest, heads)), row), Found(begin, before)
+    return Item(uniform(index), uniform(block), uniform(remainder(rest, heads)), row), Found(begin, before, rest)
 
 
 @cute.jit
@@ -146,11 +147,8 @@ def search(
         before = cutlass.select_(searching, before + total, before)
         begin = cutlass.select_(searching, begin + LANES, begin)
     lane = cute.arch.popc(cute.arch.vote_ballot_sync(before + inclusive <= ordinal))
-    rest = (
-        ordinal
-        - before
-        - cute.arch.shuffle_sync(inclusive - cutlass.select_(lane < LANES, count, 0), cutlass.min(lane, LANES - 1))
-    )
+    earlier = inclusive - cutlass.select_(lane < LANES, count, 0)
+    rest = ordinal - before - cute.arch.shuffle_sync(earlier, cutlass.min(lane, LANES - 1))
     return cutlass.select_(lane < LANES, begin + lane, batch), rest, begin, before
 
 
