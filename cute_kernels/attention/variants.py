@@ -7,7 +7,6 @@ from dataclasses import asdict, replace
 from ..checks.fields import MAX_EXTENT
 from ..config.decode import DecodeConfig, KernelSpec, Partition
 from ..config.limits import supports
-from ..config.mixed import MixedSpec
 from ..config.tiling import Arch, Target
 from ..kv.types import QUERY_DTYPES
 from ..planning.variants import (
@@ -151,7 +150,7 @@ def grid_of(problem: DecodeProblem, kernel: Candidate) -> tuple[DecodeProblem, i
 
 def regions_of(problem: DecodeProblem, chosen: Candidate) -> tuple[WorkspaceRegion, ...]:
     """The regions of a plan's workspace; for a mixed kernel, its claims and the regions of each phase, one after the other."""
-    claims = isinstance(chosen.spec, MixedSpec) and chosen.spec.many.claims
+    claims = bool(chosen.phases) and chosen.phases[-1].spec.claims
     return joined((workspace_regions(*grid_of(problem, phase)) for phase in chosen.phases or (chosen,)), claims)
 
 

@@ -14,7 +14,7 @@ from cute_kernels.attention.choice import heuristics
 from cute_kernels.attention.choice.cost_model import predict_us
 from cute_kernels.attention.kernel_spec import kernel_spec
 from cute_kernels.attention.variants import explain, grid_of, misfits, regions_of
-from cute_kernels.attention.workspace import workspace_bytes
+from cute_kernels.attention.workspace import CLAIMS, workspace_bytes
 from cute_kernels.config.decode import DecodeConfig
 from cute_kernels.config.limits import supports
 from cute_kernels.planning.variants import PRETEND, VARIANTS, DeviceFacts
@@ -305,12 +305,12 @@ def test_regions_are_the_whole_workspace(storage: str, sm_count: int) -> None:
         ).problem
         candidate = explain(described, facts, ck.PlanPreference(batch_invariant=invariant)).chosen
         claims = bool(candidate.phases) and candidate.phases[-1].spec.claims
-        end = 128 if claims else 0
+        end = CLAIMS.nbytes if claims else 0
         for phase in candidate.phases or (candidate,):
             end += workspace_bytes(*grid_of(described, phase))
             assert end % 128 == 0
         regions, begin = regions_of(described, candidate), 0
-        assert [region.name == "claims" for region in regions[:1]] == [claims] * len(regions[:1])
+        assert (regions[:1] == (CLAIMS,)) is claims
         for region in regions:
             assert region.offset == begin, regions
             begin += region.nbytes

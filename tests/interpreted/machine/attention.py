@@ -13,13 +13,14 @@ from cute_kernels.attention.descriptors import DecodeProblem
 from cute_kernels.attention.kernel_spec import kernel_spec, units_of
 from cute_kernels.attention.operands import NO_EXTRAS, Extras, Operands
 from cute_kernels.attention.variants import explain
-from cute_kernels.attention.workspace import CLAIMS, workspace_bytes
+from cute_kernels.attention.workspace import joined, workspace_regions
 from cute_kernels.config.decode import LOG2_E, DecodeConfig, KernelSpec, Partition
 from cute_kernels.config.limits import supports
 from cute_kernels.config.mixed import MixedSpec, mixed_supports
 from cute_kernels.device.tracing.decode import arguments, build
 from cute_kernels.device.tracing.mixed import build_mixed
 from cute_kernels.planning.variants import DeviceFacts, PlanPreference
+from cute_kernels.planning.workspace import end_of
 
 from .launch import Launch, compiled
 from .memory import READ, WRITE
@@ -118,7 +119,7 @@ def _kernel(problem: DecodeProblem, spec: Any, program: Program, num_ctas: int, 
     values = (problem.max_q_len, *descriptor.launch_values) if descriptor is not None else (1, 0, 0, 0.0)
     scale = descriptor.scale if descriptor is not None else problem.head_dim**-0.5
     kernel = Kernel(spec, program, num_ctas, None, scale, values)
-    nbytes = sum(workspace_bytes(problem, num_ctas, phase.partition, phase.state_words) for phase in kernel.phases)
-    nbytes += CLAIMS.nbytes if isinstance(spec, MixedSpec) and spec.many.claims else 0
+    own = (workspace_regions(problem, num_ctas, phase.partition, phase.state_words) for phase in kernel.phases)
+    nbytes = end_of(joined(own, kernel.phases[-1].claims))
     kernel.workspace = torch.zeros(nbytes, dtype=torch.uint8) if nbytes else None
     return kernel
