@@ -69,21 +69,30 @@ def places_of(spec: KernelSpec, row: Int32) -> list:
 
 @cute.jit
 def share_states(spec: cutlass.Constexpr, merge: tuple, states: list, heads: Int32, order: Int32, scaling: Scaling):
-    """A warp's states of its m-tiles go to its place in the merge, or join the state of an earlier turn there.
+    """A warp's states of its m-tiles go to its place in the merge, or join those that a warp of another turn left there.
 
-    All consumer warps call it. states: a LaneState for each m-tile.
+    All consumer warps call it. states: a LaneState for each m-tile. Two warps that fold their states have one place: each leaves
+    half of its m-tiles there, then adds its other half to what it finds, so that both are busy.
     """
     if cutlass.const_expr(not spec.folds):
         for state in states:
             share_state(spec, merge, state, heads, order)
     else:
-        if order >= spec.merge_places:
-            for state in states:
-                share_state(spec, merge, state, heads, order - spec.merge_places)
+        half, later = cutlass.const_expr(spec.warp_tiles // 2), order >= spec.merge_places
+        place = cutlass.select_(later, order - spec.merge_places, order)
+        if later:
+            for state in states[:half]:
+                share_state(spec, merge, state, heads, place)
+        else:
+            for state in states[half:]:
+                share_state(spec, merge, state, heads, place)
         sync_consumers(spec)
-        if order < spec.merge_places:
-            for state in states:
-                join_state(spec, merge, state, heads, order, scaling)
+        if later:
+            for state in states[half:]:
+                join_state(spec, merge, state, heads, place, scaling)
+        else:
+            for state in states[:half]:
+                join_state(spec, merge, state, heads, place, scaling)
 
 
 @dataclass(frozen=True)
