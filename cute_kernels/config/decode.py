@@ -117,8 +117,7 @@ class KernelSpec(TilingSpec):
         if self.dealt:
             return 2 if self.smem_with(2) <= SMEM_BYTES[self.target] else 1
         if self.by_warpgroup:
-            fits = not self.widens_tiles or self.smem_with(2) <= SMEM_BYTES[self.target]
-            return 2 if self.row_tiles * self.padded_head_dim <= TWO_QUERIES and fits else 1
+            return 2 if self.row_tiles * self.padded_head_dim <= TWO_QUERIES and not self.widens_tiles else 1
         if self.shares_ring:
             return 1
         if self.splits:
