@@ -72,27 +72,24 @@ def share_states(spec: cutlass.Constexpr, merge: tuple, states: list, heads: Int
     """A warp's states of its m-tiles go to its place in the merge, or join those that a warp of another turn left there.
 
     All consumer warps call it. states: a LaneState for each m-tile. Two warps that fold their states have one place: each leaves
-    half of its m-tiles there, then adds its other half to what it finds, so that both are busy.
+    one of its two m-tiles there, then adds the other to what it finds, so that both are busy.
     """
     if cutlass.const_expr(not spec.folds):
         for state in states:
             share_state(spec, merge, state, heads, order)
     else:
-        half, later = cutlass.const_expr(spec.warp_tiles // 2), order >= spec.merge_places
+        first, second = states
+        later = order >= spec.merge_places
         place = cutlass.select_(later, order - spec.merge_places, order)
         if later:
-            for state in states[:half]:
-                share_state(spec, merge, state, heads, place)
+            share_state(spec, merge, first, heads, place)
         else:
-            for state in states[half:]:
-                share_state(spec, merge, state, heads, place)
+            share_state(spec, merge, second, heads, place)
         sync_consumers(spec)
         if later:
-            for state in states[half:]:
-                join_state(spec, merge, state, heads, place, scaling)
+            join_state(spec, merge, second, heads, place, scaling)
         else:
-            for state in states[:half]:
-                join_state(spec, merge, state, heads, place, scaling)
+            join_state(spec, merge, first, heads, place, scaling)
 
 
 @dataclass(frozen=True)
