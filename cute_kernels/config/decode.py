@@ -234,8 +234,13 @@ class KernelSpec(TilingSpec):
 
     @property
     def barrier_count(self) -> int:
-        """All mbarriers: of tiles, of news for a share's end, of items (device/mainloop/shared.py)."""
-        return self.tile_barriers + NEWS + (2 * ITEMS if self.dealt else 0)
+        """All mbarriers: of tiles, of news for a share's end, of items, of queries (device/mainloop/shared.py)."""
+        return self.tile_barriers + NEWS + (2 * ITEMS if self.dealt else 0) + self.query_barriers
+
+    @property
+    def query_barriers(self) -> int:
+        """mbarriers of queries that other warps bring: full and empty for each buffer, and one for the merge buffer."""
+        return 2 * self.query_buffers + 1 if self.query_warps else 0
 
     @property
     def smem_bytes(self) -> int:

@@ -91,6 +91,11 @@ def lane_columns(spec: KernelSpec) -> list[Int32]:
     return [first + 2 * cute.arch.lane_idx() for first in range(0, spec.padded_head_dim, 2 * LANES)]
 
 
+def consumers(spec: KernelSpec) -> tuple[Int32, int]:
+    """Which of the consumer warps this warp is, and how many there are."""
+    return cute.arch.warp_idx(), spec.num_warps
+
+
 def sync_consumers(spec: KernelSpec):
     """Barrier of the consumer warps."""
     cute.arch.barrier(barrier_id=CONSUMERS, number_of_threads=spec.num_warps * 32)
@@ -122,28 +127,30 @@ def prefetch_query(spec: cutlass.Constexpr, q: cute.Tensor, block: QueryBlock):
 
 
 @cute.jit
-def fetch_query(spec: cutlass.Constexpr, q: cute.Tensor, block: QueryBlock, shared: cute.Tensor):
-    """The consumer warps start to copy the query of a block of packed rows to shared memory; settle_query waits for the copies.
+def fetch_query(
+    spec: cutlass.Constexpr, q: cute.Tensor, block: QueryBlock, shared: cute.Tensor, workers: tuple[Int32, int] | None = None
+):
+    """Warps start to copy the query of a block of packed rows to shared memory; settle_query waits for the copies.
 
-    shared: a buffer [element, lane, k16 step]. A warp copies the rows that it rescales. If it rescales none it copies k16 steps
-    of all rows: by heads, a launch whose CTAs all read one row's query ended up to 1 us later (1 x 16k + 15 x 64 at 8/1; why is
-    not known).
+    shared: a buffer [element, lane, k16 step]. workers: which of them this warp is, and how many; None: the consumer warps. A
+    warp copies the rows that it rescales. If it rescales none it copies k16 steps of all rows: by heads, a launch whose CTAs all
+    read one row's query ended up to 1 us later (1 x 16k + 15 x 64 at 8/1; why is not known).
     """
     if cutlass.const_expr(spec.by_warpgroup):
         fetch_rows(spec, q, block, shared)
     else:
-        fetch_fragments(spec, q, block, shared)
+        fetch_fragments(spec, q, block, shared, consumers(spec) if cutlass.const_expr(workers is None) else workers)
     cute.arch.cp_async_commit_group()
 
 
 @cute.jit
-def fetch_fragments(spec: cutlass.Constexpr, q: cute.Tensor, block: QueryBlock, shared: cute.Tensor):
+def fetch_fragments(spec: cutlass.Constexpr, q: cute.Tensor, block: QueryBlock, shared: cute.Tensor, workers: tuple[Int32, int]):
     """fetch_query into the layout from which each lane reads its fragments."""
     source, lane = block_view(spec, q, block), cute.arch.lane_idx()
     columns = cutlass.const_expr(spec.query_fragment[1])
     steps = cutlass.const_expr(spec.padded_head_dim // columns)
     stop = block.rows if cutlass.const_expr(spec.rescales_query) else spec.row_tiles * steps
-    for turn in cutlass.range(cute.arch.warp_idx(), stop, spec.num_warps, unroll=1):
+    for turn in cutlass.range(workers[0], stop, workers[1], unroll=1):
         if cutlass.const_expr(spec.rescales_query):
             for column in lane_columns(spec):
                 if column < spec.padded_head_dim:
@@ -208,19 +215,26 @@ def fetch_pair(
 
 @cute.jit
 def settle_query(
-    spec: cutlass.Constexpr, shared: cute.Tensor, inverses: cute.Tensor, heads: Int32, sign: Float32, fresh: Boolean
+    spec: cutlass.Constexpr,
+    shared: cute.Tensor,
+    inverses: cute.Tensor,
+    heads: Int32,
+    sign: Float32,
+    fresh: Boolean,
+    workers: tuple[Int32, int] | None = None,
 ):
     """Each warp waits for its copies, and rescales the packed rows that it copied, in place, if K needs it (query_range.py).
 
-    inverses: those of the rows' factors, f32 [row]; sign: of K's scale; fresh: whether the buffer is as it came. Other warps see
-    the result after the consumers' next barrier.
+    inverses: those of the rows' factors, f32 [row]; sign: of K's scale; fresh: whether the buffer is as it came; workers: as in
+    fetch_query. Other warps see the result after a barrier.
     """
     cute.arch.cp_async_wait_group(0)
     if cutlass.const_expr(spec.rescales_query):
         if cutlass.const_expr(spec.by_warpgroup):
             cute.arch.sync_warp()  # a lane has fetched elements that other lanes rescale
         words, columns = cute.recast_tensor(shared, Int32), lane_columns(spec)
-        begin, stop, step = cute.arch.warp_idx(), cutlass.select_(fresh, heads, 0), spec.num_warps
+        begin, step = consumers(spec) if cutlass.const_expr(workers is None) else workers
+        stop = cutlass.select_(fresh, heads, 0)
         if cutlass.const_expr(spec.dealt):  # a warp has fetched the rows of its own m-tile
             begin, stop, step = begin * TILE_M, cutlass.min(stop, (begin + 1) * TILE_M), 1
         for query_row in cutlass.range(begin, stop, step, unroll=1):

@@ -40,6 +40,7 @@ from ..combine.combine import Columns, Parts, all_columns, combine_columns, merg
 from ..combine.partials import DECLINED, WRITTEN, open_workspace
 from ..kv.scale import Scaling, merge_scaling, open_scaling
 from ..kv.source import Rows, open_row, open_row_or_nothing
+from ..mainloop.beside import await_merge, await_query, bring_queries, release_merge, release_query
 from ..mainloop.block import BlockMainloop
 from ..mainloop.cp_async import CpAsyncMainloop
 from ..mainloop.dealt import DealtMainloop
@@ -81,6 +82,7 @@ class DecodeKernel:
         self.mainloop = mainloop_of(spec)
         self.overlap = spec.target == "sm_90a"  # programmatic dependent launch: starts while the previous kernel drains
         self.divides = spec.divides_combine
+        self.counts_turns = spec.q_lens is not None or spec.query_warps > 0
         self.fetches_late = spec.query_buffers == 1 and (spec.by_warpgroup or spec.splits or spec.shares_ring)
 
     @cute.jit
@@ -171,6 +173,8 @@ class DecodeKernel:
                 self.mainloop.widen(problem, shared, role - self.mainloop.producer_warps)
             elif role == 1 and cutlass.const_expr(spec.token_scales > 0):
                 self.mainloop.produce(problem, shared, scales=True)
+        elif cutlass.const_expr(spec.query_warps > 0) and role >= self.mainloop.producer_warps:
+            bring_queries(spec, problem, shared, role - self.mainloop.producer_warps)
         elif role == 1 and cutlass.const_expr(spec.token_scales > 0):  # other warps may only have registers to hand over
             self.mainloop.produce(problem, shared, scales=True)
 
@@ -190,10 +194,15 @@ class DecodeKernel:
         heads = heads_of(spec, queries, share.unit)
         scaling = open_scaling(spec, problem.scales, heads[0], scale_log2)
         index, row, first, issued, settled = share.row, opening.row, share.tile, Int32(0), Int32(-1)  # settled: the query's row
-        turn = Int32(0)  # how many rows came before, if a row's index does not say it
+        turn, pieces = Int32(0), Int32(0)  # how many rows (if a row's index does not say it) and pieces came before
         if unfinished(share, index, first):
             block = query_block(spec, queries, share.unit, heads, index, row)
-            fetch_query(spec, problem.q, block, query_buffer(spec, shared.query, self.turn_of(index, turn)))
+            now = self.turn_of(index, turn)
+            buffer = query_buffer(spec, shared.query, now)
+            fetch_query(spec, problem.q, block, buffer)
+            if cutlass.const_expr(spec.query_warps > 0):
+                settle_query(spec, buffer, shared.inverses[None, now % 2], block.rows, scaling.sign, Boolean(True))
+                sync_consumers(spec)
         if cutlass.const_expr(self.divides):
             clear_declined(spec, shared)
             if cutlass.const_expr(spec.arch == "sm80"):
@@ -208,15 +217,18 @@ class DecodeKernel:
             now, then = self.turn_of(index, turn), self.turn_of(next_index, turn + 1)
             buffer, factors = query_buffer(spec, shared.query, now), shared.inverses[None, now % 2]
             next_buffer = query_buffer(spec, shared.query, then)
-            settle_query(spec, buffer, factors, piece.block.rows, scaling.sign, index != settled)
-            settled = index
-            sync_consumers(spec)
+            if cutlass.const_expr(spec.query_warps > 0):
+                await_query(spec, shared, now)
+            else:
+                settle_query(spec, buffer, factors, piece.block.rows, scaling.sign, index != settled)
+                settled = index
+                sync_consumers(spec)
             row_tiles = self.row_tiles(problem, piece, buffer, factors, held, states)
             if cutlass.const_expr(spec.query_buffers == 1 and not self.fetches_late):
                 sync_consumers(spec)  # all warps have read their query rows
             if cutlass.const_expr(spec.several):  # the next row says which query rows to fetch
                 row = self.open_next(problem, share, next_index, next_first)
-            if cutlass.const_expr(not self.fetches_late):
+            if cutlass.const_expr(not self.fetches_late and spec.query_warps == 0):
                 self.fetch_next(problem, next_buffer, share, heads, index, (next_index, next_first), row)
             for state in states:
                 reset_state(state)
@@ -225,6 +237,9 @@ class DecodeKernel:
                 row = self.open_next(problem, share, next_index, next_first)
             if cutlass.const_expr(self.divides):
                 settle(spec, problem, shared, share)
+            if cutlass.const_expr(spec.query_warps > 0):
+                release_query(spec, shared, now, next_index > index)
+                await_merge(spec, shared, pieces)
             order = self.mainloop.order(piece)
             merging = merge_scaling(spec, scaling)
             outcome = self.settle(shared, piece, row_tiles, thr_mma, order, (scaling, merging))
@@ -235,8 +250,11 @@ class DecodeKernel:
             if cutlass.const_expr(self.fetches_late and spec.settles_alone):  # the output went through the query's buffer
                 sync_consumers(spec)
                 self.fetch_next(problem, next_buffer, share, heads, index, (next_index, next_first), row)
+            if cutlass.const_expr(spec.query_warps > 0):
+                release_merge(spec, shared)
+                pieces += 1
             issued += piece.stop - piece.first
-            if cutlass.const_expr(spec.q_lens is not None):
+            if cutlass.const_expr(self.counts_turns):
                 turn += Int32(next_index > index)
             index, first = next_index, next_first
         if cutlass.const_expr(spec.overlaps):
@@ -274,7 +292,7 @@ class DecodeKernel:
 
     def turn_of(self, index: Int32, turn: Int32) -> Int32:
         """A number that grows by one per row: the row's index, or how many rows came before if the phase skips some."""
-        return index if self.spec.q_lens is None else turn
+        return turn if self.counts_turns else index
 
     def open_next(self, problem: Problem, share: Share, index: Int32, first: Int32) -> Row:
         """The row at which the share goes on, or nothing past its end."""

@@ -154,6 +154,21 @@ def announced_barrier(spec: KernelSpec, shared: Shared) -> cute.Pointer:
     return shared.barriers + 2 * spec.num_stages + 1
 
 
+def query_barrier(spec: KernelSpec, shared: Shared, buffer: Int32 | int) -> cute.Pointer:
+    """The barrier "a query buffer has a settled query": each lane of the warps that bring queries arrives."""
+    return shared.barriers + (spec.barrier_count - spec.query_barriers) + buffer
+
+
+def used_barrier(spec: KernelSpec, shared: Shared, buffer: Int32 | int) -> cute.Pointer:
+    """The barrier "a query buffer is free": each consumer warp arrives."""
+    return query_barrier(spec, shared, buffer) + spec.query_buffers
+
+
+def merged_barrier(spec: KernelSpec, shared: Shared) -> cute.Pointer:
+    """The barrier "the merge buffer is free": each consumer warp arrives once it has stored its part of a piece."""
+    return query_barrier(spec, shared, 2 * spec.query_buffers)
+
+
 def zeroed_barrier(spec: KernelSpec, shared: Shared, stage: Int32 | int) -> cute.Pointer:
     """The barrier "unseen rows of a stage's V are zero": the first of several readers arrives."""
     return shared.barriers + 2 * spec.num_stages + NEWS + stage

@@ -40,6 +40,7 @@ from ..schedule.crew import prepare_end
 from ..schedule.opening import Opening, find_opening, first_pages, meet, meet_consumers, publish, read_opening
 from ..schedule.work_scheduler import Piece, following, keys_of, make_piece, take_share, unfinished
 from . import tile
+from .beside import make_query_barriers
 from .boxes import EVICT_FIRST, arrive_after_copies, partition_boxes, tensor_map
 from .shared import (
     Shared,
@@ -117,6 +118,8 @@ class TmaMainloop:
                     lanes, crew = self.lanes_widen if which == 0 else 1, self.spec.widening_crews[which]
                     cute.arch.mbarrier_init(widened_barrier(self.spec, shared, stage, which), len(crew) * lanes)
                     cute.arch.mbarrier_init(narrow_barrier(self.spec, shared, stage, which), self.spec.readers * lanes)
+            if cutlass.const_expr(self.spec.query_warps > 0):
+                make_query_barriers(self.spec, shared)
             for news in (crew_barrier, announced_barrier):
                 cute.arch.mbarrier_init(news(self.spec, shared), 1)
         cute.arch.mbarrier_init_fence()

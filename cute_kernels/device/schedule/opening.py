@@ -85,7 +85,8 @@ def comes_late(spec: KernelSpec) -> bool:
 
 def meet(spec: KernelSpec):
     """Producers and consumers, except a late consumer, meet: each sees what the others wrote before, mbarriers included."""
-    sync_branches(OPENED, spec.num_warps - comes_late(spec) + 1 + (spec.token_scales > 0) + spec.widening_warps)
+    others = 1 + (spec.token_scales > 0) + spec.widening_warps + spec.query_warps
+    sync_branches(OPENED, spec.num_warps - comes_late(spec) + others)
 
 
 @cute.jit
