@@ -165,6 +165,7 @@ def page_of(records: Sequence[Record], problems: Iterable[Problem]) -> Page:
     gpus = [gpu_view(name, of_gpu) for name, of_gpu in by_gpu(records).items() if any(r.metric == DEVICE for r in of_gpu)]
     if not gpus:
         raise ValueError("results: hold no record of device time")
+    gpus.sort(key=lambda gpu: len(gpu.cases), reverse=True)  # the page opens with the GPU that most is known of
     return Page(tuple(gpus), tuple(problems))
 
 
