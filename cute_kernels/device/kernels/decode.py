@@ -195,20 +195,8 @@ class DecodeKernel:
         scaling = open_scaling(spec, problem.scales, heads[0], scale_log2)
         index, row, first, issued, settled = share.row, opening.row, share.tile, Int32(0), Int32(-1)  # settled: the query's row
         turn, pieces = Int32(0), Int32(0)  # how many rows (if a row's index does not say it) and pieces came before
-        if unfinished(share, index, first):
-            block = query_block(spec, queries, share.unit, heads, index, row)
-            now = self.turn_of(index, turn)
-            buffer = query_buffer(spec, shared.query, now)
-            fetch_query(spec, problem.q, block, buffer)
-            if cutlass.const_expr(spec.query_warps > 0):
-                settle_query(spec, buffer, shared.inverses[None, now % 2], block.rows, scaling.sign, Boolean(True))
-                sync_consumers(spec)
-        if cutlass.const_expr(self.divides):
-            clear_declined(spec, shared)
-            if cutlass.const_expr(spec.arch == "sm80"):
-                begin_crew(spec, problem, shared, share, row)
-        elif cutlass.const_expr(spec.split):
-            self.find_opener(problem, shared, share, row)
+        self.open_query(problem, shared, share, heads, opening.row, scaling.sign)
+        self.open_combine(problem, shared, share, opening.row)
         if cutlass.const_expr(spec.overlaps):
             self.mainloop.open_turns()
         while unfinished(share, index, first):
@@ -221,8 +209,8 @@ class DecodeKernel:
                 await_query(spec, shared, now)
             else:
                 settle_query(spec, buffer, factors, piece.block.rows, scaling.sign, index != settled)
-                settled = index
                 sync_consumers(spec)
+            settled = index
             row_tiles = self.row_tiles(problem, piece, buffer, factors, held, states)
             if cutlass.const_expr(spec.query_buffers == 1 and not self.fetches_late):
                 sync_consumers(spec)  # all warps have read their query rows
@@ -263,6 +251,29 @@ class DecodeKernel:
             self.finish(problem, shared, share)
         if cutlass.const_expr(self.divides):
             announce(spec, problem, Int32(0))
+
+    @cute.jit
+    def open_query(self, problem: Problem, shared: Shared, share: Share, heads: tuple, row: Row, sign: Float32):
+        """Starts to load the query of the share's first row; settles it as well, if other warps settle those of later rows."""
+        spec = self.spec
+        if unfinished(share, share.row, share.tile):
+            block = query_block(spec, problem.rows.queries, share.unit, heads, share.row, row)
+            number = self.turn_of(share.row, Int32(0))
+            buffer = query_buffer(spec, shared.query, number)
+            fetch_query(spec, problem.q, block, buffer)
+            if cutlass.const_expr(spec.query_warps > 0):
+                settle_query(spec, buffer, shared.inverses[None, number % 2], block.rows, sign, Boolean(True))
+                sync_consumers(spec)
+
+    @cute.jit
+    def open_combine(self, problem: Problem, shared: Shared, share: Share, row: Row):
+        """Leaves in shared memory what the combine of the share's first row begins with. row: that row."""
+        if cutlass.const_expr(self.divides):
+            clear_declined(self.spec, shared)
+            if cutlass.const_expr(self.spec.arch == "sm80"):
+                begin_crew(self.spec, problem, shared, share, row)
+        elif cutlass.const_expr(self.spec.split):
+            self.find_opener(problem, shared, share, row)
 
     @cute.jit
     def settle(
