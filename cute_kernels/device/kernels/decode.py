@@ -159,7 +159,10 @@ class DecodeKernel:
 
     @cute.jit
     def supply(self, problem: Problem, shared: Shared, role: Int32):
-        """The warps that bring or widen tiles. role: 0, or below `gatherers`: K and V; 1: tokens' scales; the last ones widen."""
+        """The warps that bring tiles, widen them or bring queries.
+
+        role: 0, or below `gatherers`: K and V; 1: tokens' scales; the last ones: the rest.
+        """
         spec = self.spec
         if cutlass.const_expr(spec.gathers):
             if role == 0:
@@ -173,8 +176,11 @@ class DecodeKernel:
                 self.mainloop.widen(problem, shared, role - self.mainloop.producer_warps)
             elif role == 1 and cutlass.const_expr(spec.token_scales > 0):
                 self.mainloop.produce(problem, shared, scales=True)
-        elif cutlass.const_expr(spec.query_warps > 0) and role >= self.mainloop.producer_warps:
-            bring_queries(spec, problem, shared, role - self.mainloop.producer_warps)
+        elif cutlass.const_expr(spec.query_warps > 0):
+            if role >= self.mainloop.producer_warps:
+                bring_queries(spec, problem, shared, role - self.mainloop.producer_warps)
+            elif cutlass.const_expr(spec.token_scales > 0):
+                self.mainloop.produce(problem, shared, scales=True)
         elif role == 1 and cutlass.const_expr(spec.token_scales > 0):  # other warps may only have registers to hand over
             self.mainloop.produce(problem, shared, scales=True)
 
