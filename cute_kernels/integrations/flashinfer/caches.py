@@ -32,11 +32,12 @@ class PagedCaches:
             if kept is not None and kept[0]() is cache and kept[1] == cache.data_ptr() and kept[2] == cache.nbytes:
                 return kept[3]
             return self._split(cache)
-        if not isinstance(cache, tuple) or len(cache) != 2 or not all(isinstance(half, Tensor) for half in cache):
+        k, v = cache if isinstance(cache, tuple) and len(cache) == 2 else (None, None)
+        if not isinstance(k, Tensor) or not isinstance(v, Tensor):
             raise InvalidArgument("paged_kv_cache", "must be one tensor [pages, 2, ...] or a tuple of two, K and V")
-        if cache[0].dim() == cache[1].dim() == 4:
+        if k.dim() == v.dim() == 4:
             return cache
-        return self._page("K of paged_kv_cache", cache[0]), self._page("V of paged_kv_cache", cache[1])
+        return self._page("K of paged_kv_cache", k), self._page("V of paged_kv_cache", v)
 
     def _split(self, cache: Tensor) -> Pages:
         if cache.dim() not in (4, 5) or cache.shape[1] != 2:
