@@ -30,7 +30,7 @@ GATHER_REGISTERS = {4: (216, 72), 8: (216, 72)}  # if the producers bring tiles 
 # e ** -20 alone miss bf16's precision in some batches with token scales, and with 8 bits in all
 LAZY_WEIGHT_BITS = 11
 MIN_BOX_ROWS = 8  # rows of one 128-byte swizzle atom: the smallest page part that one TMA box may bring
-QUERY_WARPS = 2  # of the four warps beside 8 that attend, those that bring no tiles
+QUERY_WARPS = 2  # of the four warps beside 8 that attend, those behind the producers
 PRODUCER_WARPS: dict[Arch, int] = {"sm90": 2, "sm80": 0}  # one brings K and V; one brings tokens' scales, or looks ahead
 
 

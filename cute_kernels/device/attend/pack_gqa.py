@@ -91,9 +91,9 @@ def lane_columns(spec: KernelSpec) -> list[Int32]:
     return [first + 2 * cute.arch.lane_idx() for first in range(0, spec.padded_head_dim, 2 * LANES)]
 
 
-def consumers(spec: KernelSpec) -> tuple[Int32, int]:
-    """Which of the consumer warps this warp is, and how many there are."""
-    return cute.arch.warp_idx(), spec.num_warps
+def among(spec: KernelSpec, workers: tuple[Int32, int] | None) -> tuple[Int32, int]:
+    """`workers`: which of the warps that share some work this warp is, and how many they are; None: the consumer warps."""
+    return (cute.arch.warp_idx(), spec.num_warps) if workers is None else workers
 
 
 def sync_consumers(spec: KernelSpec):
@@ -132,14 +132,14 @@ def fetch_query(
 ):
     """Warps start to copy the query of a block of packed rows to shared memory; settle_query waits for the copies.
 
-    shared: a buffer [element, lane, k16 step]. workers: which of them this warp is, and how many; None: the consumer warps. A
-    warp copies the rows that it rescales. If it rescales none it copies k16 steps of all rows: by heads, a launch whose CTAs all
-    read one row's query ended up to 1 us later (1 x 16k + 15 x 64 at 8/1; why is not known).
+    shared: a buffer [element, lane, k16 step]. workers: as in `among`; for warpgroups, always the consumer warps. A warp copies
+    the rows that it rescales. If it rescales none it copies k16 steps of all rows: by heads, a launch whose CTAs all read one
+    row's query ended up to 1 us later (1 x 16k + 15 x 64 at 8/1; why is not known).
     """
     if cutlass.const_expr(spec.by_warpgroup):
         fetch_rows(spec, q, block, shared)
     else:
-        fetch_fragments(spec, q, block, shared, consumers(spec) if cutlass.const_expr(workers is None) else workers)
+        fetch_fragments(spec, q, block, shared, among(spec, workers))
     cute.arch.cp_async_commit_group()
 
 
@@ -226,14 +226,14 @@ def settle_query(
     """Each warp waits for its copies, and rescales the packed rows that it copied, in place, if K needs it (query_range.py).
 
     inverses: those of the rows' factors, f32 [row]; sign: of K's scale; fresh: whether the buffer is as it came; workers: as in
-    fetch_query. Other warps see the result after a barrier.
+    `among`. Other warps see the result after a barrier.
     """
     cute.arch.cp_async_wait_group(0)
     if cutlass.const_expr(spec.rescales_query):
         if cutlass.const_expr(spec.by_warpgroup):
             cute.arch.sync_warp()  # a lane has fetched elements that other lanes rescale
         words, columns = cute.recast_tensor(shared, Int32), lane_columns(spec)
-        begin, step = consumers(spec) if cutlass.const_expr(workers is None) else workers
+        begin, step = among(spec, workers)
         stop = cutlass.select_(fresh, heads, 0)
         if cutlass.const_expr(spec.dealt):  # a warp has fetched the rows of its own m-tile
             begin, stop, step = begin * TILE_M, cutlass.min(stop, (begin + 1) * TILE_M), 1

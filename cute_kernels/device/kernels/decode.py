@@ -39,7 +39,7 @@ from ..attend.score import make_modifier
 from ..combine.combine import Columns, Parts, all_columns, combine_columns, merge_buffer
 from ..combine.partials import DECLINED, WRITTEN, open_workspace
 from ..kv.scale import Scaling, merge_scaling, open_scaling
-from ..kv.source import Rows, open_row, open_row_or_nothing
+from ..kv.source import Rows, open_row
 from ..mainloop.beside import await_merge, await_query, bring_queries, release_merge, release_query
 from ..mainloop.block import BlockMainloop
 from ..mainloop.cp_async import CpAsyncMainloop
@@ -62,6 +62,7 @@ from ..schedule.crew import (
     settle,
     take_crew,
 )
+from ..schedule.opening import open_following
 from ..schedule.work_scheduler import Piece, Share, block_of, first_slice, following, keys_of, make_piece, unfinished
 
 
@@ -161,7 +162,7 @@ class DecodeKernel:
     def supply(self, problem: Problem, shared: Shared, role: Int32):
         """The warps that bring tiles, widen them or bring queries.
 
-        role: 0, or below `gatherers`: K and V; 1: tokens' scales; the last ones: the rest.
+        role: 0, or below `gatherers`: K and V; 1: tokens' scales; the last ones widen, or bring queries.
         """
         spec = self.spec
         if cutlass.const_expr(spec.gathers):
@@ -221,14 +222,14 @@ class DecodeKernel:
             if cutlass.const_expr(spec.query_buffers == 1 and not self.fetches_late):
                 sync_consumers(spec)  # all warps have read their query rows
             if cutlass.const_expr(spec.several):  # the next row says which query rows to fetch
-                row = self.open_next(problem, share, next_index, next_first)
+                row = open_following(spec, problem, share, next_index, next_first)
             if cutlass.const_expr(not self.fetches_late and spec.query_warps == 0):
                 self.fetch_next(problem, next_buffer, share, heads, index, (next_index, next_first), row)
             for state in states:
                 reset_state(state)
             self.mainloop.consume(piece, Attention(products, row_tiles, scaling), problem, shared)
             if cutlass.const_expr(not spec.several):
-                row = self.open_next(problem, share, next_index, next_first)
+                row = open_following(spec, problem, share, next_index, next_first)
             if cutlass.const_expr(self.divides):
                 settle(spec, problem, shared, share)
             if cutlass.const_expr(spec.query_warps > 0):
@@ -310,11 +311,6 @@ class DecodeKernel:
     def turn_of(self, index: Int32, turn: Int32) -> Int32:
         """A number that grows by one per row: the row's index, or how many rows came before if the phase skips some."""
         return turn if self.counts_turns else index
-
-    def open_next(self, problem: Problem, share: Share, index: Int32, first: Int32) -> Row:
-        """The row at which the share goes on, or nothing past its end."""
-        limit = cutlass.select_(unfinished(share, index, first), problem.batch(self.spec), 0)
-        return open_row_or_nothing(self.spec, problem.rows, index, limit)
 
     def name_further(self, q, further: tuple) -> tuple:
         """(Queries, ScoreOperands) of a launch, None in a plain kernel."""

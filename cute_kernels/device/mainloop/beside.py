@@ -8,16 +8,15 @@ else to do, and are more.
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Int32
+from cutlass import Boolean, Float32, Int32
 
 from ...config.decode import KernelSpec
 from ..attend.pack_gqa import fetch_query, query_buffer, settle_query
 from ..attend.query_rows import heads_of
 from ..kv.scale import open_scaling
-from ..kv.source import open_row_or_nothing
 from ..problem import Problem
 from ..ptx.registers import LANES
-from ..schedule.opening import meet, read_opening
+from ..schedule.opening import meet, open_following, read_opening
 from ..schedule.work_scheduler import following, make_piece, unfinished
 from .shared import Shared, merged_barrier, query_barrier, used_barrier
 
@@ -37,7 +36,7 @@ def bring_queries(spec: cutlass.Constexpr, problem: Problem, shared: Shared, wor
     meet(spec)
     opening = read_opening(spec, problem, shared)[0]
     share, row, workers = opening.share, opening.row, (worker, spec.query_warps)
-    sign = open_scaling(spec, problem.scales, heads_of(spec, problem.rows.queries, share.unit)[0], cutlass.Float32(1.0)).sign
+    sign = open_scaling(spec, problem.scales, heads_of(spec, problem.rows.queries, share.unit)[0], Float32(1.0)).sign
     index, first, turn, settled = share.row, share.tile, Int32(0), share.row  # turn: as consumers count rows
     while unfinished(share, index, first):
         piece = make_piece(spec, problem.rows, share, index, row, first, Int32(0))
@@ -51,9 +50,7 @@ def bring_queries(spec: cutlass.Constexpr, problem: Problem, shared: Shared, wor
             cute.arch.mbarrier_arrive(query_barrier(spec, shared, which))
         settled = index
         index, first = upcoming
-        row = open_row_or_nothing(
-            spec, problem.rows, index, cutlass.select_(unfinished(share, *upcoming), problem.batch(spec), 0)
-        )
+        row = open_following(spec, problem, share, *upcoming)
 
 
 def buffer_of(spec: KernelSpec, turn: Int32) -> Int32:

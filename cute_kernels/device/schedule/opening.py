@@ -19,7 +19,7 @@ from ..mainloop.shared import SHARE_WORDS, Shared
 from ..problem import Problem
 from ..ptx.barriers import ALONE, OPENED, sync_branches
 from ..ptx.registers import LANES
-from .work_scheduler import FAN, LaneRows, Share, keys_of, locate, read_rows, share_of, span_of, take_share
+from .work_scheduler import FAN, LaneRows, Share, keys_of, locate, read_rows, share_of, span_of, take_share, unfinished
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,12 @@ def find_opening(spec: cutlass.Constexpr, problem: Problem) -> tuple[Opening, In
         row = open_row_or_nothing(spec, rows, share.row, batch)
         pages = first_pages(spec, rows, share, row)
     return Opening(share, row), pages
+
+
+def open_following(spec: KernelSpec, problem: Problem, share: Share, index: Int32, first: Int32) -> Row:
+    """The row at which the share goes on, or nothing past its end."""
+    limit = cutlass.select_(unfinished(share, index, first), problem.batch(spec), 0)
+    return open_row_or_nothing(spec, problem.rows, index, limit)
 
 
 def first_pages(spec: KernelSpec, rows: Rows, share: Share, row: Row) -> Int32:
