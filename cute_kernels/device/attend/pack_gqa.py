@@ -28,6 +28,7 @@ from .query_rows import QueryBlock, block_view, place_in, place_in_view
 
 PAIR_BYTES = 4  # of two 16-bit columns of the query, or of one f32 column
 VECTOR = 8  # 16-bit columns of the query in 16 bytes
+ROWS_TOGETHER = 4  # packed rows that a warp of a warpgroup rescales at a time, so that one row's steps hide those of another
 FRAGMENT = 8  # elements of one lane's A fragment of a k16 step: (column pair, row, half of the columns)
 
 
@@ -237,20 +238,46 @@ def settle_query(
         stop = cutlass.select_(fresh, heads, 0)
         if cutlass.const_expr(spec.dealt):  # a warp has fetched the rows of its own m-tile
             begin, stop, step = begin * TILE_M, cutlass.min(stop, (begin + 1) * TILE_M), 1
-        for query_row in cutlass.range(begin, stop, step, unroll=1):
-            pairs = cute.make_rmem_tensor(len(columns), Int32)
-            pairs.fill(0)
-            for i, column in enumerate(columns):
-                if column < spec.padded_head_dim:
-                    pairs[i] = words[place_of(spec, query_row, column)]
-            inverse = rescale(spec, pairs, sign)
-            for i, column in enumerate(columns):
-                if column < spec.padded_head_dim:
-                    words[place_of(spec, query_row, column)] = pairs[i]
-            if cute.arch.lane_idx() == 0:
-                inverses[query_row] = inverse
+        together = cutlass.const_expr(ROWS_TOGETHER if spec.by_warpgroup else 1)
+        for first in cutlass.range(begin, stop, step * together, unroll=1):
+            rows = [cutlass.select_(first + i * step < stop, first + i * step, first) for i in range(together)]
+            pairs = [load_row(spec, words, row, columns) for row in rows]
+            found = [rescale(spec, row_pairs, sign) for row_pairs in pairs]
+            store_row(spec, words, rows[0], columns, pairs[0], inverses, found[0])
+            for i in cutlass.range_constexpr(1, together):
+                if first + i * step < stop:
+                    store_row(spec, words, rows[i], columns, pairs[i], inverses, found[i])
     if cutlass.const_expr(spec.by_warpgroup):
         cute.arch.fence_proxy("async.shared", space="cta")
+
+
+@cute.jit
+def load_row(spec: cutlass.Constexpr, words: cute.Tensor, row: Int32, columns: list) -> cute.Tensor:
+    """This lane's pairs of columns of a packed row; zeros for a pair past the padded columns."""
+    pairs = cute.make_rmem_tensor(len(columns), Int32)
+    pairs.fill(0)
+    for i, column in enumerate(columns):
+        if column < spec.padded_head_dim:
+            pairs[i] = words[place_of(spec, row, column)]
+    return pairs
+
+
+@cute.jit
+def store_row(
+    spec: cutlass.Constexpr,
+    words: cute.Tensor,
+    row: Int32,
+    columns: list,
+    pairs: cute.Tensor,
+    inverses: cute.Tensor,
+    inverse: Float32,
+):
+    """Writes what load_row reads, and the inverse of the row's factor."""
+    for i, column in enumerate(columns):
+        if column < spec.padded_head_dim:
+            words[place_of(spec, row, column)] = pairs[i]
+    if cute.arch.lane_idx() == 0:
+        inverses[row] = inverse
 
 
 def hold_query(spec: KernelSpec) -> cute.Tensor | None:

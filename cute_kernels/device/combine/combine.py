@@ -13,7 +13,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int8, Int32
 
-from ...config.decode import LINE_WORDS, MOST_PIECES, PARTS_IN_FLIGHT, KernelSpec
+from ...config.decode import LINE_WORDS, MOST_PIECES, KernelSpec
 from ..attend.epilogue import join_sink, lse_factor
 from ..attend.pack_gqa import sync_consumers
 from ..attend.query_rows import QueryBlock, place_in
@@ -21,9 +21,6 @@ from ..attend.softmax import finite_or_zero
 from ..ptx.registers import LANES, as_float, quotient, remainder
 from ..schedule.work_scheduler import Piece
 from .partials import PRESENT, WRITTEN, clear, columns_of_word, is_missing, receive, without_mark
-
-IN_FLIGHT = 16  # words that a thread waits for together if one CTA combines a row
-FEW_PARTS, FEW_WORDS = 2, 4  # for warpgroups: twice as many words spill, +8 us at 128 rows; without this round +4 us at 16 rows
 
 
 @dataclass(frozen=True)
@@ -51,15 +48,26 @@ class Columns:
 
 @dataclass(frozen=True)
 class Round:
-    """How many words, each of how many parts, a thread waits for together."""
+    """How many words, each of how many parts, a thread waits for together. shares: whether threads may share words."""
 
     words: int
     parts: int
+    shares: bool = False
+
+
+FEW = Round(4, 2)  # for warpgroups: twice as many words spill, +8 us at 128 rows; without this round +4 us at 16 rows
+MANY = Round(1, 8)  # for warpgroups, if no threads need to share words: 1 x 8k 1.1 us sooner at 64 rows over 8 bits
 
 
 def usual_round(spec: KernelSpec) -> Round:
     """The round that serves any number of parts."""
-    return Round(spec.combine_words, PARTS_IN_FLIGHT if spec.divides_combine else IN_FLIGHT // spec.combine_words)
+    return Round(spec.combine_words, spec.parts_in_flight, True)
+
+
+def has_many(spec: KernelSpec, words: Int32, count: Int32) -> Boolean:
+    """Whether the round MANY serves a CTA's `words` in `count` parts: each word has a thread, half of the threads are busy."""
+    threads = spec.num_warps * LANES
+    return (words > threads // 2) & (words <= threads) & (count > usual_round(spec).parts)
 
 
 def all_columns(spec: KernelSpec, piece: Piece, parts: Parts) -> Columns:
@@ -89,7 +97,7 @@ def width_bits(spec: KernelSpec, words: Int32, count: Int32) -> Int32:
     for bits in range(most - 1, LINE_WORDS.bit_length() - 2, -1):
         narrower = (words <= usual.words << bits) & (count > usual.parts << (most - bits - 1))
         found = cutlass.select_(narrower, bits, found)
-    return found
+    return cutlass.select_(has_many(spec, words, count), most, found) if spec.by_warpgroup else found
 
 
 @cute.jit
@@ -98,14 +106,16 @@ def combine_columns(spec: cutlass.Constexpr, words: cute.Tensor, parts: Parts, c
 
     scratch: (f32 of the merge buffer, Shared.declined). sinks: f32 [num_heads], or None.
     """
-    usual, few = usual_round(spec), Round(FEW_WORDS, FEW_PARTS)
+    rest = words, parts, columns, scratch, out, lse, sinks
     if cutlass.const_expr(spec.by_warpgroup and spec.divides_combine):
-        if parts.count <= FEW_PARTS:
-            combine_rounds(spec, few, words, parts, columns, scratch, out, lse, sinks)
+        if parts.count <= FEW.parts:
+            combine_rounds(spec, FEW, *rest)
+        elif has_many(spec, columns.high - columns.low, parts.count):
+            combine_rounds(spec, MANY, *rest)
         else:
-            combine_rounds(spec, usual, words, parts, columns, scratch, out, lse, sinks)
+            combine_rounds(spec, usual_round(spec), *rest)
     else:
-        combine_rounds(spec, usual, words, parts, columns, scratch, out, lse, sinks)
+        combine_rounds(spec, usual_round(spec), *rest)
 
 
 @cute.jit
@@ -128,7 +138,7 @@ def combine_rounds(
         if cutlass.const_expr(spec.by_warpgroup):  # neighbours take neighbouring words: with 4 words per thread it matters
             step, begin = width, base + (thread & (width - 1))
         states = gather(spec, together, words, parts, columns.high, begin, step, bits, scratch[1])
-        if cutlass.const_expr(together.parts > FEW_PARTS):  # with few parts no threads share words
+        if cutlass.const_expr(together.shares):
             merge_sharers(spec, states, width, scratch[0])
         if begin < columns.high and thread < width:
             for j in cutlass.range_constexpr(together.words):
@@ -152,15 +162,17 @@ def gather(
     states = cute.make_rmem_tensor((spec.word_columns + 2, together.words), Float32)
     for j in cutlass.range_constexpr(together.words):
         clear_state(states[None, j])
-    others = (spec.num_warps * LANES) >> bits
+    others, mine = Int32(1), Int32(0)
+    if cutlass.const_expr(together.shares):
+        others, mine = (spec.num_warps * LANES) >> bits, cute.arch.thread_idx()[0] >> bits
     for base in cutlass.range(
         0, parts.count, others * together.parts, unroll=1
     ):  # all lanes of a warp loop equally often: collect syncs them
-        p = base + (cute.arch.thread_idx()[0] >> bits)
+        p = base + mine
         found = cute.make_rmem_tensor((spec.word_columns + 1, together.parts, together.words), Float32)
         collect(spec, words, parts, high, (begin, step), others, p, found, declined)
         for j in cutlass.range_constexpr(together.words):
-            merge_parts(states[None, j], found[None, None, j], Int32(together.parts))
+            merge_parts(states[None, j], found[None, None, j])
     return states
 
 
@@ -193,7 +205,7 @@ def merge_threads(spec: cutlass.Constexpr, states: cute.Tensor, width: Int32, bu
                 other = cute.make_rmem_tensor((values, 1), Float32)
                 for c in cutlass.range_constexpr(values):
                     other[c, 0] = cute.arch.shuffle_sync_bfly(states[c, j], offset=1 << step)
-                merge_parts(states[None, j], other, Int32(1))
+                merge_parts(states[None, j], other)
     sync_consumers(spec)
     cute.autovec_copy(states, buffer[None, None, thread])
     sync_consumers(spec)
@@ -207,7 +219,7 @@ def merge_threads(spec: cutlass.Constexpr, states: cute.Tensor, width: Int32, bu
                 found[peak, j, w] = cutlass.select_(inside, found[peak, j, w], -Float32.inf)
         for j in cutlass.range_constexpr(words):
             clear_state(states[None, j])
-            merge_parts(states[None, j], found[None, j, None], Int32(spec.num_warps))
+            merge_parts(states[None, j], found[None, j, None])
 
 
 def merge_buffer(spec: KernelSpec, base: cute.Pointer) -> cute.Tensor:
@@ -237,17 +249,25 @@ def store_word(
         factor, row_lse = join_sink(sinks[place[-1]], row_lse)
         values = [value * factor for value in values]
     starts, width = columns_of_word(spec, word)
-    for i in cutlass.range_constexpr(len(values)):
-        column = starts[i // width] + i % width
-        if column < spec.v_head_dim:
-            out[(*place, column)] = values[i].to(out.element_type)
+    if cutlass.const_expr(spec.v_head_dim % width == 0):
+        runs, run = cute.zipped_divide(out[(*place, None)], (width,)), cute.make_rmem_tensor(width, out.element_type)
+        for i, start in enumerate(starts):
+            for c in cutlass.range_constexpr(width):
+                run[c] = values[i * width + c].to(out.element_type)
+            if cutlass.const_expr(spec.v_head_dim == spec.padded_v_head_dim) or start < spec.v_head_dim:
+                cute.autovec_copy(run, runs[None, quotient(start, width)])
+    else:
+        for i in cutlass.range_constexpr(len(values)):
+            column = starts[i // width] + i % width
+            if column < spec.v_head_dim:
+                out[(*place, column)] = values[i].to(out.element_type)
     if word == 0:
         lse[place] = row_lse * lse_factor(spec)
 
 
 @cute.jit
-def merge_parts(state: cute.Tensor, parts: cute.Tensor, count: Int32):
-    """Merges the first `count` of a chunk's parts (columns, lse) into the running (columns, peak, total).
+def merge_parts(state: cute.Tensor, parts: cute.Tensor):
+    """Merges a chunk's parts (columns, lse) into the running (columns, peak, total).
 
     Parts may be running states too. The chunk has one maximum, so that the weights do not wait for each other. It is NaN if any
     part's is: with -inf in its place, a part that saw NaN alone would be an empty one to the next merge.
@@ -255,7 +275,6 @@ def merge_parts(state: cute.Tensor, parts: cute.Tensor, count: Int32):
     at, values = cutlass.const_expr(cute.size(state) - 2), cutlass.const_expr(cute.size(state))
     peak = state[at]
     for i in cutlass.range_constexpr(cute.size(parts, mode=[1])):
-        parts[at, i] = cutlass.select_(i < count, parts[at, i], -Float32.inf)
         peak = cute.arch.fmax(peak, parts[at, i], nan=True)
     shift = finite_or_zero(peak)
     decay = cute.math.exp2(state[at] - shift, fastmath=True)
@@ -263,11 +282,26 @@ def merge_parts(state: cute.Tensor, parts: cute.Tensor, count: Int32):
         state[c] = peak if cutlass.const_expr(c == at) else state[c] * decay
     for i in cutlass.range_constexpr(cute.size(parts, mode=[1])):
         weight = cute.math.exp2(parts[at, i] - shift, fastmath=True)
-        if weight != 0.0:  # an empty part weighs nothing, whatever its value
-            for c in cutlass.range_constexpr(at):
-                state[c] += parts[c, i] * weight
-            total = parts[at + 1, i] if cutlass.const_expr(cute.size(parts, mode=[0]) == values) else 1.0
-            state[at + 1] += weight * total
+        total = parts[at + 1, i] if cutlass.const_expr(cute.size(parts, mode=[0]) == values) else Float32(1.0)
+        sums = [state[c] for c in range(at)] + [state[at + 1]]
+        sums = add_weighted(sums, [parts[c, i] for c in range(at)] + [total], weight)
+        for c in cutlass.range_constexpr(at):
+            state[c] = sums[c]
+        state[at + 1] = sums[at]
+
+
+def add_weighted(sums: list, values: list, weight: Float32) -> list:
+    """Adds values times a weight to sums, by a predicate: an empty part, of weight 0, adds nothing, whatever its values."""
+    count = len(sums)
+    steps = [
+        f"mov.f32 sum{i}, {{$r{2 + i}}}; @{{$r0}} fma.rn.f32 sum{i}, {{$r{2 + count + i}}}, {{$r1}}, sum{i};"
+        for i in range(count)
+    ]
+    results = [f"mov.f32 {{$w{i}}}, sum{i};" for i in range(count)]
+    registers = f".reg .f32 {', '.join(f'sum{i}' for i in range(count))};"
+    text = f"{{ {registers} {' '.join(steps + results)} }}"
+    args = [weight != 0.0, weight, *sums, *values]
+    return list(cute.arch.inline_ptx(text, write_only_types=[Float32] * count, read_only_args=args))
 
 
 @cute.jit
@@ -319,8 +353,8 @@ def collect(
         for i in cutlass.range_constexpr(chunk):
             signs = signs | seen[i, j]
             found[0, i, j] = without_mark(spec, found[0, i, j])
-            if (p + i * others < parts.count) & inside(begin, step, j, high):
-                clear(spec, words, begin + j * step, slot_of_part(parts, p + i * others))
+            asked = (p + i * others < parts.count) & inside(begin, step, j, high)
+            clear(spec, words, begin + j * step, slot_of_part(parts, p + i * others), asked)
     if signs < 0:
         for j in cutlass.range_constexpr(count):
             for i in cutlass.range_constexpr(chunk):

@@ -52,9 +52,9 @@ def workspace_from(workspace: cute.Tensor, begin: Int64) -> cute.Tensor:
 def columns_of_word(spec: KernelSpec, word: Int32) -> tuple[list[Int32], int]:
     """(where the runs of neighbouring columns of a packed row's word begin, columns per run).
 
-    If states go to memory from registers, a word has a lane's columns: two of each of two n8 steps.
+    The states of warpgroups go to memory from registers: a word has a lane's columns, two of each of two n8 steps.
     """
-    if spec.wide_words and spec.settles_alone:
+    if spec.settles_alone or spec.settles_halves:
         first = quotient(word, 4) * 16 + remainder(word, 4) * 2
         return [first, first + 8], 2
     return [word * spec.word_columns], spec.word_columns
@@ -62,7 +62,7 @@ def columns_of_word(spec: KernelSpec, word: Int32) -> tuple[list[Int32], int]:
 
 def word_of_column(spec: KernelSpec, column: Int32) -> Int32:
     """The word of a packed row whose first run begins at `column`."""
-    if spec.wide_words and spec.settles_alone:
+    if spec.settles_alone or spec.settles_halves:
         return quotient(column, 16) * 4 + quotient(remainder(column, 16), 2)
     return quotient(column, spec.word_columns)
 
@@ -83,72 +83,84 @@ def send(spec: cutlass.Constexpr, words: cute.Tensor, index: Int32, slot: Int32,
     address = word_at(words, index, slot)
     if cutlass.const_expr(spec.wide_words):
         store_words(address, as_float(as_bits(values[0]) | PRESENT), *values[1:])
-        send_lse(spec, words, index, slot, lse, mark)
+        store_pair(lse_at(spec, words, index, slot), lse, mark, has_lse(index))
     else:
         store_words(address, *values, lse, mark)
 
 
 @cute.jit
-def clear(spec: cutlass.Constexpr, words: cute.Tensor, index: Int32, slot: Int32):
-    """Zeroes a word and its lse, marks included. Neighbouring lanes call it, once all have read their words."""
+def clear(spec: cutlass.Constexpr, words: cute.Tensor, index: Int32, slot: Int32, there: Boolean):
+    """Zeroes a word, if it is `there`, and its lse, marks included. Neighbouring lanes call it once all have read theirs."""
     nothing = Float32(0.0)
-    store_words(word_at(words, index, slot), nothing, nothing, nothing, Int32(0))
+    store_words(word_at(words, index, slot), nothing, nothing, nothing, Int32(0), there)
     if cutlass.const_expr(spec.wide_words):
-        send_lse(spec, words, index, slot, nothing, Int32(0))
+        store_pair(lse_at(spec, words, index, slot), nothing, Int32(0), there & has_lse(index))
 
 
-@cute.jit
-def send_lse(spec: cutlass.Constexpr, words: cute.Tensor, index: Int32, slot: Int32, lse: Float32, mark: Int32):
-    """Writes the lse of a wide word, if this word is the first of those that share the lse."""
-    if remainder(index, WORDS_AN_LSE) == 0:
-        store_pair(lse_at(spec, words, index, slot), lse, mark)
+def has_lse(index: Int32) -> Boolean:
+    """Whether a wide word is the first of those that share an lse."""
+    return remainder(index, WORDS_AN_LSE) == 0
 
 
-def store_words(address: Int64, first, second, third, fourth):
-    """Four 32-bit values in one atomic store of 16 bytes."""
-    cute.arch.inline_ptx(
-        "{ .reg .b64 lo, hi; .reg .b128 word; mov.b64 lo, {{$r1}, {$r2}}; mov.b64 hi, {{$r3}, {$r4}}; "
-        "mov.b128 word, {lo, hi}; st.relaxed.gpu.global.b128 [{$r0}], word; }",
-        read_only_args=[address, first, second, third, fourth],
+def store_words(address: Int64, first, second, third, fourth, there: Boolean | None = None):
+    """Four 32-bit values in one atomic store of 16 bytes. there: whether to store them, None if always."""
+    text = (
+        ".reg .b64 lo, hi; .reg .b128 word; mov.b64 lo, {{$r1}, {$r2}}; mov.b64 hi, {{$r3}, {$r4}}; mov.b128 word, {lo, hi};",
+        "st.relaxed.gpu.global.b128 [{$r0}], word;",
     )
+    store(*text, [address, first, second, third, fourth], there)
 
 
-def store_pair(address: Int64, lse: Float32, mark: Int32):
-    """An lse and its mark in one atomic store of 8 bytes."""
-    cute.arch.inline_ptx(
-        "{ .reg .b64 pair; mov.b64 pair, {{$r1}, {$r2}}; st.relaxed.gpu.global.b64 [{$r0}], pair; }",
-        read_only_args=[address, lse, mark],
-    )
+def store_pair(address: Int64, lse: Float32, mark: Int32, there: Boolean | None = None):
+    """An lse and its mark in one atomic store of 8 bytes. there: as in store_words."""
+    text = ".reg .b64 pair; mov.b64 pair, {{$r1}, {$r2}};", "st.relaxed.gpu.global.b64 [{$r0}], pair;"
+    store(*text, [address, lse, mark], there)
+
+
+def store(before: str, text: str, args: list, there: Boolean | None):
+    """Runs a store's PTX behind what comes `before` it, if `there` holds. By a predicate: a branch for each store is slow."""
+    if there is not None:
+        text, args = f"@{{$r{len(args)}}} {text}", [*args, there]
+    cute.arch.inline_ptx(f"{{ {before} {text} }}", read_only_args=args)
 
 
 def receive(spec: KernelSpec, words: cute.Tensor, index: Int32, slot: Int32, known: tuple) -> tuple:
     """Reads a word (its columns, the lse, a mark), unless `known` has it already: by predicates, so that loads stay in flight."""
-    address = word_at(words, index, slot)
+    address = word_at(words, index, Int32(0)), slot_bytes(words, slot)
     if not spec.wide_words:
-        return load_words(address, "setp.eq.s32 absent, {$r4}, 0; ", known, Int32)
-    test = ".reg .b32 mark; and.b32 mark, {$r1}, 1; setp.eq.s32 absent, mark, 0; "
-    return *load_words(address, test, known[:4], Float32), *load_pair(lse_at(spec, words, index, slot), known[4:])
+        return load_words(address, "setp.eq.s32 absent, {$r5}, 0; ", known, Int32)
+    test = ".reg .b32 mark; and.b32 mark, {$r2}, 1; setp.eq.s32 absent, mark, 0; "
+    lse = lse_at(spec, words, index, Int32(0)), address[1]
+    return *load_words(address, test, known[:4], Float32), *load_pair(lse, known[4:])
 
 
-def load_words(address: Int64, test: str, known: tuple, last: type) -> tuple:
-    """Four 32-bit values, the last of type `last`: by one atomic load if `test` sets absent, else from `known`."""
+def slot_bytes(words: cute.Tensor, slot: Int32) -> Int64:
+    """Bytes from slot 0 to a slot."""
+    return Int64(slot) * (4 * words.stride[2])
+
+
+def load_words(address: tuple[Int64, Int64], test: str, known: tuple, last: type) -> tuple:
+    """Four 32-bit values, the last of type `last`: by one atomic load if `test` sets absent, else from `known`.
+
+    address: two summands. Their sum is formed here, or the compiler would hold one for each load of a loop in registers.
+    """
     return cute.arch.inline_ptx(
-        f"{{ .reg .pred absent; .reg .b64 lo, hi; .reg .b128 word; {test}"
-        "mov.b64 lo, {{$r1}, {$r2}}; mov.b64 hi, {{$r3}, {$r4}}; mov.b128 word, {lo, hi}; "
-        "@absent ld.relaxed.gpu.global.b128 word, [{$r0}]; "
+        f"{{ .reg .pred absent; .reg .b64 at, lo, hi; .reg .b128 word; {test}"
+        "mov.b64 lo, {{$r2}, {$r3}}; mov.b64 hi, {{$r4}, {$r5}}; mov.b128 word, {lo, hi}; "
+        "add.s64 at, {$r0}, {$r1}; @absent ld.relaxed.gpu.global.b128 word, [at]; "
         "mov.b128 {lo, hi}, word; mov.b64 {{$w0}, {$w1}}, lo; mov.b64 {{$w2}, {$w3}}, hi; }",
         write_only_types=[Float32, Float32, Float32, last],
-        read_only_args=[address, *known],
+        read_only_args=[*address, *known],
     )
 
 
-def load_pair(address: Int64, known: tuple) -> tuple[Float32, Int32]:
-    """An lse and its mark: by one atomic load if `known` lacks the mark, else `known`."""
+def load_pair(address: tuple[Int64, Int64], known: tuple) -> tuple[Float32, Int32]:
+    """An lse and its mark: by one atomic load if `known` lacks the mark, else `known`. address: as in load_words."""
     return cute.arch.inline_ptx(
-        "{ .reg .pred absent; .reg .b64 pair; setp.eq.s32 absent, {$r2}, 0; mov.b64 pair, {{$r1}, {$r2}}; "
-        "@absent ld.relaxed.gpu.global.b64 pair, [{$r0}]; mov.b64 {{$w0}, {$w1}}, pair; }",
+        "{ .reg .pred absent; .reg .b64 at, pair; setp.eq.s32 absent, {$r3}, 0; mov.b64 pair, {{$r2}, {$r3}}; "
+        "add.s64 at, {$r0}, {$r1}; @absent ld.relaxed.gpu.global.b64 pair, [at]; mov.b64 {{$w0}, {$w1}}, pair; }",
         write_only_types=[Float32, Int32],
-        read_only_args=[address, *known],
+        read_only_args=[*address, *known],
     )
 
 

@@ -12,11 +12,14 @@ from cutlass import Boolean, Float32, Int32, Int64
 from ...config.decode import LOG2_E, MAX_BLOCKS, KernelSpec
 from ..attend.attend import Attention, RowTile, make_products, make_state, reset_state
 from ..attend.epilogue import (
+    LaneState,
     SettledRows,
     lane_state,
+    send_halves,
     send_rows,
     settle_rows,
     settle_turns,
+    share_halves,
     share_states,
     store_final,
     store_partial,
@@ -64,6 +67,11 @@ from ..schedule.crew import (
 )
 from ..schedule.opening import open_following
 from ..schedule.work_scheduler import Piece, Share, block_of, first_slice, following, keys_of, make_piece, unfinished
+
+
+def is_part(piece: Piece) -> Boolean:
+    """Whether a piece is a part of a row."""
+    return (piece.first > 0) | (piece.stop < piece.tiles)
 
 
 def mainloop_of(spec: KernelSpec) -> TmaMainloop | CpAsyncMainloop:
@@ -241,7 +249,7 @@ class DecodeKernel:
             sync_consumers(spec)
             if cutlass.const_expr(self.fetches_late and not spec.settles_alone):  # all warps have read this query
                 self.fetch_next(problem, next_buffer, share, heads, index, (next_index, next_first), row)
-            self.store(problem, shared, share, piece, merging, (outcome, buffer))
+            self.store(problem, shared, share, piece, order, merging, (outcome, buffer))
             if cutlass.const_expr(self.fetches_late and spec.settles_alone):  # the output went through the query's buffer
                 sync_consumers(spec)
                 self.fetch_next(problem, next_buffer, share, heads, index, (next_index, next_first), row)
@@ -285,9 +293,10 @@ class DecodeKernel:
     @cute.jit
     def settle(
         self, shared: Shared, piece: Piece, row_tiles: tuple, thr_mma, order: Int32, scalings: tuple[Scaling, Scaling]
-    ) -> SettledRows | None:
+    ) -> SettledRows | LaneState | None:
         """Ends a piece: the warps' states meet in shared memory, or each is settled in its registers and returned.
 
+        If two warpgroups attended in turn to a part of a row, each settles half of the columns in `store`; returns the state.
         scalings: that of the loop, and merge_scaling.
         """
         spec, settled, (scaling, merging) = self.spec, None, scalings
@@ -295,7 +304,12 @@ class DecodeKernel:
         if cutlass.const_expr(spec.settles_alone):
             settled = settle_rows(spec, states[0], merging)
         elif cutlass.const_expr(spec.by_warpgroup):
-            settle_turns(spec, shared.merge, states[0], piece.block.rows, order, merging)
+            if cutlass.const_expr(spec.settles_halves):
+                settled = states[0]
+            if cutlass.const_expr(spec.settles_halves and spec.split) and is_part(piece):
+                share_halves(spec, shared.merge, states[0], piece.block.rows, order)
+            else:
+                settle_turns(spec, shared.merge, states[0], piece.block.rows, order, merging)
         else:
             share_states(spec, shared.merge, states, piece.block.rows, order, merging)
         return settled
@@ -337,13 +351,13 @@ class DecodeKernel:
             shared.opener[0] = first_slice(self.spec, share, tiles)
 
     @cute.jit
-    def store(self, problem: Problem, shared: Shared, share: Share, piece: Piece, scaling: Scaling, outcome: tuple):
+    def store(self, problem: Problem, shared: Shared, share: Share, piece: Piece, order: Int32, scaling: Scaling, outcome: tuple):
         """Stores the result of a whole row, or writes a part of a cut row to the workspace.
 
-        outcome: this warp's settled rows, or None if states met, and the query's buffer, which may be overwritten.
+        outcome: what `settle` returned, and the query's buffer, which may be overwritten.
         """
         spec, (settled, buffer) = self.spec, outcome
-        if piece.first > 0 or piece.stop < piece.tiles:
+        if is_part(piece):
             if cutlass.const_expr(spec.split):
                 words, mark = open_workspace(spec, problem.workspace), Int32(WRITTEN)
                 slot = self.slot_of(shared, share, piece)
@@ -351,11 +365,13 @@ class DecodeKernel:
                     mark = cutlass.select_(declines(shared, share), DECLINED, mark)
                 if cutlass.const_expr(settled is None):
                     store_partial(spec, shared.merge, piece, words, slot, mark, scaling)
+                elif cutlass.const_expr(not spec.settles_alone):
+                    send_halves(spec, shared.merge, settled, piece.block.rows, order, scaling, words, slot, mark)
                 else:
                     send_rows(spec, settled, piece.block.rows, words, slot, mark)
                 if cutlass.const_expr(spec.partition == "invariant"):
                     self.combine_alone(problem, shared, share, piece, slot)
-        elif cutlass.const_expr(settled is None):
+        elif cutlass.const_expr(not spec.settles_alone):
             store_final(spec, shared.merge, piece.block, problem.out, problem.lse, scaling, self.sinks(problem))
         else:
             rows = row_tiles_of(spec)[0]

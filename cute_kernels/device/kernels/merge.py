@@ -123,8 +123,9 @@ def note(values: cute.Tensor, begin: Int32, count: Int32, noted: tuple):
 def merge_chunk(spec: cutlass.Constexpr, state: cute.Tensor, parts: cute.Tensor, largest: Float32, count: Int32):
     """Merges the first `count` of a chunk's parts (first, second, lse) into the running state."""
     for i in cutlass.range_constexpr(spec.in_flight):
-        parts[2, i] = (parts[2, i] - finite_or_zero(largest)) * cutlass.const_expr(1.0 / lse_factor(spec))
-    merge_parts(state, parts, count)
+        relative = (parts[2, i] - finite_or_zero(largest)) * cutlass.const_expr(1.0 / lse_factor(spec))
+        parts[2, i] = cutlass.select_(i < count, relative, -Float32.inf)
+    merge_parts(state, parts)
 
 
 @cute.jit
