@@ -55,7 +55,7 @@ SMALL_HEADS, SMALL_HEAD_DIM, SMALL_HEAD_SHARE = DecodeConfig(80, 3, 8, 1, mma="w
 # head is not whole column blocks of 64 (read from SASS)
 TURNS_SHAPES, NARROW_TURNS = ((96, 8), (64, 8), (48, 8), (32, 8), (64, 4), (32, 4), (16, 4)), 64
 # with fewer tokens per SM than so many tiles, smaller tiles end sooner: by up to 29% (docs/notes/kernel-log.md)
-TILES_OF_SHORT, TILES_OF_SHORT_TURNS, SHORTEST_TILE_N = 2, 6, 32
+TILES_OF_SHORT, TILES_OF_SHORT_TURNS, TILES_OF_SHORT_SCALES, SHORTEST_TILE_N = 2, 6, 5, 32  # 5: with token scales
 PAIRED_HEAD_DIM = 128  # larger ones were not measured
 MOST_CTAS_PER_SM = 2
 LARGEST_TILE_N = {"sm90": 64, "sm80": 32}
@@ -201,7 +201,7 @@ def warpgroup_shapes(problem: DecodeProblem, share: int, phase: bool) -> tuple[t
     shapes: tuple[tuple[int, int], ...] = OVERLAP_SHAPES if problem.packed_rows > WARPGROUP_M else WARPGROUP_SHAPES
     most = share // TILES_OF_SHORT
     if problem.packed_rows <= WARPGROUP_M and problem.has_8_bits:
-        shapes, most = TURNS_SHAPES, share // TILES_OF_SHORT_TURNS
+        shapes, most = TURNS_SHAPES, share // (TILES_OF_SHORT_SCALES if problem.has_token_scales else TILES_OF_SHORT_TURNS)
         if problem.has_token_scales and (phase or problem.padded_head_dim % 64):
             most = min(most, NARROW_TURNS)
     return tuple(shape for shape in shapes if shape[0] <= max(SHORTEST_TILE_N, most))
