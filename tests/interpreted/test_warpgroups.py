@@ -95,6 +95,20 @@ def test_rows_are_cut(name: str) -> None:
     assert stores > 4 * 64 * kernel.spec.row_words, "no row of two pieces that are written and cleared"
 
 
+@pytest.mark.parametrize("parts", [9, 12])
+def test_a_row_in_many_parts(parts: int) -> None:
+    """Its CTAs combine more words than half of their threads, 256 or 192 each, but the last of twelve only 128."""
+    config = DecodeConfig(32, 4, 8, 1, mma="warpgroup")
+    problem = case("many", {**ONE_HEAD, "lengths": (parts * 144,), "kv_dtype": E4M3}, q_lens=(16,), max_q_len=16)
+    descriptor = problem.descriptor()
+    kernel = kernel_of(descriptor.problem, config, "balanced", parts, descriptor=descriptor)
+    inputs = make_attention(problem)
+    found = run_attention(kernel, inputs)
+    assert_close(inputs, found)
+    assert_bitwise(run_attention(kernel, inputs, seed=3, resident=2), found)
+    assert kernel.run(*attention_operands(inputs)) >= 2 * parts * 64 * kernel.spec.row_words
+
+
 @pytest.mark.parametrize(
     ("storage", "rows", "config", "partition", "seed"),
     [

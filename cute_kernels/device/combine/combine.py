@@ -64,10 +64,19 @@ def usual_round(spec: KernelSpec) -> Round:
     return Round(spec.combine_words, spec.parts_in_flight, True)
 
 
-def has_many(spec: KernelSpec, words: Int32, count: Int32) -> Boolean:
-    """Whether the round MANY serves a CTA's `words` in `count` parts: each word has a thread, half of the threads are busy."""
-    threads = spec.num_warps * LANES
-    return (words > threads // 2) & (words <= threads) & (count > usual_round(spec).parts)
+def has_many(spec: KernelSpec, columns: Columns, count: Int32) -> Boolean:
+    """Whether the round MANY serves the columns, in `count` parts: no threads share words, and each word has a thread.
+
+    A crew's last CTA, which may have few words, takes the round of the others: as no threads share words, the usual one has twice
+    as many turns.
+    """
+    alone = columns.bits == width_of_all(spec)
+    return alone & (columns.high - columns.low <= spec.num_warps * LANES) & (count > usual_round(spec).parts)
+
+
+def width_of_all(spec: KernelSpec) -> int:
+    """log2 of all threads of the combine."""
+    return (spec.num_warps * LANES).bit_length() - 1
 
 
 def all_columns(spec: KernelSpec, piece: Piece, parts: Parts) -> Columns:
@@ -91,13 +100,15 @@ def width_bits(spec: KernelSpec, words: Int32, count: Int32) -> Int32:
     """log2 of how many neighbouring threads take different words; further threads take the same words of other parts.
 
     It is the largest width at which a thread waits for all its parts together, unless the words need more: merging costs.
+    Warpgroups share no words if more than half of the threads have one (MANY).
     """
-    most, usual = (spec.num_warps * LANES).bit_length() - 1, usual_round(spec)
+    most, usual = width_of_all(spec), usual_round(spec)
     found = Int32(most)
     for bits in range(most - 1, LINE_WORDS.bit_length() - 2, -1):
         narrower = (words <= usual.words << bits) & (count > usual.parts << (most - bits - 1))
         found = cutlass.select_(narrower, bits, found)
-    return cutlass.select_(has_many(spec, words, count), most, found) if spec.by_warpgroup else found
+    busy = words > 1 << (most - 1)
+    return cutlass.select_(busy, most, found) if spec.by_warpgroup and spec.divides_combine else found
 
 
 @cute.jit
@@ -110,7 +121,7 @@ def combine_columns(spec: cutlass.Constexpr, words: cute.Tensor, parts: Parts, c
     if cutlass.const_expr(spec.by_warpgroup and spec.divides_combine):
         if parts.count <= FEW.parts:
             combine_rounds(spec, FEW, *rest)
-        elif has_many(spec, columns.high - columns.low, parts.count):
+        elif has_many(spec, columns, parts.count):
             combine_rounds(spec, MANY, *rest)
         else:
             combine_rounds(spec, usual_round(spec), *rest)
