@@ -27,8 +27,9 @@ from perf.records import DEVICE, Record, read_records
 Newest = Mapping[str, Mapping[str, Record]]  # by case name, then by provider
 
 # provider -> legend and the fills of its bars, light and dark, in the order of the bars
+OURS = "ours"
 PROVIDERS = {
-    "ours": ("cute_kernels", "#d9480f", "#ff8c42"),
+    OURS: ("cute_kernels", "#d9480f", "#ff8c42"),
     "fa3": ("FlashAttention-3", "#4f6d94", "#86a6cf"),
     "fa4": ("flash-attn-4", "#5b8c85", "#7fb8ae"),
     "flashinfer-fa2": ("FlashInfer fa2", "#86a0c0", "#5f7fa8"),
@@ -115,6 +116,17 @@ def newest_of(records: Iterable[Record]) -> Newest:
         if record.provider not in of_case or record.time >= of_case[record.provider].time:
             of_case[record.provider] = record
     return newest
+
+
+def newest_beside_peers(records: Iterable[Record]) -> Newest:
+    """newest_of, but our time of a case is of the newest run in which a peer was timed too, if there is one.
+
+    It serves pictures of times: machines differ, and only ratios to a floor of the same run divide that out.
+    """
+    timed = [record for record in records if record.metric == DEVICE and record.us is not None]
+    runs = {record.run for record in timed if record.provider in PROVIDERS and record.provider != OURS}
+    beside = newest_of(record for record in timed if record.provider == OURS and record.run in runs)
+    return {name: {**of_case, **beside.get(name, {})} for name, of_case in newest_of(records).items()}
 
 
 def share(record: Record) -> float | None:
@@ -360,9 +372,12 @@ def main(
     kv_dtype: Annotated[str, typer.Option(help="What the caches of the most compared cases store: bf16, e4m3, e5m2.")] = "bf16",
     long: Annotated[bool, typer.Option("--long", help="Prompts and chunks in place of decode.")] = False,
 ) -> None:
-    """Draw the newest records of some cases; unusable lines are reported and left out. Exit code 2 when nothing can be drawn."""
+    """Draw the newest records of some cases; with --long, ours of a run that a peer shares, if there is one.
+
+    Unusable lines are reported and left out. Exit code 2 when nothing can be drawn.
+    """
     records, problems = read_records([results])
-    newest = newest_of(records)
+    newest = newest_beside_peers(records) if long else newest_of(records)
     for problem in problems:
         print(problem, file=sys.stderr)
     try:

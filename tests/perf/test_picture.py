@@ -11,7 +11,7 @@ import pytest
 import typer
 
 from perf.cases import Case, Rows, Spread, attention_case, fixed
-from perf.picture import BARS_LEFT, BARS_RIGHT, MAX_CASES, default_cases, main, matching_cases, newest_of
+from perf.picture import BARS_LEFT, BARS_RIGHT, MAX_CASES, default_cases, main, matching_cases, newest_beside_peers, newest_of
 from perf.records import read_records
 from tests.support.perf_lines import record, write
 
@@ -53,6 +53,17 @@ def test_numbers_are_the_ratios(tmp_path: Path) -> None:
     assert bar_widths(svg) == pytest.approx([(BARS_RIGHT - BARS_LEFT) * share for share in (400 / 420, 0.5)], abs=0.01)
     assert {"64 x 8k", "32/8/128", "plain read of the same bytes"} < set(texts(svg))
     assert any("NVIDIA H200, commit 012345678, 2026-01-02" in text for text in texts(svg))
+
+
+def test_rates_are_of_the_newest_run_beside_a_peer(tmp_path: Path) -> None:
+    """A later run on another machine has no peer, so its rate says less; without any peer the newest time counts."""
+    first, other = (attention_case(fixed(1, n), q_len=n, page_size=64) for n in (8192, 4096))
+    path = write(tmp_path / "r.jsonl", record(first, "ours", 1000.0), record(first, "fa4", 2000.0), record(other, "ours", 250.0))
+    later = {"timestamp": "2026-01-03T00:00:00+00:00"}
+    write(path, record(first, "ours", 1250.0, **later), record(other, "ours", 320.0, **later))
+    newest = newest_beside_peers(read_records([path])[0])
+    assert [newest[case.name]["ours"].us.median for case in (first, other)] == [1000.0, 320.0]
+    assert {"1000.0", "2000.0"} < set(texts(draw(path, long=True)))
 
 
 def test_faster_than_the_plain_read_stays_inside(tmp_path: Path) -> None:
