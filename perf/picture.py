@@ -26,8 +26,8 @@ from perf.records import DEVICE, Record, read_records
 
 Newest = Mapping[str, Mapping[str, Record]]  # by case name, then by provider
 
-# provider -> legend and the fills of its bars, light and dark, in the order of the bars
 OURS = "ours"
+# provider -> legend and the fills of its bars, light and dark, in the order of the bars
 PROVIDERS = {
     OURS: ("cute_kernels", "#d9480f", "#ff8c42"),
     "fa3": ("FlashAttention-3", "#4f6d94", "#86a6cf"),

@@ -108,7 +108,7 @@ class TilingSpec(ProblemSpec):
     def settles_halves(self) -> bool:
         """Whether two warpgroups that attended in turn settle half of the columns each, if a piece is a part of a row.
 
-        Without widened tiles one of them settles all: 0.3 us sooner at 1 x 8k, 0.8 at 8 x 8k (docs/notes/kernel-log.md). So
+        Without widened tiles one of them settles all: 0.7 us sooner at 1 x 8k, 1.1 at 8 x 8k (docs/notes/kernel-log.md). So
         it is in a phase of a mixed kernel, where a register would spill.
         """
         return self.overlaps and self.turns > 1 and self.q_lens is None

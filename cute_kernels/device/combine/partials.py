@@ -52,7 +52,7 @@ def workspace_from(workspace: cute.Tensor, begin: Int64) -> cute.Tensor:
 def columns_of_word(spec: KernelSpec, word: Int32) -> tuple[list[Int32], int]:
     """(where the runs of neighbouring columns of a packed row's word begin, columns per run).
 
-    The states of warpgroups go to memory from registers: a word has a lane's columns, two of each of two n8 steps.
+    If states go to memory from registers, a word has a lane's columns, two of each of two n8 steps.
     """
     if spec.settles_alone or spec.settles_halves:
         first = quotient(word, 4) * 16 + remainder(word, 4) * 2

@@ -15,11 +15,8 @@ from ..attend.epilogue import (
     LaneState,
     SettledRows,
     lane_state,
-    send_halves,
     send_rows,
     settle_rows,
-    settle_turns,
-    share_halves,
     share_states,
     store_final,
     store_partial,
@@ -39,6 +36,7 @@ from ..attend.pack_gqa import (
 )
 from ..attend.query_rows import Row, heads_of, query_block, tiles_of
 from ..attend.score import make_modifier
+from ..attend.turns import send_halves, settle_turns, share_halves
 from ..combine.combine import Columns, Parts, all_columns, combine_columns, merge_buffer
 from ..combine.partials import DECLINED, WRITTEN, open_workspace
 from ..kv.scale import Scaling, merge_scaling, open_scaling
