@@ -265,8 +265,8 @@ class KernelSpec(TilingSpec):
         query = query_buffers * self.row_tiles * TILE_M * self.padded_head_dim * self.q_bytes
         query += 2 * (self.row_tiles - 1) * TILE_M * 4  # the inverses of further m-tiles
         query += 1024 if self.by_warpgroup else 0  # alignment
-        wide = sum(shape.tile_bytes * shape.num_stages for shape in self.wide if shape) + self.wide_stages * scales
-        stages = self.num_stages * (scales + 4 * self.hole_words) + 8 * self.tile_barriers
+        wide = sum(shape.tile_bytes * shape.num_stages for shape in self.wide if shape) + self.wide_scale_stages * scales
+        stages = self.num_stages * scales + 4 * self.hole_stages * self.hole_words + 8 * self.tile_barriers
         rest = self.most_pieces + 1024  # alignment, words
         merge = 0 if self.shares_ring else 4 * self.merge_floats
         return self.ring_bytes + stages + query + wide + merge + rest

@@ -283,6 +283,11 @@ class TilingSpec(ProblemSpec):
         return 2 if self.widens_tiles else 0
 
     @property
+    def wide_scale_stages(self) -> int:
+        """Stages of widened tiles' scales: a turn still reads those of one tile when K of its next tile is widened."""
+        return self.wide_stages + self.turns if self.widens_tiles else 0
+
+    @property
     def box_rows(self) -> int:
         """KV tokens of one slab of a tile: what one TMA box brings; the whole tile for cp.async."""
         if self.arch == "sm80" or self.source == "contiguous" or self.gathers:
@@ -293,6 +298,11 @@ class TilingSpec(ProblemSpec):
     def hole_tokens(self) -> int:
         """KV tokens that one page lookup serves: those of a TMA box, or one for cp.async."""
         return self.box_rows if self.arch == "sm90" and not self.gathers else 1
+
+    @property
+    def hole_stages(self) -> int:
+        """Stages of holes: as many as tiles of K that wait, narrow or widened, until a turn reads their holes."""
+        return self.num_stages + (self.wide_stages if self.wide[0] else 0)
 
     @property
     def hole_words(self) -> int:

@@ -173,14 +173,36 @@ def settle_group(ring: ScaleRing, stage: Int32, group: Int32 | int, half: cutlas
     return peak
 
 
+def load_scale(spec: KernelSpec, ring: ScaleRing, stage: Int32, group: Int32) -> tuple[Int32, Int32]:
+    """(word of this lane's token in a group, `upper` of the group), or others if the group lies past the tile."""
+    token = cutlass.min(group * LANES + cute.arch.lane_idx(), spec.tile_n - 1)
+    return ring.words[token, stage], ring.upper[cutlass.min(group, spec.token_groups - 1), stage]
+
+
+def load_scales(spec: KernelSpec, rings: tuple, stage: Int32, warp: Int32) -> list:
+    """load_scale of the first group whose scales a warp stores that widens K, for each of `rings`; None for one that is None."""
+    return [None if ring is None else load_scale(spec, ring, stage, warp) for ring in rings]
+
+
 @cute.jit
-def widen_scales(spec: cutlass.Constexpr, rings: tuple, stage: Int32, wide: tuple, wide_stage: Int32, warp: Int32):
-    """A warp that widens K stores scales as f32 for all readers of the tile, with the largest magnitude of each 32 tokens."""
-    both = zip(rings, wide, (spec.k_scale, spec.v_scale), strict=True)
-    for ring, target, form in [one for one in both if one[0] is not None]:
-        for group in cutlass.range(warp, spec.token_groups, len(spec.widening_crews[0]), unroll=1):
-            peak = warp_max(settle_group(ring, stage, group, form == "token_f16", (target, wide_stage)))
-            if cute.arch.lane_idx() == 0:
+def widen_scales(spec: cutlass.Constexpr, rings: tuple, stage: Int32, wide: tuple, wide_stage: Int32, warp: Int32, found: list):
+    """A warp that widens K stores scales as f32 for all readers of the tile, with the largest magnitude of each 32 tokens.
+
+    found: load_scales of the warp; what further groups have is loaded here, as registers do not suffice for all.
+    """
+    lane, crew = cute.arch.lane_idx(), len(spec.widening_crews[0])
+    every = zip(rings, wide, (spec.k_scale, spec.v_scale), found, strict=True)
+    for ring, target, form, early in [one for one in every if one[0] is not None]:
+        for turn in cutlass.range_constexpr(-(-spec.token_groups // crew)):
+            group = warp + turn * crew
+            bits, upper = early if cutlass.const_expr(turn == 0) else load_scale(spec, ring, stage, group)
+            if cutlass.const_expr(form == "token_f16"):
+                bits = as_bits(half_to_float(bits >> (16 * ((upper >> lane) & 1))))
+            token = group * LANES + lane
+            peak = warp_max(cutlass.select_(token < spec.tile_n, bits & MAGNITUDE, Int32(0)))
+            if token < spec.tile_n:
+                target.words[token, wide_stage] = bits
+            if (lane == 0) & (group < spec.token_groups):
                 target.upper[group, wide_stage] = peak
 
 

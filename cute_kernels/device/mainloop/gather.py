@@ -78,7 +78,7 @@ class GatherMainloop(DealtMainloop):
     @cute.jit
     def bring(self, problem: Problem, shared: Shared, piece: Piece, part: Int32, owed: Int32) -> Int32:
         """Brings this warp's tokens of all tiles of a piece: V of a tile after K of the next, the order of OverlapMainloop."""
-        spec, rows, tiles = self.spec, problem.rows, piece.tiles
+        rows, tiles = problem.rows, piece.tiles
         pages = self.lookup(problem, piece, Int32(0), part)
         values, seen_values = Int64(0), Int32(0)  # of the previous tile
         for i in cutlass.range(tiles + cutlass.min(tiles, 1), unroll=1):
@@ -88,7 +88,7 @@ class GatherMainloop(DealtMainloop):
                 stage = self.await_stage(shared, piece.issued + i, 0)
                 holes = find_holes(token, piece.keys, 1, pages, rows.num_pages, piece.index, problem.status)
                 if cute.arch.lane_idx() == 0:
-                    shared.holes[stage * spec.hole_words + part] = holes
+                    shared.holes[self.place_of_holes(piece.issued + i) + part] = holes
                 owed = self.copy_tokens(shared, (keys, seen), 0, stage, part, owed)
             if i > 0:
                 stage = self.await_stage(shared, piece.issued + i - 1, 1)

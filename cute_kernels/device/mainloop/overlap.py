@@ -41,11 +41,9 @@ class OverlapMainloop(TmaMainloop):
         turns, first = cutlass.const_expr(self.spec.turns), self.order(piece)
         if tiles > first:
             for i in cutlass.range(first, tiles, turns, unroll=1):
-                stage, holes = self.operand(shared, piece, i, 0), self.read_holes(piece, i, shared)
+                stage, holes = self.operand(shared, piece, i, 0), self.holes_of(piece, i, shared)
                 cut = is_cut(self.spec, attention.row_tiles[0], self.place(piece, i))
                 scales = self.read_scales(piece, i, attention, shared)
-                if cutlass.const_expr(self.spec.wide[0] is not None):  # only holes were still read from the ring
-                    self.release(empty_barrier(self.spec, shared, self.place_in_ring(piece.issued + i)[0]), False)
                 self.await_turn()
                 attention.products.start_scores(acc_s, attention.row_tiles[0].query, stage)
                 if i > first:
@@ -104,21 +102,18 @@ class OverlapMainloop(TmaMainloop):
         if warpgroup_of() == 0:
             self.await_turn()
 
-    @cute.jit
-    def read_holes(self, piece: Piece, i: Int32, shared: Shared) -> tuple[Int32, ...]:
+    def holes_of(self, piece: Piece, i: Int32, shared: Shared) -> tuple[Int32, ...]:
         """The words of holes of the piece's tile i, whose K has come: read early, so that nothing waits for them."""
-        spec, (stage, parity) = self.spec, self.place_in_ring(piece.issued + i)
-        if cutlass.const_expr(spec.wide[0] is not None):  # holes come with the narrow K
-            cute.arch.mbarrier_wait(full_barrier(spec, shared, stage), parity)
-        return tuple(read_holes(spec, shared, stage * spec.hole_words + word) for word in range(spec.hole_words))
+        first = self.place_of_holes(piece.issued + i)
+        return tuple(read_holes(self.spec, shared, first + word) for word in range(self.spec.hole_words))
 
     def read_scales(self, piece: Piece, i: Int32, attention: Attention, shared: Shared) -> tuple:
         """(rings and stage of the tile's scales, K's of this lane's columns, weights_up), read before the warpgroup's turn."""
         spec, state, ordinal = self.spec, attention.row_tiles[0].state, piece.issued + i
-        wide, turn = self.place_in_wide(ordinal) if spec.widens_tiles else (0, 0)
         if spec.widens_tiles and spec.wide[0] is None and spec.token_scales:  # nothing else waits for the widened scales
+            wide, turn = self.place_in_wide(ordinal)
             cute.arch.mbarrier_wait(widened_barrier(spec, shared, wide), turn)
-        token_scales = (shared.wide_scales, wide) if spec.widens_tiles else (shared.scales, self.place_in_ring(ordinal)[0])
+        token_scales = self.token_scales(shared, ordinal)
         peak = settle_scales(spec, *token_scales)
         return token_scales, columns_of(spec, token_scales, 0), weights_up(spec, state, peak)
 
@@ -137,8 +132,7 @@ class OverlapMainloop(TmaMainloop):
         token_scales, columns, up = scales
         hide_scores(spec, attention, shared, [acc_s], stage, columns, self.place(piece, i), *hidden)
         factors = row_scales(rows, attention.scaling)
-        reads_again = cutlass.const_expr(self.all_release or spec.v_token_scale)
-        if cutlass.const_expr(not reads_again):
+        if cutlass.const_expr(not self.all_release):  # otherwise V's scales are still to be read
             self.release_keys(piece, i, shared)
         offsets, *moves = settle_bases(spec, acc_s, rows.state, factors)
         for r in cutlass.range_constexpr(len(factors)):
@@ -148,7 +142,7 @@ class OverlapMainloop(TmaMainloop):
                 self.release_values(piece, i - spec.turns, shared, i > self.order(piece))
         if cutlass.const_expr(spec.v_token_scale):
             scale_columns(acc_s, spec.lane_rows, columns_of(spec, token_scales, 1))
-        if cutlass.const_expr(reads_again):
+        if cutlass.const_expr(self.all_release):
             self.release_keys(piece, i, shared)
         return *moves, up
 
@@ -162,7 +156,7 @@ class OverlapMainloop(TmaMainloop):
         attention.products.start_values(attention.row_tiles[0].state.acc_o, fragments(p), stage)
 
     def release_keys(self, piece: Piece, i: Int32, shared: Shared):
-        """Releases K of the piece's tile i in the ring that wgmma reads, and its scales: this warp is done with both."""
+        """Releases K of the piece's tile i in the ring that wgmma reads, with which this warp is done, or widened scales."""
         spec, (stage, _) = self.spec, self.place_in_ring(piece.issued + i)
         if spec.wide[0] is None:
             self.release(empty_barrier(spec, shared, stage), self.all_release)

@@ -100,11 +100,11 @@ def allocate(spec: KernelSpec, smem) -> Shared:
     if spec.merge_floats:
         merge = merge_tensors(spec, states.allocate_array(Float32, spec.merge_floats, byte_alignment=16))
     barriers = smem.allocate_array(Int64, spec.barrier_count)
-    shapes = spec.num_stages * spec.hole_words, crew_words(spec) + 1, SHARE_WORDS + len(row_fields(spec)), 32
+    shapes = spec.hole_stages * spec.hole_words, crew_words(spec) + 1, SHARE_WORDS + len(row_fields(spec)), 32
     holes, crew, opening, pages = (smem.allocate_tensor(Int32, cute.make_layout(n), byte_alignment=16) for n in shapes)
     declined = smem.allocate_tensor(Int8, cute.make_layout(spec.most_pieces), byte_alignment=16)
     scales = make_scale_rings(spec, smem, spec.num_stages)
-    wide_scales = make_scale_rings(spec, smem, spec.wide_stages, widened=True) if spec.widens_tiles else (None, None)
+    wide_scales = make_scale_rings(spec, smem, spec.wide_scale_stages, widened=True) if spec.widens_tiles else (None, None)
     inverses = smem.allocate_tensor(Float32, cute.make_layout((TILE_M * spec.row_tiles, 2)), byte_alignment=16)
     combines = cute.make_tensor(crew.iterator + crew_words(spec), cute.make_layout(1))
     end = crew, crew, combines  # opener, crew, combines

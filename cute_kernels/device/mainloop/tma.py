@@ -23,7 +23,7 @@ from ..attend.mask import has_outside, zero_outside
 from ..attend.pack_gqa import prefetch_query, reader_of, turn_of
 from ..attend.query_rows import Row, TilePlace, first_tile, place_of_tile
 from ..attend.widen import widen_tile, zero_widened
-from ..kv.scale import fetch_scales, find_scales, widen_scales
+from ..kv.scale import fetch_scales, find_scales, load_scales, widen_scales
 from ..kv.source import (
     box_pages,
     empty_row,
@@ -66,6 +66,7 @@ class TmaMainloop:
         self.producer_warps = PRODUCER_WARPS[spec.arch]
         self.ahead_warp = spec.num_warps + (-1 if spec.token_scales else 1)
         self.boxes = spec.tile_n // spec.box_rows
+        self.leads = spec.overlaps  # whether K of a tile is issued ahead of V of the tile before
         self.opens_late = False  # whether a producer looks up a piece only behind the last tile of the piece before
         # arrivals at a full barrier: K and V, each lane's scales, their flags; scales come with K if V has barriers of its own
         self.arrivals = 1 + (32 + 1 if spec.token_scales else 0), 1
@@ -76,7 +77,7 @@ class TmaMainloop:
         # arrivals at an empty barrier: each lane, if it read scales or V's elements itself; one lane, if ldmatrix reads for all
         self.all_release = (spec.token_scales > 0 and not spec.widens_tiles) or (spec.splits and self.zeroes_alone)
         of_values = readers if spec.wide[1] is None else 0  # a widened V is done with once it is widened
-        of_keys = readers * (LANES if self.all_release else 1)
+        of_keys = readers * (LANES if self.all_release else 1) if spec.wide[0] is None else 0
         self.releases = of_keys + widening[0] * self.lanes_widen, of_values + widening[1]
 
     def operands(self, k: cute.Tensor, v: cute.Tensor) -> tuple:
@@ -198,27 +199,37 @@ class TmaMainloop:
     ):
         """Issues this producer's copies for a piece, each tile once its stage is free. Lane l of `pages` has the page of box l.
 
+        Where products overlap, K of a tile goes ahead of V of the tile before, in the order in which they are read.
         Returns open_next(where) of the next piece, if there is `more`: it is looked up once the first tile is in flight, or the
         last one (opens_late).
         """
         spec, rows, num_pages = self.spec, problem.rows, problem.rows.num_pages
         tiles_ahead, tiles = cutlass.const_expr(32 // self.boxes), piece.stop - piece.first
         upcoming, holes, found = pages, Int32(0), self.no_next(problem, num_pages)
-        for i in cutlass.range(tiles, unroll=1):
+        lead = cutlass.const_expr(1 if self.leads and not scales else 0)
+        behind = pages  # those of the tile before
+        for i in cutlass.range(tiles + lead, unroll=1):
             ahead, tile = remainder(i, tiles_ahead), self.tile_at(piece, i)
-            if ahead == 0:
-                pages = upcoming
-                if cutlass.const_expr(spec.source == "paged" and not scales):
-                    token = token_of_lane(spec, tile)
-                    holes = find_holes(token, piece.keys, spec.box_rows, pages, num_pages, piece.index, problem.status)
-            for head in cutlass.range_constexpr(spec.unit_heads):
-                if cutlass.const_expr(scales):
-                    self.issue_scales(problem, shared, piece, i, head, pages, ahead * self.boxes)
-                else:
-                    self.issue_boxes(problem, shared, piece, i, head, pages, ahead * self.boxes, holes)
-            if ahead == tiles_ahead // 2:  # not at 0: the first tiles would wait for this lookup, as a select takes `pages`
-                upcoming = box_pages(spec, rows, piece.row.start, piece.keys, tile - ahead + tiles_ahead)
-            if i == 0 and more and cutlass.const_expr(not self.opens_late):
+            if cutlass.const_expr(lead == 0) or i < tiles:
+                if ahead == 0:
+                    pages = upcoming
+                    if cutlass.const_expr(spec.source == "paged" and not scales):
+                        token = token_of_lane(spec, tile)
+                        holes = find_holes(token, piece.keys, spec.box_rows, pages, num_pages, piece.index, problem.status)
+                for head in cutlass.range_constexpr(spec.unit_heads):
+                    place = pages, ahead * self.boxes
+                    if cutlass.const_expr(scales):
+                        self.issue_scales(problem, shared, piece, i, head, place)
+                    else:
+                        self.issue_boxes(problem, shared, piece, i, head, place, holes, (0,) if lead else (0, 1))
+                if ahead == tiles_ahead // 2:  # not at 0: the first tiles would wait for this lookup, as a select takes `pages`
+                    upcoming = box_pages(spec, rows, piece.row.start, piece.keys, tile - ahead + tiles_ahead)
+            if cutlass.const_expr(lead > 0):
+                if i > 0:
+                    place = behind, remainder(i - 1, tiles_ahead) * self.boxes
+                    self.issue_boxes(problem, shared, piece, i - 1, 0, place, holes, (1,))
+                behind = pages
+            if i == lead and more and cutlass.const_expr(not self.opens_late):
                 found = self.open_next(problem, where, piece, scales)
         if (cutlass.const_expr(self.opens_late) or tiles == 0) and more:
             found = self.open_next(problem, where, piece, scales)
@@ -256,6 +267,18 @@ class TmaMainloop:
         """(stage, parity of its widened barrier) of the share's tile `ordinal` in the wide rings."""
         return remainder(ordinal, self.spec.wide_stages), quotient(ordinal, self.spec.wide_stages) & 1
 
+    def token_scales(self, shared: Shared, ordinal: Int32) -> tuple[tuple, Int32]:
+        """(rings, stage) of tokens' scales as readers find those of the share's tile `ordinal`: widened, or as they came."""
+        if self.spec.widens_tiles:
+            return shared.wide_scales, remainder(ordinal, self.spec.wide_scale_stages)
+        return shared.scales, self.place_in_ring(ordinal)[0]
+
+    def place_of_holes(self, ordinal: Int32) -> Int32:
+        """The first word of holes of the share's tile `ordinal`."""
+        stages = self.spec.hole_stages
+        stage = self.place_in_ring(ordinal)[0] if stages == self.spec.num_stages else remainder(ordinal, stages)
+        return stage * self.spec.hole_words
+
     @cute.jit
     def widen(self, problem: Problem, shared: Shared, warp: Int32):
         """The work of a warp that widens 8-bit tiles: its crew's part of every tile, in order. warp: its number among them."""
@@ -284,9 +307,10 @@ class TmaMainloop:
             if warp >= crew.start and warp < crew.stop:
                 cute.arch.mbarrier_wait(full_barrier(spec, shared, stage, which), parity)
                 cute.arch.mbarrier_wait(narrow_barrier(spec, shared, wide, which), turn ^ 1)
-                if cutlass.const_expr(which == 0):
-                    widen_scales(spec, shared.scales, stage, shared.wide_scales, wide, warp)
+                found = load_scales(spec, shared.scales, stage, warp) if cutlass.const_expr(which == 0) else []
                 self.widen_part(shared, which, stage, wide, place, warp - crew.start)
+                if cutlass.const_expr(which == 0 and spec.token_scales > 0):
+                    widen_scales(spec, shared.scales, stage, *self.token_scales(shared, ordinal), warp, found)
                 cute.arch.fence_proxy("async.shared", space="cta")
                 cute.arch.sync_warp()
                 if (cute.arch.lane_idx() == 0) | (which == 0 and self.lanes_widen > 1):
@@ -312,29 +336,30 @@ class TmaMainloop:
         piece: Piece,
         i: Int32,
         head: cutlass.Constexpr,
-        pages: Int32,
-        lane: Int32,
+        place: tuple[Int32, Int32],
         holes: Int32,
+        caches: cutlass.Constexpr,
     ):
-        """Issues K and V of the piece's tile i of a KV head, box by box.
+        """Issues K (0), V (1) or both of the piece's tile i of a KV head, box by box.
 
-        pages, holes: the tile's are in the lanes, or bits, from `lane` on.
+        place: (pages, lane); the tile's pages and holes are in the lanes, or bits, from `lane` on. caches: those to issue.
         """
-        spec = self.spec
+        spec, (pages, lane) = self.spec, place
         atom_k, coords_k, atom_v, coords_v = problem.caches
         coords_k, coords_v = self.from_start(piece, coords_k), self.from_start(piece, coords_v)
         smem_k, gmem_k = partition_boxes(atom_k, coords_k, shared.rings[0], spec.rings[0])
         smem_v, gmem_v = partition_boxes(atom_v, coords_v, shared.rings[1], spec.rings[1])
         policy = Int64(EVICT_NORMAL if cutlass.const_expr(spec.reread) else EVICT_FIRST)
         both = (atom_k, gmem_k, smem_k, spec.rings[0]), (atom_v, gmem_v, smem_v, spec.rings[1])
-        for which, caches in enumerate(((one,) for one in both) if spec.overlaps else (both,)):
+        together = [(which, both[which : which + 1]) for which in caches] if spec.overlaps else [(0, both)]
+        for which, tiles in together:
             stage = self.await_stage(shared, self.ordinal(piece, i, head), which)
             full = full_barrier(spec, shared, stage, which)
             with cute.arch.elect_one():
                 if cutlass.const_expr(which == 0):
-                    shared.holes[stage] = (holes >> lane) & (2**self.boxes - 1)
-                cute.arch.mbarrier_arrive_and_expect_tx(full, sum(shape.tile_bytes for *_, shape in caches))
-            self.copy_boxes(piece, i, head, pages, lane, (caches, stage, full, policy))
+                    shared.holes[self.place_of_holes(self.ordinal(piece, i, head))] = (holes >> lane) & (2**self.boxes - 1)
+                cute.arch.mbarrier_arrive_and_expect_tx(full, sum(shape.tile_bytes for *_, shape in tiles))
+            self.copy_boxes(piece, i, head, pages, lane, (tiles, stage, full, policy))
 
     @cute.jit
     def copy_boxes(self, piece: Piece, i: Int32, head: cutlass.Constexpr, pages: Int32, lane: Int32, target: tuple):
@@ -350,10 +375,10 @@ class TmaMainloop:
 
     @cute.jit
     def issue_scales(
-        self, problem: Problem, shared: Shared, piece: Piece, i: Int32, head: cutlass.Constexpr, pages: Int32, lane: Int32
+        self, problem: Problem, shared: Shared, piece: Piece, i: Int32, head: cutlass.Constexpr, place: tuple[Int32, Int32]
     ):
-        """Issues the scales of the piece's tile i, one token per lane, found before its stage is free. lane: see issue_boxes."""
-        found = self.find_scales(problem, piece, i, head, pages, lane)
+        """Issues the scales of the piece's tile i, one token per lane, found before its stage is free. place: see issue_boxes."""
+        found = self.find_scales(problem, piece, i, head, *place)
         stage = self.await_stage(shared, self.ordinal(piece, i, head))
         fetch_scales(shared.scales, found, stage)
         arrive_after_copies(full_barrier(self.spec, shared, stage))
