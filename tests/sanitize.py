@@ -164,6 +164,7 @@ ATTENTION = {
         "int8_token_scales_everything",
         "lengths",
         "packed_everything",
+        "verify_32_e4m3_ragged",
         "verify_32_int8_everything",
         "verify_64_e4m3_everything",
         "verify_128_int8",

@@ -114,14 +114,19 @@ class TilingSpec(ProblemSpec):
         return self.overlaps and self.turns > 1 and self.q_lens is None
 
     @property
+    def lazy_bases(self) -> bool:
+        """Whether the bases of weights move lazily (device/attend/bases.py): where instructions set the pace."""
+        return self.overlaps or (self.paired and not self.v_token_scale)
+
+    @property
     def merges_bases(self) -> bool:
         """Whether states merge by the bases of their weights, which need not be maxima (device/attend/bases.py)."""
-        return self.overlaps and self.turns > 1
+        return self.lazy_bases and self.turns > 1
 
     @property
     def weight_bits(self) -> int:
         """As ProblemSpec.weight_bits, but fewer where bases move lazily (device/attend/bases.py)."""
-        lazy = self.overlaps and self.v_math == "f16"
+        lazy = self.lazy_bases and self.v_math == "f16"
         return LAZY_WEIGHT_BITS + self.v_token_scale if lazy else super().weight_bits
 
     @property

@@ -16,6 +16,7 @@ from ...config.tiling import TILE_M
 from ..elements import ELEMENT_TYPES
 from ..kv.scale import SMALLEST_UNIT, Scaling, column_scales, scale_columns, settle_scales, widen_unit
 from ..mainloop.shared import Shared
+from .bases import weigh_lazily
 from .mask import HOLE_BITS, RowMask, cuts, mask_holes, mask_rows, mask_scores, zero_outside, zero_rows
 from .pack_gqa import fragments
 from .query_range import pack
@@ -131,8 +132,11 @@ def attend_tile(spec: cutlass.Constexpr, attention: Attention, shared: Shared, s
     scores = products.scores([rows.query for rows in row_tiles], stage)
     hide_scores(spec, attention, shared, scores, stage, columns_of(spec, token_scales, 0), place, (holes,))
     for acc_s, rows in zip(scores, row_tiles, strict=True):
-        state, up = rows.state, weights_up(spec, rows.state, peak)
-        online_softmax(acc_s, state.acc_o, state.row_max, state.row_sum, row_scales(rows, attention.scaling), up)
+        state, factors, up = rows.state, row_scales(rows, attention.scaling), weights_up(spec, rows.state, peak)
+        if cutlass.const_expr(spec.lazy_bases):
+            weigh_lazily(spec, acc_s, state, factors, up)
+        else:
+            online_softmax(acc_s, state.acc_o, state.row_max, state.row_sum, factors, up)
     if cutlass.const_expr(spec.v_token_scale):
         columns = columns_of(spec, token_scales, 1)
         for acc_s in scores:

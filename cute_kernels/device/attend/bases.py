@@ -29,8 +29,8 @@ def settle_bases(spec: cutlass.Constexpr, acc_s: cute.Tensor, state, factors: li
     """Moves the bases that have to move; returns (offsets, decays, moved).
 
     offsets: for each row in use, what to subtract from its scaled scores; decays: what O must still be multiplied by; moved:
-    whether any base of the warp moved. For a base past MOST_BASE the offset is 0, and the maximum is subtracted from the scores
-    here. state: WarpState. factors: those of the scores, to base 2.
+    whether O must be, as a base of the warp moved. For a base past MOST_BASE the offset is 0, and the maximum is subtracted from
+    the scores here. state: WarpState. factors: those of the scores, to base 2.
     """
     scores, rows = rows_of(acc_s), range(len(factors))
     words = cute.recast_tensor(scores, Int32)
@@ -51,6 +51,8 @@ def settle_bases(spec: cutlass.Constexpr, acc_s: cute.Tensor, state, factors: li
             offsets[r] = cutlass.select_(far, Float32(0.0), base)
             state.row_max[r] = peak
             state.row_sum[r] = state.row_sum[r] * decays[r]
+        begun = (bases[0] != -Float32.inf) | (bases[-1] != -Float32.inf)
+        moved = cute.arch.vote_any_sync(begun)  # before the first tile O is 0
     return offsets, decays, moved
 
 
@@ -66,6 +68,14 @@ def stays_at(spec: KernelSpec, top: Int32, base: Float32, factor: Float32, row_s
         most = cute.arch.fmin(cute.arch.fmax(row_sum * 2.0**-spec.weight_bits, Float32(1.0)), most)
     weight = cute.math.exp2(as_float(top) * factor - base, fastmath=True)
     return (weight <= most) & ((top & as_bits(base)) >= 0) & (cute.arch.fmax(base, -base) < MOST_BASE)
+
+
+def weigh_lazily(spec: KernelSpec, acc_s: cute.Tensor, state, factors: list, weights_up: tuple | None):
+    """As online_softmax, with a base that moves lazily. state, factors: as in settle_bases."""
+    offsets, *moves = settle_bases(spec, acc_s, state, factors)
+    follow_bases(state.acc_o, *moves, weights_up)
+    for r in range(len(factors)):
+        weigh_row(acc_s, state, r, factors[r], offsets[r], weights_up)
 
 
 @cute.jit
