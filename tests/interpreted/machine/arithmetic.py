@@ -116,7 +116,7 @@ def multiply(emitter: Emitter, instruction: Instruction) -> None:
     a, b = (f"{emitter.source(operand, kind)}.astype({name})" for operand in instruction.operands[1:3])
     if parts[0] == "wide" and instruction.base == "mul":
         emitter.put(instruction.operands[0], f"{a} * {b}", wide)
-    elif parts[0] == "hi" and kind in ("u16", "u32", "s32") and instruction.base == "mul":
+    elif parts[0] == "hi" and kind in ("u16", "s16", "u32", "s32") and instruction.base == "mul":
         emitter.put(instruction.operands[0], f"({a} * {b} >> {name}({kind[1:]})).astype({TYPES[kind].__name__})", kind)
     else:
         raise unknown(instruction)
