@@ -115,7 +115,10 @@ class TilingSpec(ProblemSpec):
 
     @property
     def lazy_bases(self) -> bool:
-        """Whether the bases of weights move lazily (device/attend/bases.py): where instructions set the pace."""
+        """Whether the bases of weights move lazily (device/attend/bases.py): where instructions set the pace.
+
+        Not in warps of two m-tiles beside scales of V's tokens, where nine tiles of ten would move one.
+        """
         return self.overlaps or (self.paired and not self.v_token_scale)
 
     @property

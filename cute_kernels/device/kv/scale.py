@@ -154,23 +154,27 @@ def settle(ring: ScaleRing, stage: Int32, half: cutlass.Constexpr, kept: cutlass
     """Returns the bits of the largest magnitude of this lane's scales. half: they are f16; kept: they become f32 in place."""
     peak = Int32(0)
     for group in cutlass.range_constexpr((cute.size(ring.words, mode=[0]) + LANES - 1) // LANES):
-        peak = cutlass.max(peak, settle_group(ring, stage, group, half, (ring, stage) if kept and half else None))
+        peak = cutlass.max(peak, settle_group(ring, stage, group, half, kept and half))
     return peak
 
 
 @cute.jit
-def settle_group(ring: ScaleRing, stage: Int32, group: Int32 | int, half: cutlass.Constexpr, target: tuple | None) -> Int32:
-    """As `settle`, for a group of 32 tokens. target: (ring, stage) that receives the f32 scales, or None."""
-    lane, peak = cute.arch.lane_idx(), Int32(0)
-    token = group * LANES + lane
+def settle_group(ring: ScaleRing, stage: Int32, group: Int32 | int, half: cutlass.Constexpr, kept: cutlass.Constexpr) -> Int32:
+    """As `settle`, for a group of 32 tokens."""
+    peak, token = Int32(0), group * LANES + cute.arch.lane_idx()
     if token < cute.size(ring.words, mode=[0]):
         bits = ring.words[token, stage]
         if cutlass.const_expr(half):
-            bits = as_bits(half_to_float(bits >> (16 * ((ring.upper[group, stage] >> lane) & 1))))
-        if cutlass.const_expr(target is not None):
-            target[0].words[token, target[1]] = bits
+            bits = own_half(bits, ring.upper[group, stage])
+        if cutlass.const_expr(kept):
+            ring.words[token, stage] = bits
         peak = bits & MAGNITUDE
     return peak
+
+
+def own_half(word: Int32, upper: Int32) -> Int32:
+    """The bits, as f32, of the f16 scale of this lane's token. word: the one that holds it; upper: as in ScaleRing."""
+    return as_bits(half_to_float(word >> (16 * ((upper >> cute.arch.lane_idx()) & 1))))
 
 
 def load_scale(spec: KernelSpec, ring: ScaleRing, stage: Int32, group: Int32) -> tuple[Int32, Int32]:
@@ -197,7 +201,7 @@ def widen_scales(spec: cutlass.Constexpr, rings: tuple, stage: Int32, wide: tupl
             group = warp + turn * crew
             bits, upper = early if cutlass.const_expr(turn == 0) else load_scale(spec, ring, stage, group)
             if cutlass.const_expr(form == "token_f16"):
-                bits = as_bits(half_to_float(bits >> (16 * ((upper >> lane) & 1))))
+                bits = own_half(bits, upper)
             token = group * LANES + lane
             peak = warp_max(cutlass.select_(token < spec.tile_n, bits & MAGNITUDE, Int32(0)))
             if token < spec.tile_n:

@@ -66,7 +66,6 @@ class TmaMainloop:
         self.producer_warps = PRODUCER_WARPS[spec.arch]
         self.ahead_warp = spec.num_warps + (-1 if spec.token_scales else 1)
         self.boxes = spec.tile_n // spec.box_rows
-        self.leads = spec.overlaps  # whether K of a tile is issued ahead of V of the tile before
         self.opens_late = False  # whether a producer looks up a piece only behind the last tile of the piece before
         # arrivals at a full barrier: K and V, each lane's scales, their flags; scales come with K if V has barriers of its own
         self.arrivals = 1 + (32 + 1 if spec.token_scales else 0), 1
@@ -206,7 +205,7 @@ class TmaMainloop:
         spec, rows, num_pages = self.spec, problem.rows, problem.rows.num_pages
         tiles_ahead, tiles = cutlass.const_expr(32 // self.boxes), piece.stop - piece.first
         upcoming, holes, found = pages, Int32(0), self.no_next(problem, num_pages)
-        lead = cutlass.const_expr(1 if self.leads and not scales else 0)
+        lead = cutlass.const_expr(1 if spec.overlaps and not scales else 0)  # tiles by which K goes ahead of V
         behind = pages  # those of the tile before
         for i in cutlass.range(tiles + lead, unroll=1):
             ahead, tile = remainder(i, tiles_ahead), self.tile_at(piece, i)
@@ -309,7 +308,7 @@ class TmaMainloop:
                 cute.arch.mbarrier_wait(narrow_barrier(spec, shared, wide, which), turn ^ 1)
                 found = load_scales(spec, shared.scales, stage, warp) if cutlass.const_expr(which == 0) else []
                 self.widen_part(shared, which, stage, wide, place, warp - crew.start)
-                if cutlass.const_expr(which == 0 and spec.token_scales > 0):
+                if cutlass.const_expr(which == 0):
                     widen_scales(spec, shared.scales, stage, *self.token_scales(shared, ordinal), warp, found)
                 cute.arch.fence_proxy("async.shared", space="cta")
                 cute.arch.sync_warp()
@@ -344,7 +343,7 @@ class TmaMainloop:
 
         place: (pages, lane); the tile's pages and holes are in the lanes, or bits, from `lane` on. caches: those to issue.
         """
-        spec, (pages, lane) = self.spec, place
+        spec, lane = self.spec, place[1]
         atom_k, coords_k, atom_v, coords_v = problem.caches
         coords_k, coords_v = self.from_start(piece, coords_k), self.from_start(piece, coords_v)
         smem_k, gmem_k = partition_boxes(atom_k, coords_k, shared.rings[0], spec.rings[0])
@@ -359,12 +358,12 @@ class TmaMainloop:
                 if cutlass.const_expr(which == 0):
                     shared.holes[self.place_of_holes(self.ordinal(piece, i, head))] = (holes >> lane) & (2**self.boxes - 1)
                 cute.arch.mbarrier_arrive_and_expect_tx(full, sum(shape.tile_bytes for *_, shape in tiles))
-            self.copy_boxes(piece, i, head, pages, lane, (tiles, stage, full, policy))
+            self.copy_boxes(piece, i, head, place, (tiles, stage, full, policy))
 
     @cute.jit
-    def copy_boxes(self, piece: Piece, i: Int32, head: cutlass.Constexpr, pages: Int32, lane: Int32, target: tuple):
+    def copy_boxes(self, piece: Piece, i: Int32, head: cutlass.Constexpr, place: tuple[Int32, Int32], target: tuple):
         """Issues the boxes of a tile. target: (atom, global boxes, shared boxes, shape) per cache; stage, barrier, policy."""
-        caches, stage, full, policy = target
+        (pages, lane), (caches, stage, full, policy) = place, target
         for box in cutlass.range_constexpr(self.boxes):
             page = cute.arch.shuffle_sync(pages, lane + box)
             index = self.tile_at(piece, i) * self.boxes + box
