@@ -52,6 +52,7 @@ PREFERENCES: dict[str, dict[str, object]] = {
     "invariant": {"batch_invariant": True},
     "f32": {},
     "beside": {"sm_count": 12},  # enough that decode rows leave SMs to prompts
+    "few": {"sm_count": 16},  # so few that a CTA works on several rows
     "dealt": {"sm_count": 1},  # the fewest SMs that items of a few rows are dealt to
 }
 
@@ -171,6 +172,7 @@ ATTENTION = {
         "verify_128_k_bf16_v_e4m3",
         "verify_128_token_scales",
     ),
+    ("sm90", "few"): ("verify_32_e4m3_ragged", "verify_32_e4m3", "verify_32_int8_everything"),
     ("sm90", "invariant"): ("everything", "int8_token_scales_packed"),
     ("sm90", "f32"): ("f32_everything", "f32_prefill_d128", "f32_rows_64"),
     ("sm90", "whole"): ("uniform_tree",),

@@ -152,6 +152,15 @@ class KernelSpec(TilingSpec):
         return self.paired and self.turns > 1
 
     @property
+    def stores_beside(self) -> bool:
+        """Whether the warps that bring queries also store all pieces of a share but the last, while the others go on.
+
+        Not under the invariant partition, where the warps that attend combine a row once its last block is stored. Not beside
+        scales of tokens, where instructions set the pace: two of an SM's schedulers then have more of them (64 x 1k 7% later).
+        """
+        return self.folds and self.partition != "invariant" and not self.token_scales
+
+    @property
     def merge_places(self) -> int:
         """States of a packed row in the merge buffer."""
         return self.turns // 2 if self.folds else self.turns
@@ -250,8 +259,12 @@ class KernelSpec(TilingSpec):
 
     @property
     def query_barriers(self) -> int:
-        """mbarriers of queries that other warps bring: full and empty for each buffer, and one for the merge buffer."""
-        return 2 * self.query_buffers + 1 if self.query_warps else 0
+        """mbarriers of warps beside the loop (device/mainloop/beside.py).
+
+        Full and empty for each query buffer, and one for a free merge buffer; if these warps store pieces, also one for a full
+        merge buffer and one for the first of two states in each of its places.
+        """
+        return 2 * self.query_buffers + 1 + (1 + self.merge_places) * self.stores_beside if self.query_warps else 0
 
     @property
     def smem_bytes(self) -> int:

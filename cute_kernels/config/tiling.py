@@ -30,7 +30,6 @@ GATHER_REGISTERS = {4: (216, 72), 8: (216, 72)}  # if the producers bring tiles 
 # e ** -20 alone miss bf16's precision in some batches with token scales, and with 8 bits in all
 LAZY_WEIGHT_BITS = 11
 MIN_BOX_ROWS = 8  # rows of one 128-byte swizzle atom: the smallest page part that one TMA box may bring
-QUERY_WARPS = 2  # of the four warps beside 8 that attend, those behind the producers
 PRODUCER_WARPS: dict[Arch, int] = {"sm90": 2, "sm80": 0}  # one brings K and V; one brings tokens' scales, or looks ahead
 
 
@@ -212,20 +211,25 @@ class TilingSpec(ProblemSpec):
         return range(half), range(half, self.widening_warps)
 
     @property
-    def query_warps(self) -> int:
-        """Warps that bring queries and settle them beside the loop: those that paired warps leave without work; else 0.
+    def producers(self) -> int:
+        """Warps that bring tiles and scales: one brings K and V, another one the scales of tokens."""
+        return self.gatherers or (2 if self.token_scales else 1)
 
-        They follow the producers. If there are none, the warps that attend fetch and settle queries between pieces.
+    @property
+    def query_warps(self) -> int:
+        """Warps that bring queries and settle them beside the loop: the rest of the producers' four if warps are paired, else 0.
+
+        They follow the producers, and may also store pieces (KernelSpec.stores_beside). If there are none, the warps that attend
+        fetch and settle queries between pieces.
         """
-        return QUERY_WARPS if self.paired else 0
+        return WARPGROUP - self.producers if self.paired else 0
 
     @property
     def busy_warps(self) -> frozenset[int]:
         """The numbers of the warps that have work; all other warps only hand over their registers."""
-        producers = self.gatherers or (2 if self.token_scales else 1)
         further = self.num_warps + PRODUCER_WARPS[self.arch]
-        end = further + self.widening_warps + self.query_warps
-        return frozenset((*range(self.num_warps + producers), *range(further, end)))
+        busy = range(self.num_warps + self.producers + self.query_warps)
+        return frozenset((*busy, *range(further, further + self.widening_warps)))
 
     @property
     def register_shares(self) -> tuple[int, int] | None:

@@ -107,7 +107,7 @@ def test_rows_that_grow_and_shrink_in_a_graph(arch: str) -> None:
 
 
 @pytest.mark.parametrize("arch", ARCHES)
-@pytest.mark.parametrize("name", ["everything", "long", "tree_2_words", "uniform_strided", "packed"])
+@pytest.mark.parametrize("name", ["everything", "long", "tree_2_words", "uniform_strided", "packed", "verify_32_e4m3_ragged"])
 def test_a_side_stream_and_another_grid_agree(name: str, arch: str) -> None:
     """On a stream of the caller's the same bits; with any number of SMs right, and the same bits again."""
     plan, inputs = select(NAMED[name], arch), make_attention(NAMED[name], "cuda")

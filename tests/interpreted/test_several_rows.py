@@ -118,7 +118,8 @@ def test_two_m_tiles_of_eight_warps(cache: dict[str, Any], q_len: int, fields: d
     kernel = made(problem, 8)
     spec = kernel.spec
     assert spec.warp_tiles == 2 and spec.folds and spec.merge_places == spec.turns // 2 == 32 // q_len
-    assert spec.register_shares == (224, 56) and spec.query_warps == 2
+    assert spec.register_shares == (224, 56) and spec.query_warps == (2 if spec.token_scales else 3)
+    assert spec.stores_beside == (not spec.token_scales)
     check(kernel, problem)
 
 
@@ -130,7 +131,8 @@ def test_queries_of_many_requests_beside_the_loop(partition: Any) -> None:
     problem = case("beside", {**ONE_HEAD, **E4M3, "head_dim": 64, "lengths": lengths}, **rows)
     descriptor = problem.descriptor()
     kernel = kernel_of(descriptor.problem, WARPS[8], partition, 2, descriptor=descriptor)
-    assert kernel.spec.query_warps == kernel.spec.query_buffers == 2
+    assert (kernel.spec.query_warps, kernel.spec.query_buffers) == (3, 2)
+    assert kernel.spec.stores_beside == (partition == "balanced")
     check(kernel, problem)
 
 

@@ -229,19 +229,37 @@ def merged(spec: cutlass.Constexpr, acc, weights, inverse: Float32, row: Int32, 
     return value * inverse
 
 
+@dataclass(frozen=True)
+class Storers:
+    """The threads that store a piece: this thread's number, and how many they are.
+
+    words, columns: how many wide words of a part of a row, or columns of a whole row, a thread merges at once.
+    """
+
+    thread: Int32
+    count: int
+    words: int
+    columns: int
+
+
+def all_consumers(spec: KernelSpec) -> Storers:
+    """The threads of all consumer warps."""
+    return Storers(cute.arch.thread_idx()[0], spec.num_warps * LANES, spec.words_together, spec.store_columns)
+
+
 def stores_together(spec: KernelSpec) -> int:
     """Iterations of a thread's store loop that are in flight together."""
     return STORES if spec.by_warpgroup else 1
 
 
 @cute.jit
-def store_final(spec: cutlass.Constexpr, merge: tuple, block: QueryBlock, out, lse, scaling: Scaling, sinks):
+def store_final(spec: cutlass.Constexpr, merge: tuple, block: QueryBlock, out, lse, scaling: Scaling, sinks, storers: Storers):
     """Stores a whole row: the merged state is its result. sinks: f32 [num_heads], or None."""
     target = block_view(spec, out, block)
-    width = cutlass.const_expr(math.gcd(spec.v_head_dim, spec.store_columns))
+    width = cutlass.const_expr(math.gcd(spec.v_head_dim, storers.columns))
     per_row = cutlass.const_expr(spec.v_head_dim // width)
     values = cute.make_rmem_tensor(width, out.element_type)
-    for i in cutlass.range(cute.arch.thread_idx()[0], block.rows * per_row, spec.num_warps * 32, unroll=stores_together(spec)):
+    for i in cutlass.range(storers.thread, block.rows * per_row, storers.count, unroll=stores_together(spec)):
         row, column = quotient(i, per_row), remainder(i, per_row)
         weights, inverse, row_lse = settled_row(spec, merge, row, scaling)
         if cutlass.const_expr(spec.modifiers.sinks):
@@ -255,16 +273,18 @@ def store_final(spec: cutlass.Constexpr, merge: tuple, block: QueryBlock, out, l
 
 
 @cute.jit
-def store_partial(spec: cutlass.Constexpr, merge: tuple, piece: Piece, words, slot: Int32, mark: Int32, scaling: Scaling):
+def store_partial(
+    spec: cutlass.Constexpr, merge: tuple, piece: Piece, words, slot: Int32, mark: Int32, scaling: Scaling, storers: Storers
+):
     """Stores a part of a row (a partial result): the merged state goes to slot `slot` of the workspace.
 
-    A thread's narrow words of a row are neighbours. Its wide words are row_words / words_together apart.
+    A thread's narrow words of a row are neighbours. Its wide words are row_words / storers.words apart.
     """
-    together = cutlass.const_expr(spec.words_together)
+    together = cutlass.const_expr(storers.words)
     beside, step = cutlass.const_expr((1, spec.row_words // together) if spec.wide_words else (together, 1))
-    per_row, threads = cutlass.const_expr(spec.row_words * beside // together), cutlass.const_expr(spec.num_warps * 32)
+    per_row = cutlass.const_expr(spec.row_words * beside // together)
     for index in cutlass.range(
-        cute.arch.thread_idx()[0] * beside, piece.block.rows * per_row, threads * beside, unroll=stores_together(spec)
+        storers.thread * beside, piece.block.rows * per_row, storers.count * beside, unroll=stores_together(spec)
     ):
         row, word = quotient(index, per_row), remainder(index, per_row)
         first = index if cutlass.const_expr(per_row == spec.row_words) else row * spec.row_words + word

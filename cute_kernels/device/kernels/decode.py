@@ -14,6 +14,8 @@ from ..attend.attend import Attention, RowTile, make_products, make_state, reset
 from ..attend.epilogue import (
     LaneState,
     SettledRows,
+    Storers,
+    all_consumers,
     lane_state,
     send_rows,
     settle_rows,
@@ -41,7 +43,16 @@ from ..combine.combine import Columns, Parts, all_columns, combine_columns, merg
 from ..combine.partials import DECLINED, WRITTEN, open_workspace
 from ..kv.scale import Scaling, merge_scaling, open_scaling
 from ..kv.source import Rows, open_row
-from ..mainloop.beside import await_merge, await_query, bring_queries, release_merge, release_query
+from ..mainloop.beside import (
+    assistants,
+    await_merge,
+    await_query,
+    await_states,
+    bring_query,
+    fold_states,
+    release_merge,
+    release_query,
+)
 from ..mainloop.block import BlockMainloop
 from ..mainloop.cp_async import CpAsyncMainloop
 from ..mainloop.dealt import DealtMainloop
@@ -63,7 +74,7 @@ from ..schedule.crew import (
     settle,
     take_crew,
 )
-from ..schedule.opening import open_following
+from ..schedule.opening import meet, open_following, read_opening
 from ..schedule.work_scheduler import Piece, Share, block_of, first_slice, following, keys_of, make_piece, unfinished
 
 
@@ -154,7 +165,7 @@ class DecodeKernel:
         if cutlass.const_expr(warps[1] <= spec.num_warps):
             self.consume(problem, shared, scale_log2)
         elif cutlass.const_expr(warps[0] >= spec.num_warps):
-            self.supply(problem, shared, warp - spec.num_warps)
+            self.supply(problem, shared, scale_log2, warp - spec.num_warps)
         elif warp < spec.num_warps:
             if cutlass.const_expr(registers is not None):
                 cute.arch.setmaxregister_increase(registers[0])
@@ -162,13 +173,13 @@ class DecodeKernel:
         else:
             if cutlass.const_expr(registers is not None):
                 cute.arch.setmaxregister_decrease(registers[1])
-            self.supply(problem, shared, warp - spec.num_warps)
+            self.supply(problem, shared, scale_log2, warp - spec.num_warps)
 
     @cute.jit
-    def supply(self, problem: Problem, shared: Shared, role: Int32):
-        """The warps that bring tiles, widen them or bring queries.
+    def supply(self, problem: Problem, shared: Shared, scale_log2: Float32, role: Int32):
+        """The warps that bring tiles, widen them or assist the consumers.
 
-        role: 0, or below `gatherers`: K and V; 1: tokens' scales; the last ones widen, or bring queries.
+        role: 0, or below `gatherers`: K and V; 1: tokens' scales; the last ones widen, or assist.
         """
         spec = self.spec
         if cutlass.const_expr(spec.gathers):
@@ -184,12 +195,40 @@ class DecodeKernel:
             elif role == 1 and cutlass.const_expr(spec.token_scales > 0):
                 self.mainloop.produce(problem, shared, scales=True)
         elif cutlass.const_expr(spec.query_warps > 0):
-            if role >= self.mainloop.producer_warps:
-                bring_queries(spec, problem, shared, role - self.mainloop.producer_warps)
+            if role >= spec.producers:
+                self.assist(problem, shared, scale_log2, role - spec.producers)
             elif cutlass.const_expr(spec.token_scales > 0):
                 self.mainloop.produce(problem, shared, scales=True)
         elif role == 1 and cutlass.const_expr(spec.token_scales > 0):  # other warps may only have registers to hand over
             self.mainloop.produce(problem, shared, scales=True)
+
+    @cute.jit
+    def assist(self, problem: Problem, shared: Shared, scale_log2: Float32, worker: Int32):
+        """The work of a warp beside the loop: it brings all queries but a share's first, and stores all pieces but its last."""
+        spec, queries = self.spec, problem.rows.queries
+        cute.arch.griddepcontrol_wait()
+        meet(spec)
+        opening = read_opening(spec, problem, shared)[0]
+        share, row = opening.share, opening.row
+        heads = heads_of(spec, queries, share.unit)
+        storers = assistants(spec, worker)
+        scaling = open_scaling(spec, problem.scales, heads[0], scale_log2)
+        index, first, turn, pieces = share.row, share.tile, Int32(0), Int32(0)  # turn: as consumers count rows
+        more = unfinished(share, index, first)
+        while more:
+            piece = make_piece(spec, problem.rows, share, index, row, first, Int32(0))
+            next_index, next_first = following(spec, problem.rows, problem.batch(spec), piece)
+            row, more = open_following(spec, problem, share, next_index, next_first), unfinished(share, next_index, next_first)
+            if more and next_index > index:  # a row may have several pieces
+                turn += 1
+                block = query_block(spec, queries, share.unit, heads, next_index, row)
+                bring_query(spec, problem, shared, block, turn, scaling.sign, worker)
+            if cutlass.const_expr(spec.stores_beside) and more:
+                await_states(spec, shared, pieces)
+                self.store(problem, shared, share, piece, Int32(0), merge_scaling(spec, scaling), (None, None), storers)
+                release_merge(spec, shared)
+                pieces += 1
+            index, first = next_index, next_first
 
     @cute.jit
     def consume(self, problem: Problem, shared: Shared, scale_log2: Float32):
@@ -243,17 +282,18 @@ class DecodeKernel:
                 await_merge(spec, shared, pieces)
             order = self.mainloop.order(piece)
             merging = merge_scaling(spec, scaling)
-            outcome = self.settle(shared, piece, row_tiles, thr_mma, order, (scaling, merging))
-            sync_consumers(spec)
-            if cutlass.const_expr(self.fetches_late and not spec.settles_alone):  # all warps have read this query
-                self.fetch_next(problem, next_buffer, share, heads, index, (next_index, next_first), row)
-            self.store(problem, shared, share, piece, order, merging, (outcome, buffer))
+            outcome = self.settle(shared, piece, row_tiles, thr_mma, (order, pieces), (scaling, merging))
+            if cutlass.const_expr(not spec.stores_beside) or not unfinished(share, next_index, next_first):
+                sync_consumers(spec)
+                if cutlass.const_expr(self.fetches_late and not spec.settles_alone):  # all warps have read this query
+                    self.fetch_next(problem, next_buffer, share, heads, index, (next_index, next_first), row)
+                self.store(problem, shared, share, piece, order, merging, (outcome, buffer), all_consumers(spec))
             if cutlass.const_expr(self.fetches_late and spec.settles_alone):  # the output went through the query's buffer
                 sync_consumers(spec)
                 self.fetch_next(problem, next_buffer, share, heads, index, (next_index, next_first), row)
-            if cutlass.const_expr(spec.query_warps > 0):
+            if cutlass.const_expr(spec.query_warps > 0 and not spec.stores_beside):
                 release_merge(spec, shared)
-                pieces += 1
+            pieces += 1
             issued += piece.stop - piece.first
             if cutlass.const_expr(self.counts_turns):
                 turn += Int32(next_index > index)
@@ -290,14 +330,14 @@ class DecodeKernel:
 
     @cute.jit
     def settle(
-        self, shared: Shared, piece: Piece, row_tiles: tuple, thr_mma, order: Int32, scalings: tuple[Scaling, Scaling]
+        self, shared: Shared, piece: Piece, row_tiles: tuple, thr_mma, place: tuple, scalings: tuple[Scaling, Scaling]
     ) -> SettledRows | LaneState | None:
         """Ends a piece: the warps' states meet in shared memory, or each is settled in its registers and returned.
 
         If two warpgroups attended in turn to a part of a row, each settles half of the columns in `store`; returns the state.
-        scalings: that of the loop, and merge_scaling.
+        place: the warp's place in the merge, and how many pieces came before. scalings: that of the loop, and merge_scaling.
         """
-        spec, settled, (scaling, merging) = self.spec, None, scalings
+        spec, settled, (order, pieces), (scaling, merging) = self.spec, None, place, scalings
         states = [lane_state(spec, thr_mma, *both, scaling) for both in zip(row_tiles, row_tiles_of(spec), strict=True)]
         if cutlass.const_expr(spec.settles_alone):
             settled = settle_rows(spec, states[0], merging)
@@ -308,6 +348,8 @@ class DecodeKernel:
                 share_halves(spec, shared.merge, states[0], piece.block.rows, order)
             else:
                 settle_turns(spec, shared.merge, states[0], piece.block.rows, order, merging)
+        elif cutlass.const_expr(spec.stores_beside):
+            fold_states(spec, shared, states, piece.block.rows, order, pieces, merging)
         else:
             share_states(spec, shared.merge, states, piece.block.rows, order, merging)
         return settled
@@ -349,7 +391,17 @@ class DecodeKernel:
             shared.opener[0] = first_slice(self.spec, share, tiles)
 
     @cute.jit
-    def store(self, problem: Problem, shared: Shared, share: Share, piece: Piece, order: Int32, scaling: Scaling, outcome: tuple):
+    def store(
+        self,
+        problem: Problem,
+        shared: Shared,
+        share: Share,
+        piece: Piece,
+        order: Int32,
+        scaling: Scaling,
+        outcome: tuple,
+        storers: Storers,
+    ):
         """Stores the result of a whole row, or writes a part of a cut row to the workspace.
 
         outcome: what `settle` returned, and the query's buffer, which may be overwritten.
@@ -362,7 +414,7 @@ class DecodeKernel:
                 if cutlass.const_expr(self.divides):
                     mark = cutlass.select_(declines(shared, share), DECLINED, mark)
                 if cutlass.const_expr(settled is None):
-                    store_partial(spec, shared.merge, piece, words, slot, mark, scaling)
+                    store_partial(spec, shared.merge, piece, words, slot, mark, scaling, storers)
                 elif cutlass.const_expr(not spec.settles_alone):
                     send_halves(spec, shared.merge, settled, piece.block.rows, order, scaling, words, slot, mark)
                 else:
@@ -370,7 +422,7 @@ class DecodeKernel:
                 if cutlass.const_expr(spec.partition == "invariant"):
                     self.combine_alone(problem, shared, share, piece, slot)
         elif cutlass.const_expr(not spec.settles_alone):
-            store_final(spec, shared.merge, piece.block, problem.out, problem.lse, scaling, self.sinks(problem))
+            store_final(spec, shared.merge, piece.block, problem.out, problem.lse, scaling, self.sinks(problem), storers)
         else:
             rows = row_tiles_of(spec)[0]
             store_rows(spec, settled, buffer, rows, piece.block, problem.out, problem.lse, self.sinks(problem))

@@ -1,9 +1,10 @@
-"""Queries that warps of their own bring and settle beside the loop over tiles, so that a turn between two pieces has less to do.
+"""What warps of their own do beside the loop over tiles, so that a turn between two pieces takes the consumers little time.
 
-A query has two buffers. These warps fill one while the consumers attend with the other, and each mbarrier says what a barrier of
-all consumers says elsewhere: that a query has come, that a buffer is free, and that the merge buffer is. So a consumer warp that
-has stored its part of a piece goes on to the next piece at once. The consumers bring a share's first query: they have nothing
-else to do, and are more.
+They bring and settle queries. A query has two buffers: they fill one while the consumers attend with the other. They also store
+the pieces whose states the consumers left in the merge buffer (KernelSpec.stores_beside). Each mbarrier says what a barrier of
+all consumers says elsewhere: that a query has come, that a query's buffer is free, that a piece can be merged, and that the merge
+buffer is free. So a consumer warp that has left its states goes on to the next piece at once. The consumers themselves bring a
+share's first query and store its last piece: they have nothing else to do then, and are more.
 """
 
 import cutlass
@@ -11,14 +12,18 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
 
 from ...config.decode import KernelSpec
+from ..attend.epilogue import Storers, join_state, share_state
 from ..attend.pack_gqa import fetch_query, query_buffer, settle_query
-from ..attend.query_rows import heads_of
-from ..kv.scale import open_scaling
+from ..attend.query_rows import QueryBlock
+from ..kv.scale import Scaling
 from ..problem import Problem
 from ..ptx.registers import LANES
-from ..schedule.opening import meet, open_following, read_opening
-from ..schedule.work_scheduler import following, make_piece, unfinished
-from .shared import Shared, merged_barrier, query_barrier, used_barrier
+from .shared import Shared, left_barrier, mergeable_barrier, merged_barrier, query_barrier, used_barrier
+
+
+def assistants(spec: KernelSpec, worker: Int32) -> Storers:
+    """The threads of the warps beside the loop, of which this is number `worker`: with more columns at once registers spill."""
+    return Storers(worker * LANES + cute.arch.lane_idx(), spec.query_warps * LANES, 2, 4)
 
 
 def make_query_barriers(spec: KernelSpec, shared: Shared):
@@ -26,31 +31,21 @@ def make_query_barriers(spec: KernelSpec, shared: Shared):
     for buffer in range(spec.query_buffers):
         cute.arch.mbarrier_init(query_barrier(spec, shared, buffer), LANES * spec.query_warps)
         cute.arch.mbarrier_init(used_barrier(spec, shared, buffer), spec.num_warps)
-    cute.arch.mbarrier_init(merged_barrier(spec, shared), spec.num_warps)
+    storing = spec.query_warps if spec.stores_beside else spec.num_warps
+    cute.arch.mbarrier_init(merged_barrier(spec, shared), LANES * storing)
+    if spec.stores_beside:
+        cute.arch.mbarrier_init(mergeable_barrier(spec, shared), LANES * spec.num_warps)
+        for place in range(spec.merge_places):
+            cute.arch.mbarrier_init(left_barrier(spec, shared, place), LANES * spec.readers)
 
 
-@cute.jit
-def bring_queries(spec: cutlass.Constexpr, problem: Problem, shared: Shared, worker: Int32):
-    """The work of a warp that brings queries: those of every row of a share but the first. worker: which of them it is."""
-    cute.arch.griddepcontrol_wait()
-    meet(spec)
-    opening = read_opening(spec, problem, shared)[0]
-    share, row, workers = opening.share, opening.row, (worker, spec.query_warps)
-    sign = open_scaling(spec, problem.scales, heads_of(spec, problem.rows.queries, share.unit)[0], Float32(1.0)).sign
-    index, first, turn, settled = share.row, share.tile, Int32(0), share.row  # turn: as consumers count rows
-    while unfinished(share, index, first):
-        piece = make_piece(spec, problem.rows, share, index, row, first, Int32(0))
-        upcoming = following(spec, problem.rows, problem.batch(spec), piece)
-        if index > settled:  # a row may have several pieces
-            turn += 1
-            which, buffer = buffer_of(spec, turn), query_buffer(spec, shared.query, turn)
-            cute.arch.mbarrier_wait(used_barrier(spec, shared, which), (turn // spec.query_buffers) % 2 ^ 1)
-            fetch_query(spec, problem.q, piece.block, buffer, workers)
-            settle_query(spec, buffer, shared.inverses[None, which], piece.block.rows, sign, Boolean(True), workers)
-            cute.arch.mbarrier_arrive(query_barrier(spec, shared, which))
-        settled = index
-        index, first = upcoming
-        row = open_following(spec, problem, share, *upcoming)
+def bring_query(spec: KernelSpec, problem: Problem, shared: Shared, block: QueryBlock, turn: Int32, sign: Float32, worker: Int32):
+    """A worker, which has a number among query_warps, brings its part of the query of the share's row number `turn`."""
+    which, buffer, workers = buffer_of(spec, turn), query_buffer(spec, shared.query, turn), (worker, spec.query_warps)
+    cute.arch.mbarrier_wait(used_barrier(spec, shared, which), (turn // spec.query_buffers) % 2 ^ 1)
+    fetch_query(spec, problem.q, block, buffer, workers)
+    settle_query(spec, buffer, shared.inverses[None, which], block.rows, sign, Boolean(True), workers)
+    cute.arch.mbarrier_arrive(query_barrier(spec, shared, which))
 
 
 def buffer_of(spec: KernelSpec, turn: Int32) -> Int32:
@@ -76,13 +71,39 @@ def release_query(spec: cutlass.Constexpr, shared: Shared, turn: Int32, done: Bo
 
 
 def await_merge(spec: KernelSpec, shared: Shared, pieces: Int32):
-    """A consumer warp waits until all have stored their parts of the `pieces` before this one."""
+    """A consumer warp waits until the `pieces` before this one have been stored."""
+    if spec.stores_beside:  # over by now: the consumers' own accesses are ordered without those that stored
+        cute.arch.mbarrier_wait(mergeable_barrier(spec, shared), (pieces % 2) ^ 1)
     cute.arch.mbarrier_wait(merged_barrier(spec, shared), (pieces % 2) ^ 1)
 
 
+def await_states(spec: KernelSpec, shared: Shared, pieces: Int32):
+    """A worker waits until the merge buffer has the piece that `pieces` others came before."""
+    cute.arch.mbarrier_wait(mergeable_barrier(spec, shared), pieces % 2)
+
+
+def release_merge(spec: KernelSpec, shared: Shared):
+    """A warp has stored its part of a piece: each lane says so for what it has read itself."""
+    cute.arch.mbarrier_arrive(merged_barrier(spec, shared))
+
+
 @cute.jit
-def release_merge(spec: cutlass.Constexpr, shared: Shared):
-    """A consumer warp has stored its part of a piece."""
-    cute.arch.sync_warp()
-    with cute.arch.elect_one():
-        cute.arch.mbarrier_arrive(merged_barrier(spec, shared))
+def fold_states(
+    spec: cutlass.Constexpr, shared: Shared, states: list, heads: Int32, order: Int32, pieces: Int32, scaling: Scaling
+):
+    """A consumer warp's states of its two m-tiles go to a place of the merge, or join those that a warp ahead of it left there.
+
+    order: its place among all turns, of which the later half joins the first. pieces: how many came before.
+    """
+    first, second = states
+    if order < spec.merge_places:
+        share_state(spec, shared.merge, first, heads, order)
+        share_state(spec, shared.merge, second, heads, order)
+        cute.arch.mbarrier_arrive(left_barrier(spec, shared, order))
+        cute.arch.mbarrier_arrive(mergeable_barrier(spec, shared))
+    else:
+        place = order - spec.merge_places
+        cute.arch.mbarrier_wait(left_barrier(spec, shared, place), pieces % 2)
+        join_state(spec, shared.merge, first, heads, place, scaling)
+        join_state(spec, shared.merge, second, heads, place, scaling)
+        cute.arch.mbarrier_arrive(mergeable_barrier(spec, shared))

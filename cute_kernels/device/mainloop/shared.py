@@ -165,8 +165,18 @@ def used_barrier(spec: KernelSpec, shared: Shared, buffer: Int32 | int) -> cute.
 
 
 def merged_barrier(spec: KernelSpec, shared: Shared) -> cute.Pointer:
-    """The barrier "the merge buffer is free": each consumer warp arrives once it has stored its part of a piece."""
+    """The barrier "the merge buffer is free": the warps that store pieces arrive once they have stored their parts of one."""
     return query_barrier(spec, shared, 2 * spec.query_buffers)
+
+
+def mergeable_barrier(spec: KernelSpec, shared: Shared) -> cute.Pointer:
+    """The barrier "the merge buffer has a piece": each lane of the consumer warps arrives."""
+    return query_barrier(spec, shared, 2 * spec.query_buffers + 1)
+
+
+def left_barrier(spec: KernelSpec, shared: Shared, place: Int32 | int) -> cute.Pointer:
+    """The barrier "a place of the merge has the first of its two states": each lane of the warp that left it arrives."""
+    return query_barrier(spec, shared, 2 * spec.query_buffers + 2) + place
 
 
 def zeroed_barrier(spec: KernelSpec, shared: Shared, stage: Int32 | int) -> cute.Pointer:
