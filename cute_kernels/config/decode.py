@@ -153,7 +153,7 @@ class KernelSpec(TilingSpec):
 
     @property
     def stores_beside(self) -> bool:
-        """Whether the warps that bring queries also store all pieces of a share but the last, while the others go on.
+        """Whether the warps that bring queries also store pieces, while the others go on: long ones that others follow.
 
         Not under the invariant partition, where the warps that attend combine a row once its last block is stored. Not beside
         scales of tokens, where instructions set the pace: two of an SM's schedulers then have more of them (64 x 1k 7% later).

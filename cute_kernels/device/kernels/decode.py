@@ -52,6 +52,7 @@ from ..mainloop.beside import (
     fold_states,
     release_merge,
     release_query,
+    stored_beside,
 )
 from ..mainloop.block import BlockMainloop
 from ..mainloop.cp_async import CpAsyncMainloop
@@ -204,7 +205,7 @@ class DecodeKernel:
 
     @cute.jit
     def assist(self, problem: Problem, shared: Shared, scale_log2: Float32, worker: Int32):
-        """The work of a warp beside the loop: it brings all queries but a share's first, and stores all pieces but its last."""
+        """The work of a warp beside the loop: it brings all queries but a share's first, and stores pieces (stored_beside)."""
         spec, queries = self.spec, problem.rows.queries
         cute.arch.griddepcontrol_wait()
         meet(spec)
@@ -225,7 +226,8 @@ class DecodeKernel:
                 bring_query(spec, problem, shared, block, turn, scaling.sign, worker)
             if cutlass.const_expr(spec.stores_beside) and more:
                 await_states(spec, shared, pieces)
-                self.store(problem, shared, share, piece, Int32(0), merge_scaling(spec, scaling), (None, None), storers)
+                if stored_beside(spec, piece, more):
+                    self.store(problem, shared, share, piece, Int32(0), merge_scaling(spec, scaling), (None, None), storers)
                 release_merge(spec, shared)
                 pieces += 1
             index, first = next_index, next_first
@@ -254,6 +256,7 @@ class DecodeKernel:
         while unfinished(share, index, first):
             piece = make_piece(spec, problem.rows, share, index, row, first, issued)
             next_index, next_first = following(spec, problem.rows, problem.batch(spec), piece)
+            beside = stored_beside(spec, piece, unfinished(share, next_index, next_first))
             now, then = self.turn_of(index, turn), self.turn_of(next_index, turn + 1)
             buffer, factors = query_buffer(spec, shared.query, now), shared.inverses[None, now % 2]
             next_buffer = query_buffer(spec, shared.query, then)
@@ -283,11 +286,13 @@ class DecodeKernel:
             order = self.mainloop.order(piece)
             merging = merge_scaling(spec, scaling)
             outcome = self.settle(shared, piece, row_tiles, thr_mma, (order, pieces), (scaling, merging))
-            if cutlass.const_expr(not spec.stores_beside) or not unfinished(share, next_index, next_first):
+            if cutlass.const_expr(not spec.stores_beside) or not beside:
                 sync_consumers(spec)
                 if cutlass.const_expr(self.fetches_late and not spec.settles_alone):  # all warps have read this query
                     self.fetch_next(problem, next_buffer, share, heads, index, (next_index, next_first), row)
                 self.store(problem, shared, share, piece, order, merging, (outcome, buffer), all_consumers(spec))
+                if cutlass.const_expr(spec.stores_beside) and unfinished(share, next_index, next_first):
+                    sync_consumers(spec)  # the merge buffer is free
             if cutlass.const_expr(self.fetches_late and spec.settles_alone):  # the output went through the query's buffer
                 sync_consumers(spec)
                 self.fetch_next(problem, next_buffer, share, heads, index, (next_index, next_first), row)

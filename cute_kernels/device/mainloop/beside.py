@@ -4,7 +4,8 @@ They bring and settle queries. A query has two buffers: they fill one while the 
 the pieces whose states the consumers left in the merge buffer (KernelSpec.stores_beside). Each mbarrier says what a barrier of
 all consumers says elsewhere: that a query has come, that a query's buffer is free, that a piece can be merged, and that the merge
 buffer is free. So a consumer warp that has left its states goes on to the next piece at once. The consumers themselves bring a
-share's first query and store its last piece: they have nothing else to do then, and are more.
+share's first query and store its last piece: they have nothing else to do then, and are more. They also store short pieces, which
+would be over before these warps had brought the next query and stored the piece before.
 """
 
 import cutlass
@@ -18,7 +19,10 @@ from ..attend.query_rows import QueryBlock
 from ..kv.scale import Scaling
 from ..problem import Problem
 from ..ptx.registers import LANES
+from ..schedule.work_scheduler import Piece
 from .shared import Shared, left_barrier, mergeable_barrier, merged_barrier, query_barrier, used_barrier
+
+LONG_TURNS = 2  # tiles of each turn in the shortest piece that these warps store: they take some 6 us, 16 tiles of 8 bits 6 to 7
 
 
 def assistants(spec: KernelSpec, worker: Int32) -> Storers:
@@ -75,6 +79,14 @@ def await_merge(spec: KernelSpec, shared: Shared, pieces: Int32):
     if spec.stores_beside:  # over by now: the consumers' own accesses are ordered without those that stored
         cute.arch.mbarrier_wait(mergeable_barrier(spec, shared), (pieces % 2) ^ 1)
     cute.arch.mbarrier_wait(merged_barrier(spec, shared), (pieces % 2) ^ 1)
+
+
+def stored_beside(spec: KernelSpec, piece: Piece, more: Boolean) -> Boolean:
+    """Whether warps beside the loop store a piece. more: whether another piece follows."""
+    if not spec.stores_beside:
+        return Boolean(False)
+    found = more & (piece.stop - piece.first >= LONG_TURNS * spec.turns)
+    return cute.arch.make_warp_uniform(found.to(Int32)) != 0  # held in a uniform register; else ptxas spills 48 others
 
 
 def await_states(spec: KernelSpec, shared: Shared, pieces: Int32):
