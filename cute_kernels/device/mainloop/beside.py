@@ -27,7 +27,7 @@ LONG_TURNS = 2  # tiles of each turn in the shortest piece that these warps stor
 
 def assistants(spec: KernelSpec, worker: Int32) -> Storers:
     """The threads of the warps beside the loop, of which this is number `worker`: with more columns at once registers spill."""
-    return Storers(worker * LANES + cute.arch.lane_idx(), spec.query_warps * LANES, 2, 4)
+    return Storers(worker * LANES + cute.arch.lane_idx(), spec.query_warps * LANES, 1, 4)
 
 
 def make_query_barriers(spec: KernelSpec, shared: Shared):
