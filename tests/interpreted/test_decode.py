@@ -13,7 +13,7 @@ from cutlass import Boolean
 
 from cute_kernels.config.decode import DecodeConfig
 from cute_kernels.device.combine import combine
-from cute_kernels.device.kernels import decode
+from cute_kernels.device.kernels import results
 from cute_kernels.device.mainloop.tma import TmaMainloop
 from tests.interpreted.machine.attention import Kernel, kernel_of
 from tests.interpreted.machine.grid import Deadlock
@@ -103,7 +103,7 @@ def test_control_a_combine_that_never_clears(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_control_a_cta_that_waits_for_one_that_has_not_started(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decode, "declines", lambda *_: Boolean(False))
+    monkeypatch.setattr(results, "declines", lambda *_: Boolean(False))
     kernel, _ = made("balanced", compiled_anew)
     inputs = make_inputs(Shape(lengths=(1500,), **ONE_HEAD), "cpu")
     assert_close(inputs, *run_decode(kernel, inputs))

@@ -27,7 +27,7 @@ class Shared:
 
     inverses: of the row factors of each query, f32 [row, query] (attend/query_range.py).
     Only the end of a share needs the next three, which stay out of registers: opener, the slice that opened the share's first row
-    (DecodeKernel.find_opener), or crew and combines (schedule/crew.py). opener and crew share memory: a partition needs only one.
+    (PieceResults.find_opener), or crew and combines (schedule/crew.py). opener and crew share memory: a partition needs only one.
     opening, pages: one warp finds them for the others (schedule/opening.py).
     declined: Int8 per piece of the share's first row: whether its CTA declines.
     items: words of an Item (schedule/dealing.py) [word, slot], if items are dealt.
