@@ -29,6 +29,7 @@ GATHER_REGISTERS = {4: (216, 72), 8: (216, 72)}  # if the producers bring tiles 
 # a base if a score may lie 4.75 or 2.75 bits past it, and not 1.75 or 0.75. With a bit less, rows whose output is of weights of
 # e ** -20 alone miss bf16's precision in some batches with token scales, and with 8 bits in all
 LAZY_WEIGHT_BITS = 11
+MOST_TILES_BOXES = 8  # boxes of a tile, so that 32 pages are those of four tiles
 MIN_BOX_ROWS = 8  # rows of one 128-byte swizzle atom: the smallest page part that one TMA box may bring
 PRODUCER_WARPS: dict[Arch, int] = {"sm90": 2, "sm80": 0}  # one brings K and V; one brings tokens' scales, or looks ahead
 
@@ -116,14 +117,19 @@ class TilingSpec(ProblemSpec):
     def lazy_bases(self) -> bool:
         """Whether the bases of weights move lazily (device/attend/bases.py): where instructions set the pace.
 
-        Not in warps of two m-tiles beside scales of V's tokens, where nine tiles of ten would move one.
+        Not in warps of two m-tiles beside scales of V's tokens, where nine tiles of ten would move one: theirs follow the maxima.
         """
         return self.overlaps or (self.paired and not self.v_token_scale)
 
     @property
+    def rounds_bases(self) -> bool:
+        """Whether weights are relative to rounded bases, which a multiply-add subtracts, and not to maxima of unscaled scores."""
+        return self.overlaps or self.paired
+
+    @property
     def merges_bases(self) -> bool:
         """Whether states merge by the bases of their weights, which need not be maxima (device/attend/bases.py)."""
-        return self.lazy_bases and self.turns > 1
+        return self.rounds_bases and self.turns > 1
 
     @property
     def weight_bits(self) -> int:
@@ -212,23 +218,38 @@ class TilingSpec(ProblemSpec):
 
     @property
     def producers(self) -> int:
-        """Warps that bring tiles and scales: one brings K and V, another one the scales of tokens."""
-        return self.gatherers or (2 if self.token_scales else 1)
+        """Warps that bring tiles and scales: one brings K and V, another one the scales of tokens; or as tile_producers says."""
+        return self.gatherers or max(self.tile_producers, 2 if self.token_scales else 1)
+
+    @property
+    def tile_producers(self) -> int:
+        """Warps that take tiles in turn, and bring K, V and scales of theirs: four if paired warps read scales of tokens, else 1.
+
+        Each of an SM's schedulers then has one: a scheduler with more work holds up its consumers, and with them all others
+        (docs/notes/kernel-log.md). num_stages is a multiple of four, so a stage always has the same producer. The pages that a
+        producer looks up at a time are those of four tiles or more.
+        """
+        few = self.tile_n <= MOST_TILES_BOXES * MIN_BOX_ROWS
+        return WARPGROUP if self.paired and self.token_scales and few else 1
 
     @property
     def query_warps(self) -> int:
-        """Warps that bring queries and settle them beside the loop: the rest of the producers' four if warps are paired, else 0.
+        """Warps that bring queries and settle them beside the loop, if warps are paired: assistants, or the tiles' producers.
 
-        They follow the producers, and may also store pieces (KernelSpec.stores_beside). If there are none, the warps that attend
-        fetch and settle queries between pieces.
+        If there are none, the warps that attend fetch and settle queries between pieces.
         """
+        return (self.assistants or self.producers) if self.paired else 0
+
+    @property
+    def assistants(self) -> int:
+        """Warps beside the loop, after the producers: they bring queries, and may store pieces (KernelSpec.stores_beside)."""
         return WARPGROUP - self.producers if self.paired else 0
 
     @property
     def busy_warps(self) -> frozenset[int]:
         """The numbers of the warps that have work; all other warps only hand over their registers."""
         further = self.num_warps + PRODUCER_WARPS[self.arch]
-        busy = range(self.num_warps + self.producers + self.query_warps)
+        busy = range(self.num_warps + self.producers + self.assistants)
         return frozenset((*busy, *range(further, further + self.widening_warps)))
 
     @property

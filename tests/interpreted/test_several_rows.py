@@ -118,21 +118,22 @@ def test_two_m_tiles_of_eight_warps(cache: dict[str, Any], q_len: int, fields: d
     kernel = made(problem, 8)
     spec = kernel.spec
     assert spec.warp_tiles == 2 and spec.folds and spec.merge_places == spec.turns // 2 == 32 // q_len
-    assert spec.register_shares == (224, 56) and spec.query_warps == (2 if spec.token_scales else 3)
+    assert spec.register_shares == (224, 56) and spec.query_warps == (4 if spec.token_scales else 3)
     assert spec.stores_beside == (not spec.token_scales)
     check(kernel, problem)
 
 
+@pytest.mark.parametrize("cache", [E4M3, TOKEN_SCALES], ids=["e4m3", "int8 token scales"])
 @pytest.mark.parametrize("partition", ["balanced", "invariant"])
-def test_queries_of_many_requests_beside_the_loop(partition: Any) -> None:
+def test_queries_of_many_requests_beside_the_loop(partition: Any, cache: dict[str, Any]) -> None:
     """Each CTA has more requests than a query has buffers, some of them empty; under "invariant" some have several pieces."""
     lengths, q_len = (33, 0, 70, 1100, 16, 0, 0, 300, 8, 90, 40), 8
     rows = {"q_lens": (q_len,) * len(lengths), "max_q_len": q_len, "uniform": True}
-    problem = case("beside", {**ONE_HEAD, **E4M3, "head_dim": 64, "lengths": lengths}, **rows)
+    problem = case("beside", {**ONE_HEAD, **cache, "head_dim": 64, "lengths": lengths}, **rows)
     descriptor = problem.descriptor()
     kernel = kernel_of(descriptor.problem, WARPS[8], partition, 2, descriptor=descriptor)
-    assert (kernel.spec.query_warps, kernel.spec.query_buffers) == (3, 2)
-    assert kernel.spec.stores_beside == (partition == "balanced")
+    assert (kernel.spec.query_warps, kernel.spec.query_buffers) == (4 if kernel.spec.token_scales else 3, 2)
+    assert kernel.spec.stores_beside == (partition == "balanced" and not kernel.spec.token_scales)
     check(kernel, problem)
 
 

@@ -16,7 +16,7 @@ from ...config.tiling import TILE_M
 from ..elements import ELEMENT_TYPES
 from ..kv.scale import SMALLEST_UNIT, Scaling, column_scales, scale_columns, settle_scales, widen_unit
 from ..mainloop.shared import Shared
-from .bases import weigh_lazily
+from .bases import weigh_by_maxima, weigh_lazily
 from .mask import HOLE_BITS, RowMask, cuts, mask_holes, mask_rows, mask_scores, zero_outside, zero_rows
 from .pack_gqa import fragments
 from .query_range import pack
@@ -135,6 +135,8 @@ def attend_tile(spec: cutlass.Constexpr, attention: Attention, shared: Shared, s
         state, factors, up = rows.state, row_scales(rows, attention.scaling), weights_up(spec, rows.state, peak)
         if cutlass.const_expr(spec.lazy_bases):
             weigh_lazily(spec, acc_s, state, factors, up)
+        elif cutlass.const_expr(spec.rounds_bases):
+            weigh_by_maxima(acc_s, state, factors, up)
         else:
             online_softmax(acc_s, state.acc_o, state.row_max, state.row_sum, factors, up)
     if cutlass.const_expr(spec.v_token_scale):

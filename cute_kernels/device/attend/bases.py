@@ -46,9 +46,7 @@ def settle_bases(spec: cutlass.Constexpr, acc_s: cute.Tensor, state, factors: li
             peak = cutlass.select_(quad_all(stays[r]), peak, exact)
             base = rounded_product(finite_or_zero(peak), factors[r])
             decays[r] = cute.math.exp2(bases[r] - base, fastmath=True)
-            far = cute.arch.fmax(base, -base) >= MOST_BASE
-            scores[r, None].store(scores[r, None].load() - cutlass.select_(far, finite_or_zero(peak), Float32(0.0)))
-            offsets[r] = cutlass.select_(far, Float32(0.0), base)
+            offsets[r] = subtract_far(scores, r, peak, base)
             state.row_max[r] = peak
             state.row_sum[r] = state.row_sum[r] * decays[r]
         begun = (bases[0] != -Float32.inf) | (bases[-1] != -Float32.inf)
@@ -76,6 +74,39 @@ def weigh_lazily(spec: KernelSpec, acc_s: cute.Tensor, state, factors: list, wei
     follow_bases(state.acc_o, *moves, weights_up)
     for r in range(len(factors)):
         weigh_row(acc_s, state, r, factors[r], offsets[r], weights_up)
+
+
+def weigh_by_maxima(acc_s: cute.Tensor, state, factors: list, weights_up: tuple | None):
+    """As weigh_lazily, with a base that follows the maximum: O is rescaled at each tile, and no branch depends on the scores."""
+    offsets, decays = follow_maxima(acc_s, state, factors)
+    for r in range(len(factors)):
+        rescale_row(state.acc_o, r, decays[r] if weights_up is None else decays[r] * weights_up[1])
+        weigh_row(acc_s, state, r, factors[r], offsets[r], weights_up)
+
+
+@cute.jit
+def follow_maxima(acc_s: cute.Tensor, state, factors: list) -> tuple[list, list]:
+    """Moves each base to its row's maximum; returns (offsets, decays) as settle_bases does."""
+    scores, peaks, offsets, decays = rows_of(acc_s), [], [], []
+    for r in cutlass.range_constexpr(len(factors)):
+        row = [scores[r, c] for c in range(cute.size(scores, mode=[1]))]
+        peaks.append(quad_max(largest([*row, state.row_max[r]]), nan=True))
+        offsets.append(rounded_product(finite_or_zero(peaks[r]), factors[r]))
+        decays.append(cute.math.exp2(rounded_product(state.row_max[r], factors[r]) - offsets[r], fastmath=True))
+        state.row_max[r] = peaks[r]
+        state.row_sum[r] = state.row_sum[r] * decays[r]
+    far = [cute.arch.fmax(offset, -offset) >= MOST_BASE for offset in offsets]
+    if cute.arch.vote_any_sync(far[0] | far[-1]):
+        for r in cutlass.range_constexpr(len(factors)):
+            offsets[r] = subtract_far(scores, r, peaks[r], offsets[r])
+    return offsets, decays
+
+
+def subtract_far(scores: cute.Tensor, row: int, peak: Float32, base: Float32) -> Float32:
+    """Returns what to subtract from a row's scaled scores: if the base is past MOST_BASE 0, as `peak` is subtracted here."""
+    far = cute.arch.fmax(base, -base) >= MOST_BASE
+    scores[row, None].store(scores[row, None].load() - cutlass.select_(far, finite_or_zero(peak), Float32(0.0)))
+    return cutlass.select_(far, Float32(0.0), base)
 
 
 @cute.jit

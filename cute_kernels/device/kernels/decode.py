@@ -150,7 +150,8 @@ class DecodeKernel(PieceResults):
     def supply(self, problem: Problem, shared: Shared, scale_log2: Float32, role: Int32):
         """The warps that bring tiles, widen them or assist the consumers.
 
-        role: 0, or below `gatherers`: K and V; 1: tokens' scales; the last ones widen, or assist.
+        role: 0, or below `gatherers`: K and V; 1: tokens' scales; below tile_producers, if several: both. The last ones widen, or
+        assist.
         """
         spec = self.spec
         if cutlass.const_expr(spec.gathers):
@@ -158,20 +159,20 @@ class DecodeKernel(PieceResults):
                 self.mainloop.gather(problem, shared, role, leads=True)
             elif role < spec.gatherers:
                 self.mainloop.gather(problem, shared, role, leads=False)
-        elif role == 0:
-            self.mainloop.produce(problem, shared, scales=False)
+        elif role < spec.tile_producers:
+            self.mainloop.produce(problem, shared, role, scales=False)
         elif cutlass.const_expr(spec.widens_tiles):
             if role >= self.mainloop.producer_warps:
                 self.mainloop.widen(problem, shared, role - self.mainloop.producer_warps)
             elif role == 1 and cutlass.const_expr(spec.token_scales > 0):
-                self.mainloop.produce(problem, shared, scales=True)
-        elif cutlass.const_expr(spec.query_warps > 0):
+                self.mainloop.produce(problem, shared, role, scales=True)
+        elif cutlass.const_expr(spec.assistants > 0):
             if role >= spec.producers:
                 self.assist(problem, shared, scale_log2, role - spec.producers)
             elif cutlass.const_expr(spec.token_scales > 0):
-                self.mainloop.produce(problem, shared, scales=True)
+                self.mainloop.produce(problem, shared, role, scales=True)
         elif role == 1 and cutlass.const_expr(spec.token_scales > 0):  # other warps may only have registers to hand over
-            self.mainloop.produce(problem, shared, scales=True)
+            self.mainloop.produce(problem, shared, role, scales=True)
 
     @cute.jit
     def assist(self, problem: Problem, shared: Shared, scale_log2: Float32, worker: Int32):
@@ -194,12 +195,13 @@ class DecodeKernel(PieceResults):
                 turn += 1
                 block = query_block(spec, queries, share.unit, heads, next_index, row)
                 bring_query(spec, problem, shared, block, turn, scaling.sign, worker)
-            if cutlass.const_expr(spec.stores_beside) and more:
-                await_states(spec, shared, pieces)
-                if stored_beside(spec, piece, more):
+            if cutlass.const_expr(spec.stores_beside):
+                beside = stored_beside(spec, piece, more)
+                if beside:
+                    await_states(spec, shared, pieces)
                     self.store(problem, shared, share, piece, Int32(0), merge_scaling(spec, scaling), (None, None), storers)
-                release_merge(spec, shared)
-                pieces += 1
+                    release_merge(spec, shared)
+                    pieces += 1
             index, first = next_index, next_first
 
     @cute.jit
@@ -255,20 +257,23 @@ class DecodeKernel(PieceResults):
                 await_merge(spec, shared, pieces)
             order = self.mainloop.order(piece)
             merging = merge_scaling(spec, scaling)
-            outcome = self.settle(shared, piece, row_tiles, thr_mma, (order, pieces), (scaling, merging))
-            if cutlass.const_expr(not spec.stores_beside) or not beside:
+            if cutlass.const_expr(spec.stores_beside):
+                more = unfinished(share, next_index, next_first)
+                place, scalings = (order, pieces, beside, more), (scaling, merging)
+                self.end_beside(problem, shared, share, piece, (row_tiles, thr_mma), place, scalings)
+            else:
+                outcome = self.settle(shared, piece, row_tiles, thr_mma, order, (scaling, merging))
                 sync_consumers(spec)
                 if cutlass.const_expr(self.fetches_late and not spec.settles_alone):  # all warps have read this query
                     self.fetch_next(problem, next_buffer, share, heads, index, (next_index, next_first), row)
                 self.store(problem, shared, share, piece, order, merging, (outcome, buffer), all_consumers(spec))
-                if cutlass.const_expr(spec.stores_beside) and unfinished(share, next_index, next_first):
-                    sync_consumers(spec)  # the merge buffer is free
             if cutlass.const_expr(self.fetches_late and spec.settles_alone):  # the output went through the query's buffer
                 sync_consumers(spec)
                 self.fetch_next(problem, next_buffer, share, heads, index, (next_index, next_first), row)
             if cutlass.const_expr(spec.query_warps > 0 and not spec.stores_beside):
                 release_merge(spec, shared)
-            pieces += 1
+            if cutlass.const_expr(spec.query_warps > 0):
+                pieces += Int32(beside) if cutlass.const_expr(spec.stores_beside) else 1
             issued += piece.stop - piece.first
             if cutlass.const_expr(self.counts_turns):
                 turn += Int32(next_index > index)
@@ -294,15 +299,35 @@ class DecodeKernel(PieceResults):
                 sync_consumers(spec)
 
     @cute.jit
+    def end_beside(
+        self, problem: Problem, shared: Shared, share: Share, piece: Piece, attended: tuple, place: tuple, scalings: tuple
+    ):
+        """Ends a piece that warps beside the loop may store: they do so if it is `beside`, else the warps that attended.
+
+        attended: the warp's m-tiles, and how it multiplied. place: its place in the merge, how many pieces came before, whether
+        this one is stored `beside`, and whether `more` follow. scalings: that of the loop, and merge_scaling.
+        """
+        spec, (row_tiles, thr_mma), (order, pieces, beside, more), (scaling, merging) = self.spec, attended, place, scalings
+        states = [lane_state(spec, thr_mma, *both, scaling) for both in zip(row_tiles, row_tiles_of(spec), strict=True)]
+        if beside:
+            fold_states(spec, shared, states, piece.block.rows, order, pieces, merging)
+        else:
+            share_states(spec, shared.merge, states, piece.block.rows, order, merging)
+            sync_consumers(spec)
+            self.store(problem, shared, share, piece, order, merging, (None, None), all_consumers(spec))
+            if more:
+                sync_consumers(spec)  # the merge buffer is free
+
+    @cute.jit
     def settle(
-        self, shared: Shared, piece: Piece, row_tiles: tuple, thr_mma, place: tuple, scalings: tuple[Scaling, Scaling]
+        self, shared: Shared, piece: Piece, row_tiles: tuple, thr_mma, order: Int32, scalings: tuple[Scaling, Scaling]
     ) -> SettledRows | LaneState | None:
         """Ends a piece: the warps' states meet in shared memory, or each is settled in its registers and returned.
 
         If two warpgroups attended in turn to a part of a row, each settles half of the columns in `store`; returns the state.
-        place: the warp's place in the merge, and how many pieces came before. scalings: that of the loop, and merge_scaling.
+        order: the warp's place in the merge. scalings: that of the loop, and merge_scaling.
         """
-        spec, settled, (order, pieces), (scaling, merging) = self.spec, None, place, scalings
+        spec, settled, (scaling, merging) = self.spec, None, scalings
         states = [lane_state(spec, thr_mma, *both, scaling) for both in zip(row_tiles, row_tiles_of(spec), strict=True)]
         if cutlass.const_expr(spec.settles_alone):
             settled = settle_rows(spec, states[0], merging)
@@ -313,8 +338,6 @@ class DecodeKernel(PieceResults):
                 share_halves(spec, shared.merge, states[0], piece.block.rows, order)
             else:
                 settle_turns(spec, shared.merge, states[0], piece.block.rows, order, merging)
-        elif cutlass.const_expr(spec.stores_beside):
-            fold_states(spec, shared, states, piece.block.rows, order, pieces, merging)
         else:
             share_states(spec, shared.merge, states, piece.block.rows, order, merging)
         return settled

@@ -15,11 +15,11 @@ from cutlass import Boolean, Float32, Int32
 from ...config.decode import KernelSpec
 from ..attend.epilogue import Storers, join_state, share_state
 from ..attend.pack_gqa import fetch_query, query_buffer, settle_query
-from ..attend.query_rows import QueryBlock
-from ..kv.scale import Scaling
+from ..attend.query_rows import QueryBlock, Row, heads_of, query_block
+from ..kv.scale import Scaling, open_scaling
 from ..problem import Problem
 from ..ptx.registers import LANES
-from ..schedule.work_scheduler import Piece
+from ..schedule.work_scheduler import Piece, Share
 from .shared import Shared, left_barrier, mergeable_barrier, merged_barrier, query_barrier, used_barrier
 
 LONG_TURNS = 2  # tiles of each turn in the shortest piece that these warps store: they take some 6 us, 16 tiles of 8 bits 6 to 7
@@ -34,7 +34,7 @@ def make_query_barriers(spec: KernelSpec, shared: Shared):
     """Makes the mbarriers of queries and of the merge buffer. One lane calls it."""
     for buffer in range(spec.query_buffers):
         cute.arch.mbarrier_init(query_barrier(spec, shared, buffer), LANES * spec.query_warps)
-        cute.arch.mbarrier_init(used_barrier(spec, shared, buffer), spec.num_warps)
+        cute.arch.mbarrier_init(used_barrier(spec, shared, buffer), LANES * spec.num_warps)
     storing = spec.query_warps if spec.stores_beside else spec.num_warps
     cute.arch.mbarrier_init(merged_barrier(spec, shared), LANES * storing)
     if spec.stores_beside:
@@ -52,6 +52,17 @@ def bring_query(spec: KernelSpec, problem: Problem, shared: Shared, block: Query
     cute.arch.mbarrier_arrive(query_barrier(spec, shared, which))
 
 
+def bring_following(
+    spec: KernelSpec, problem: Problem, shared: Shared, share: Share, index: Int32, row: Row, turn: Int32, worker: Int32
+):
+    """bring_query of a share's row `index`, opened as `row`, for a worker that has not opened the share's heads and scales."""
+    queries = problem.rows.queries
+    heads = heads_of(spec, queries, share.unit)
+    block = query_block(spec, queries, share.unit, heads, index, row)
+    sign = open_scaling(spec, problem.scales, heads[0], Float32(1.0)).sign
+    bring_query(spec, problem, shared, block, turn, sign, worker)
+
+
 def buffer_of(spec: KernelSpec, turn: Int32) -> Int32:
     """The buffer of the query of the share's row number `turn`."""
     return turn % spec.query_buffers
@@ -67,11 +78,9 @@ def await_query(spec: cutlass.Constexpr, shared: Shared, turn: Int32):
 
 @cute.jit
 def release_query(spec: cutlass.Constexpr, shared: Shared, turn: Int32, done: Boolean):
-    """A consumer warp leaves a query's buffer to the next query, if it is `done` with the row."""
-    cute.arch.sync_warp()
+    """A consumer warp leaves a query's buffer to the next query, if it is `done` with the row: each lane for its own reads."""
     if done:
-        with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive(used_barrier(spec, shared, buffer_of(spec, turn)))
+        cute.arch.mbarrier_arrive(used_barrier(spec, shared, buffer_of(spec, turn)))
 
 
 def await_merge(spec: KernelSpec, shared: Shared, pieces: Int32):

@@ -47,7 +47,7 @@ class DealtMainloop(OverlapMainloop):
         """Does nothing: a CTA's first loads are small compared with all that follow."""
 
     @cute.jit
-    def produce(self, problem: Problem, shared: Shared, scales: cutlass.Constexpr):
+    def produce(self, problem: Problem, shared: Shared, part: Int32, scales: cutlass.Constexpr):
         """A producer warp: every item, in order. scales: whether it brings tokens' scales; K, V and the items otherwise."""
         spec, rows, batch, issued, turn = self.spec, problem.rows, problem.batch(self.spec), Int32(0), Int32(0)
         cute.arch.griddepcontrol_wait()
@@ -58,7 +58,7 @@ class DealtMainloop(OverlapMainloop):
             issued += piece.tiles
             turn += 1
             where = shared, turn, found
-            item, found, pages = self.issue(problem, shared, where, piece, pages, Boolean(True), scales)
+            item, found, pages = self.issue(problem, shared, where, piece, pages, Boolean(True), part, scales)
         if cutlass.const_expr(not scales):
             self.end(problem, found)
 

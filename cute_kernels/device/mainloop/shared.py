@@ -160,7 +160,7 @@ def query_barrier(spec: KernelSpec, shared: Shared, buffer: Int32 | int) -> cute
 
 
 def used_barrier(spec: KernelSpec, shared: Shared, buffer: Int32 | int) -> cute.Pointer:
-    """The barrier "a query buffer is free": each consumer warp arrives."""
+    """The barrier "a query buffer is free": each lane of the consumer warps arrives."""
     return query_barrier(spec, shared, buffer) + spec.query_buffers
 
 

@@ -2,7 +2,8 @@
 
 The scales of tokens have a producer warp of their own: one warp took longer to issue both boxes and scales than a tile takes to
 arrive. Without scales that second warp looks ahead (L2 prefetch); with two CTAs per SM, one more warp would leave too few
-registers to each.
+registers to each. Where instructions set the pace instead, four producers take tiles in turn, one for each scheduler of the SM:
+each brings boxes and scales of its tiles, and its part of the next query.
 
 Tile i of a share (work partition) lies in stage i % num_stages and belongs to warp i % num_warps. num_stages is a multiple of
 num_warps, so a stage always has the same reader: with several readers, a fast one passes a parity that an older phase satisfied
@@ -38,9 +39,9 @@ from ..problem import Problem
 from ..ptx.registers import LANES, quotient, remainder
 from ..schedule.crew import prepare_end
 from ..schedule.opening import Opening, find_opening, first_pages, meet, meet_consumers, publish, read_opening
-from ..schedule.work_scheduler import Piece, following, keys_of, make_piece, take_share, unfinished
+from ..schedule.work_scheduler import Piece, Share, following, keys_of, make_piece, take_share, unfinished
 from . import tile
-from .beside import make_query_barriers
+from .beside import bring_following, make_query_barriers
 from .boxes import EVICT_FIRST, arrive_after_copies, partition_boxes, tensor_map
 from .shared import (
     Shared,
@@ -165,36 +166,71 @@ class TmaMainloop:
         return (slot, 0, *((block,) if shape.by_block else ()), piece.kv_head + head, page)
 
     @cute.jit
-    def produce(self, problem: Problem, shared: Shared, scales: cutlass.Constexpr):
-        """The work of a producer warp: every tile of the share, in order.
+    def produce(self, problem: Problem, shared: Shared, part: Int32, scales: cutlass.Constexpr):
+        """The work of a producer warp: every tile of the share, in order, or those that are its part of tile_producers' work.
 
-        scales: whether it brings the scales of tokens; otherwise it brings K and V, and finds the opening for all warps.
+        scales: whether it brings the scales of tokens alone; otherwise it brings K and V, and the first one finds the opening for
+        all warps.
         """
-        spec, issued = self.spec, Int32(0)
-        if cutlass.const_expr(scales):
-            cute.arch.griddepcontrol_wait()
-            meet(spec)
-            opening, pages = read_opening(spec, problem, shared)
-        else:
-            opening, pages = find_opening(spec, problem)
-            publish(spec, shared, opening, pages)
+        spec, issued, turn = self.spec, Int32(0), Int32(0)  # turn: as consumers count rows
+        part = part if cutlass.const_expr(spec.tile_producers > 1) else Int32(0)
+        opening, pages = self.open_or_read(problem, shared, part, scales)
         share, row = opening.share, opening.row
         index, tile = share.row, share.tile
         while unfinished(share, index, tile):
             piece = make_piece(spec, problem.rows, share, index, row, tile, issued)
             upcoming = following(spec, problem.rows, problem.batch(spec), piece)
-            row, pages = self.issue(problem, shared, (share.unit, upcoming), piece, pages, unfinished(share, *upcoming), scales)
-            if piece.first == 0 and not scales:
+            where, more = (share.unit, upcoming), unfinished(share, *upcoming)
+            row, pages = self.issue(problem, shared, where, piece, pages, more, part, scales)
+            if cutlass.const_expr(not scales) and (piece.first == 0) & (part == 0):
                 with cute.arch.elect_one():
                     inspect_request(spec, problem.rows, index, problem.status)
+            if cutlass.const_expr(spec.tile_producers > 1):
+                turn += Int32(upcoming[0] > index)
+                if more and upcoming[0] > index:
+                    bring_following(spec, problem, shared, share, upcoming[0], row, turn, part)
             issued += piece.stop - piece.first
             index, tile = upcoming
         if cutlass.const_expr(spec.divides_combine and not scales):
-            prepare_end(spec, problem, shared, share, opening.row)
+            self.end_share(problem, shared, share, opening.row, part)
+
+    @cute.jit
+    def end_share(self, problem: Problem, shared: Shared, share: Share, row: Row, part: Int32):
+        """The producer that found the opening prepares the share's end. row: the share's first."""
+        if part == 0:
+            prepare_end(self.spec, problem, shared, share, row)
+
+    @cute.jit
+    def open_or_read(self, problem: Problem, shared: Shared, part: Int32, scales: cutlass.Constexpr) -> tuple[Opening, Int32]:
+        """(the opening, the pages of its first boxes): one producer finds and publishes them, the others read them."""
+        spec = self.spec
+        if cutlass.const_expr(spec.tile_producers == 1 and not scales):
+            opening, pages = find_opening(spec, problem)
+            publish(spec, shared, opening, pages)
+        else:
+            if cutlass.const_expr(spec.tile_producers > 1):
+                if part == 0:
+                    publish(spec, shared, *find_opening(spec, problem))
+                else:
+                    cute.arch.griddepcontrol_wait()
+                    meet(spec)
+            else:
+                cute.arch.griddepcontrol_wait()
+                meet(spec)
+            opening, pages = read_opening(spec, problem, shared)
+        return opening, pages
 
     @cute.jit
     def issue(
-        self, problem: Problem, shared: Shared, where: tuple, piece: Piece, pages: Int32, more: Boolean, scales: cutlass.Constexpr
+        self,
+        problem: Problem,
+        shared: Shared,
+        where: tuple,
+        piece: Piece,
+        pages: Int32,
+        more: Boolean,
+        part: Int32,
+        scales: cutlass.Constexpr,
     ):
         """Issues this producer's copies for a piece, each tile once its stage is free. Lane l of `pages` has the page of box l.
 
@@ -205,34 +241,41 @@ class TmaMainloop:
         spec, rows, num_pages = self.spec, problem.rows, problem.rows.num_pages
         tiles_ahead, tiles = cutlass.const_expr(32 // self.boxes), piece.stop - piece.first
         upcoming, holes, found = pages, Int32(0), self.no_next(problem, num_pages)
+        parts, begin = cutlass.const_expr(spec.tile_producers), self.own_tile(piece, part)
+        middle = cutlass.const_expr(min(tiles_ahead // 2, tiles_ahead - parts))
         lead = cutlass.const_expr(1 if spec.overlaps and not scales else 0)  # tiles by which K goes ahead of V
         behind = pages  # those of the tile before
-        for i in cutlass.range(tiles + lead, unroll=1):
+        for i in cutlass.range(begin, tiles + lead, parts, unroll=1):
             ahead, tile = remainder(i, tiles_ahead), self.tile_at(piece, i)
             if cutlass.const_expr(lead == 0) or i < tiles:
-                if ahead == 0:
+                if is_first(ahead, 0, parts):
                     pages = upcoming
                     if cutlass.const_expr(spec.source == "paged" and not scales):
-                        token = token_of_lane(spec, tile)
+                        token = token_of_lane(spec, tile - ahead)
                         holes = find_holes(token, piece.keys, spec.box_rows, pages, num_pages, piece.index, problem.status)
                 for head in cutlass.range_constexpr(spec.unit_heads):
                     place = pages, ahead * self.boxes
-                    if cutlass.const_expr(scales):
-                        self.issue_scales(problem, shared, piece, i, head, place)
-                    else:
+                    if cutlass.const_expr(not scales):
                         self.issue_boxes(problem, shared, piece, i, head, place, holes, (0,) if lead else (0, 1))
-                if ahead == tiles_ahead // 2:  # not at 0: the first tiles would wait for this lookup, as a select takes `pages`
+                    if cutlass.const_expr(scales or parts > 1):
+                        self.issue_scales(problem, shared, piece, i, head, place)
+                if is_first(ahead, middle, parts):  # not at 0: a select takes `pages`, and the first tiles would wait
                     upcoming = box_pages(spec, rows, piece.row.start, piece.keys, tile - ahead + tiles_ahead)
             if cutlass.const_expr(lead > 0):
                 if i > 0:
                     place = behind, remainder(i - 1, tiles_ahead) * self.boxes
                     self.issue_boxes(problem, shared, piece, i - 1, 0, place, holes, (1,))
                 behind = pages
-            if i == lead and more and cutlass.const_expr(not self.opens_late):
+            if is_first(i, lead, parts) and more and cutlass.const_expr(not self.opens_late):
                 found = self.open_next(problem, where, piece, scales)
-        if (cutlass.const_expr(self.opens_late) or tiles == 0) and more:
+        if (cutlass.const_expr(self.opens_late) or begin >= tiles) and more:
             found = self.open_next(problem, where, piece, scales)
         return found
+
+    def own_tile(self, piece: Piece, part: Int32) -> Int32:
+        """The first tile of a piece that a producer brings: of all of the share's tiles every so many is its own."""
+        parts = self.spec.tile_producers
+        return Int32(0) if parts == 1 else (part - piece.issued) & (parts - 1)
 
     def no_next(self, problem: Problem, pages: Int32) -> tuple:
         """The result of open_next past the share's end. pages: a page past the cache."""
@@ -436,3 +479,8 @@ class TmaMainloop:
             cute.arch.mbarrier_wait(zeroed, parity)
         elif has_outside(spec, place):
             cute.arch.mbarrier_wait(zeroed, parity)
+
+
+def is_first(number: Int32, begin: int, parts: int) -> Boolean:
+    """Whether a tile is the first one from `begin` on that a producer brings, if every `parts`-th is its own."""
+    return quotient(number - begin, parts) == 0  # unsigned; two comparisons for it spill a register

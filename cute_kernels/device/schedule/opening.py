@@ -91,7 +91,7 @@ def comes_late(spec: KernelSpec) -> bool:
 
 def meet(spec: KernelSpec):
     """Producers and consumers, except a late consumer, meet: each sees what the others wrote before, mbarriers included."""
-    others = 1 + (spec.token_scales > 0) + spec.widening_warps + spec.query_warps
+    others = spec.producers + spec.widening_warps + spec.assistants
     sync_branches(OPENED, spec.num_warps - comes_late(spec) + others)
 
 
