@@ -4,6 +4,7 @@ A row's weights are exp2(score * scale - base), with the rounded base = row_max 
 base serves that lets none of them overflow, as in flash-attn-4 (2026). Here row_max is the maximum at the time when the row's
 base last moved. So few tiles need the exact maximum, or O rescaled. The first look at a tile compares its scores' bits as
 integers, three at a time: from 0 up these are in order, and a score below 0 weighs at most 1 unless the base is below 0 too.
+Where most tiles would move a base anyway, bases follow the maxima, and O is rescaled at each tile (weigh_by_maxima).
 """
 
 import cutlass
