@@ -29,7 +29,7 @@ GATHER_REGISTERS = {4: (216, 72), 8: (216, 72)}  # if the producers bring tiles 
 # a base if a score may lie 4.75 or 2.75 bits past it, and not 1.75 or 0.75. With a bit less, rows whose output is of weights of
 # e ** -20 alone miss bf16's precision in some batches with token scales, and with 8 bits in all
 LAZY_WEIGHT_BITS = 11
-MOST_TILES_BOXES = 8  # boxes of a tile, so that 32 pages are those of four tiles
+MOST_BOXES = 8  # of a tile that four producers take in turn: 32 pages are then those of four tiles
 MIN_BOX_ROWS = 8  # rows of one 128-byte swizzle atom: the smallest page part that one TMA box may bring
 PRODUCER_WARPS: dict[Arch, int] = {"sm90": 2, "sm80": 0}  # one brings K and V; one brings tokens' scales, or looks ahead
 
@@ -229,7 +229,7 @@ class TilingSpec(ProblemSpec):
         (docs/notes/kernel-log.md). num_stages is a multiple of four, so a stage always has the same producer. The pages that a
         producer looks up at a time are those of four tiles or more.
         """
-        few = self.tile_n <= MOST_TILES_BOXES * MIN_BOX_ROWS
+        few = self.tile_n <= MOST_BOXES * MIN_BOX_ROWS
         return WARPGROUP if self.paired and self.token_scales and few else 1
 
     @property

@@ -137,6 +137,19 @@ def test_queries_of_many_requests_beside_the_loop(partition: Any, cache: dict[st
     check(kernel, problem)
 
 
+@pytest.mark.parametrize(("tile_n", "page_size", "producers"), [(16, 16, 4), (32, 8, 4), (48, 8, 4), (80, 8, 1)])
+def test_producers_that_take_tiles_in_turn(tile_n: int, page_size: int, producers: int) -> None:
+    """A tile is 1 to 10 boxes, so that 32 pages are those of 32 tiles, 8, 5 or 3; rows end before, at and after such a bound."""
+    lengths, q_len = (1300, 0, 5 * 48, 5 * 48 + 1, 16, 700), 8
+    rows = {"q_lens": (q_len,) * len(lengths), "max_q_len": q_len, "uniform": True}
+    fields = {**ONE_HEAD, **TOKEN_SCALES, "head_dim": 64, "lengths": lengths, "page_size": page_size}
+    problem = case("producers", fields, **rows)
+    descriptor = problem.descriptor()
+    kernel = kernel_of(descriptor.problem, DecodeConfig(tile_n, 8, 8, 1), "balanced", 2, descriptor=descriptor)
+    assert kernel.spec.paired and kernel.spec.tile_producers == producers
+    check(kernel, problem)
+
+
 def test_query_rows_of_nan_in_many_parts() -> None:
     """A request of more parts than a thread of the combine takes at once; the other rows keep their bits."""
     problem = case("nan", {**ONE_HEAD, "lengths": (33, 900), "head_dim": 64}, q_lens=(4, 4), max_q_len=4)

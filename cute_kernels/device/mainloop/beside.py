@@ -6,6 +6,8 @@ all consumers says elsewhere: that a query has come, that a query's buffer is fr
 buffer is free. So a consumer warp that has left its states goes on to the next piece at once. The consumers themselves bring a
 share's first query and store its last piece: they have nothing else to do then, and are more. They also store short pieces, which
 would be over before these warps had brought the next query and stored the piece before.
+
+Where scales of tokens leave no such warps (KernelSpec.tile_producers), the producers bring a query once a row's tiles are issued.
 """
 
 import cutlass
