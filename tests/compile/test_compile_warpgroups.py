@@ -43,9 +43,9 @@ CASES: dict[str, dict[str, Any]] = {
     "int8 token, 128 rows": {**INT8_TOKEN, "max_q_len": 32},
 }
 CHOSEN = {"e4m3, 64 rows, uniform": (96, 8), "e4m3, 128 rows": (112, 8), "int8 token, 64 rows": (96, 8)}  # tiles, warps
-BESIDE_SPILLS = 2, 18  # of a kernel with two m-tiles a warp whose other warps store pieces, in its loop over tiles and in all
-RAGGED_SPILLS = 2, 10  # of one with token scales and head_dim 128 over ragged queries
 SPILLS = {"int8 token, 64 rows": 22}  # loads and stores of spilled registers where a piece begins or ends
+# the same of kernels with two m-tiles a warp, in the loop over tiles and in all; by whether tokens have scales, head_dim, query
+PAIRED_SPILLS = {(False, 128, "uniform"): (2, 18), (False, 64, "uniform"): (0, 8), (True, 128, "ragged"): (2, 10)}
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -129,9 +129,7 @@ def test_two_m_tiles_of_eight_warps(stored: dict[str, Any], head_dim: int, q_len
     spec = explain(problem, PRETEND["h200"]).chosen.spec
     assert (spec.warp_tiles, spec.readers, spec.turns, spec.num_warps) == (2, 1, 8, 8)
     ptx, sass = machine_code.dump(build, spec, tmp_path)
-    spills = BESIDE_SPILLS if spec.stores_beside and query == "uniform" else (0, 0)
-    if spec.token_scales and (head_dim, query) == (128, "ragged"):
-        spills = RAGGED_SPILLS
+    spills = PAIRED_SPILLS.get((spec.token_scales > 0, head_dim, query), (0, 0))
     loop = sass[sass.index("HMMA") : sass.rindex("HMMA")]
     for code, most in zip((loop, sass), spills, strict=True):
         assert len(re.findall(r"\b(?:LDL|STL)\b", code)) <= most, "registers spilled to local memory"

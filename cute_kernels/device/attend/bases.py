@@ -43,7 +43,7 @@ def settle_bases(spec: cutlass.Constexpr, acc_s: cute.Tensor, state, factors: li
     if moved:
         for r in cutlass.range_constexpr(len(factors)):  # a row's bits depend on no other row
             peak = state.row_max[r]
-            exact = quad_max(largest([scores[r, c] for c in range(cute.size(scores, mode=[1]))] + [peak]), nan=True)
+            exact = raised_peak(scores, r, peak)
             peak = cutlass.select_(quad_all(stays[r]), peak, exact)
             base = rounded_product(finite_or_zero(peak), factors[r])
             decays[r] = cute.math.exp2(bases[r] - base, fastmath=True)
@@ -90,8 +90,7 @@ def follow_maxima(acc_s: cute.Tensor, state, factors: list) -> tuple[list, list]
     """Moves each base to its row's maximum; returns (offsets, decays) as settle_bases does."""
     scores, peaks, offsets, decays = rows_of(acc_s), [], [], []
     for r in cutlass.range_constexpr(len(factors)):
-        row = [scores[r, c] for c in range(cute.size(scores, mode=[1]))]
-        peaks.append(quad_max(largest([*row, state.row_max[r]]), nan=True))
+        peaks.append(raised_peak(scores, r, state.row_max[r]))
         offsets.append(rounded_product(finite_or_zero(peaks[r]), factors[r]))
         decays.append(cute.math.exp2(rounded_product(state.row_max[r], factors[r]) - offsets[r], fastmath=True))
         state.row_max[r] = peaks[r]
@@ -101,6 +100,11 @@ def follow_maxima(acc_s: cute.Tensor, state, factors: list) -> tuple[list, list]
         for r in cutlass.range_constexpr(len(factors)):
             offsets[r] = subtract_far(scores, r, peaks[r], offsets[r])
     return offsets, decays
+
+
+def raised_peak(scores: cute.Tensor, row: int, peak: Float32) -> Float32:
+    """The maximum of a row's scores in all of its lanes, and of `peak`."""
+    return quad_max(largest([*(scores[row, c] for c in range(cute.size(scores, mode=[1]))), peak]), nan=True)
 
 
 def subtract_far(scores: cute.Tensor, row: int, peak: Float32, base: Float32) -> Float32:
