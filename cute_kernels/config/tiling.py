@@ -29,6 +29,7 @@ GATHER_REGISTERS = {4: (216, 72), 8: (216, 72)}  # if the producers bring tiles 
 # a base if a score may lie 4.75 or 2.75 bits past it, and not 1.75 or 0.75. With a bit less, rows whose output is of weights of
 # e ** -20 alone miss bf16's precision in some batches with token scales, and with 8 bits in all
 LAZY_WEIGHT_BITS = 11
+OTHER_REGISTERS, OF_MODIFIERS = 32, 24  # of a warpgroup's thread, beside those that registers_with_query counts
 MOST_BOXES = 8  # of a tile that four producers take in turn: 32 pages are then those of four tiles
 MIN_BOX_ROWS = 8  # rows of one 128-byte swizzle atom: the smallest page part that one TMA box may bring
 PRODUCER_WARPS: dict[Arch, int] = {"sm90": 2, "sm80": 0}  # one brings K and V; one brings tokens' scales, or looks ahead
@@ -359,10 +360,23 @@ class TilingSpec(ProblemSpec):
 
     @property
     def holds_query(self) -> bool:
-        """Whether the query stays in registers: at head_dim 256, or 128 with one packed row, others would spill (by SASS)."""
-        if self.by_warpgroup or self.splits or self.warp_tiles > 1:
+        """Whether the query stays in registers, which else spill (read from SASS): at head_dim 256, or 128 with one packed row.
+
+        Warpgroups hold it over 8 bits, where shared memory's bandwidth is the limit, but not in turns in a phase.
+        """
+        if self.by_warpgroup:
+            shares = self.register_shares if self.widens_tiles and (self.q_lens is None or self.turns == 1) else None
+            return shares is not None and self.registers_with_query <= shares[0]
+        if self.splits or self.warp_tiles > 1:
             return False
         return self.padded_head_dim <= (192 if self.packed_rows > 1 else 96)
+
+    @property
+    def registers_with_query(self) -> int:
+        """Registers of a thread whose warpgroup holds its query: O, scores, weights, K's scales, the query, and others."""
+        tile = self.tile_n // 2 + self.tile_n // 4 * (1 + self.k_token_scale)
+        others = OTHER_REGISTERS + (OF_MODIFIERS if self.modifiers.functions or self.modifiers.tree_mask else 0)
+        return self.padded_v_head_dim // 2 + tile + self.padded_head_dim // 4 + others
 
     @property
     def query_fragment(self) -> tuple[int, int]:

@@ -42,7 +42,7 @@ CASES: dict[str, dict[str, Any]] = {
     "int8 token, 64 rows": INT8_TOKEN,
     "int8 token, 128 rows": {**INT8_TOKEN, "max_q_len": 32},
 }
-CHOSEN = {"e4m3, 64 rows, uniform": (96, 8), "e4m3, 128 rows": (112, 8), "int8 token, 64 rows": (96, 8)}  # tiles, warps
+CHOSEN = {"e4m3, 64 rows, uniform": (96, 8), "e4m3, 128 rows": (96, 8), "int8 token, 64 rows": (96, 8)}  # tiles, warps
 SPILLS = {"int8 token, 64 rows": 22}  # loads and stores of spilled registers where a piece begins or ends
 # the same of kernels with two m-tiles a warp, in the loop over tiles and in all; by whether tokens have scales, head_dim, query
 PAIRED_SPILLS = {(False, 128, "uniform"): (2, 18), (False, 64, "uniform"): (0, 8), (True, 128, "ragged"): (2, 10)}
@@ -86,6 +86,7 @@ LONG: dict[str, dict[str, Any]] = {
     "head_dim 64, soft cap": {"head_dim": 64, "softcap": 20.0},
     "head_dim 256, uniform": {"head_dim": 256, "num_heads": 16, "query_format": "uniform"},
 }
+MIXED_SPILLS = {"e4m3": 46}  # of two registers, where a phase or a piece begins
 SPILLED = {"page 8, everything": 6}  # three registers, stored and loaded once an item
 
 
@@ -103,7 +104,8 @@ def test_long_queries(name: str, tmp_path: Path) -> None:
     spec = replace(chosen.phases[-1].spec if chosen.phases else chosen.spec, q_lens=None)
     assert spec.dealt and supports(spec) == []
     assert chosen.num_ctas == PRETEND["h200"].sm_count
-    assert (spec.tile_n == 112) == (name in ("e4m3", "int8 token", "head_dim 192"))
+    assert (spec.tile_n == 112) == (name in ("int8 token", "head_dim 192"))
+    assert name != "e4m3" or (spec.tile_n == 96 and spec.holds_query)
     assert (spec.tile_n == 80) == (name == "head_dim 256, uniform")
     ptx, sass = machine_code.dump(build, spec, tmp_path)
     assert len(re.findall(r"\b(?:LDL|STL)\b", sass)) <= SPILLED.get(name, 0), "registers spilled to local memory"
@@ -187,7 +189,9 @@ def test_mixed(name: str, tmp_path: Path) -> None:
     assert sass.count("HGMMA") == steps
     assert len(re.findall(r"\bHMMA", sass)) >= few
     assert sass.count("WARPGROUP.DEPBAR") == 4 + 2 * (1 + spec.some.overlaps)
-    assert not re.search(r"\b(LDL|STL)\b", sass), "registers spilled to local memory"
+    assert len(re.findall(r"\b(?:LDL|STL)\b", sass)) <= MIXED_SPILLS.get(name, 0), "registers spilled to local memory"
+    inner = machine_code.loops(sass, "HG?MMA")
+    assert len(inner) == 3 and not any(re.search(r"\b(?:LDL|STL)\b", loop) for loop in inner), "spilled in a loop over tiles"
     made = [int(offset, 16) for offset in re.findall(r"SYNCS\.EXCH\.64 URZ, \[UR\d+\+0x([0-9a-f]+)\]", sass)]
     assert len(set(made)) == len(made) == sum(phase.barrier_count for phase in spec.phases)
     assert spec.union_bytes <= min(made) and max(made) + 8 <= spec.smem_bytes, "an mbarrier in memory that other phases use"

@@ -39,6 +39,29 @@ def deadlocks(ptx: str) -> list[str]:
     return found
 
 
+def loops(sass: str, opcode: str) -> list[str]:
+    """The instructions of each loop that has such an opcode; of loops that overlap, the smallest.
+
+    Only conditional jumps end one: code out of line, such as a wait, jumps back without a condition.
+    """
+    labels: dict[str, int] = {}
+    code: list[str] = []
+    for line in map(str.strip, sass.splitlines()):
+        if match := re.match(r"(\.L_x_\d+):", line):
+            labels[match[1]] = len(code)
+        elif match := re.match(r"/\*[0-9a-f]{4,}\*/\s+(.*;)", line):
+            code.append(match[1])
+    found: list[range] = []
+    jumps = [
+        (labels.get(match[1], at), at) for at, line in enumerate(code) if (match := re.match(r"@.*\bBRA.*(\.L_x_\d+)", line))
+    ]
+    for first, last in sorted((jump for jump in jumps if jump[0] < jump[1]), key=lambda jump: jump[1] - jump[0]):
+        overlaps = any(first < other.stop and other.start <= last for other in found)
+        if not overlaps and any(re.search(rf"\b{opcode}", line) for line in code[first : last + 1]):
+            found.append(range(first, last + 1))
+    return ["\n".join(code[part.start : part.stop]) for part in found]
+
+
 @functools.cache
 def disassembler() -> str:
     """The path of nvdisasm."""

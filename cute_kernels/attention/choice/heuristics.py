@@ -43,6 +43,10 @@ M_TILES_ROWS = 32  # packed rows: with more, warpgroups end first (docs/notes/ke
 LONG_SHAPES = ((128, 12), (96, 12), (128, 8), (112, 8), (80, 8), (64, 8), (32, 8), (64, 4), (32, 4), (16, 4))
 LONG_SHAPES_OF_8_BITS = ((112, 8), (96, 8), (80, 8), (64, 8), (32, 8), (64, 4), (32, 4), (16, 4))
 LONG_STAGES = 2
+Shapes = tuple[tuple[int, int], ...]
+# over 8 bits shared memory's bandwidth is the limit, of which a query in registers takes none: prompts of 8k over e4m3 899 -> 825
+# us beside tiles of 112, 128 rows 64 x 8k 489 -> 440 (one H100)
+HOLDING = 96, 8
 BLOCK_STAGES, BLOCK_WARPS = 3, (4, 2)  # of the ring that warps share on sm80: two warps if 99 KB hold no more
 FEW_TILE_N = 32
 # (tokens of a tile, consumer warps) for warpgroups; tiles of 128 end up to 15% sooner if two attend to the same 16-bit tiles
@@ -151,9 +155,20 @@ def long_config(problem: DecodeProblem) -> DecodeConfig:
 
     Ragged queries leave room for a mixed kernel's other phases.
     """
-    shapes = LONG_SHAPES_OF_8_BITS if problem.has_8_bits else LONG_SHAPES
+    shapes = holding_first(problem, LONG_SHAPES_OF_8_BITS, "dealt") if problem.has_8_bits else LONG_SHAPES
     configs = [DecodeConfig(tile_n, LONG_STAGES, warps, 1, 1, "warpgroup") for tile_n, warps in shapes]
     return first_fitting(problem, configs, "dealt", spare=BETWEEN_BYTES if problem.query == "ragged" else 0)
+
+
+def holding_first(problem: DecodeProblem, shapes: Shapes, partition: Partition) -> Shapes:
+    """Shapes for warpgroups over 8 bits: HOLDING first, if registers hold the query with it and with no larger tile."""
+
+    def holds(shape: tuple[int, int]) -> bool:
+        config = DecodeConfig(shape[0], LONG_STAGES, shape[1], 1, 1, "warpgroup")
+        return kernel_spec(problem, "sm90", "sm_90a", config, partition=partition).holds_query
+
+    larger = [shape for shape in shapes if shape[0] > HOLDING[0]]
+    return (HOLDING, *shapes) if holds(HOLDING) and not any(map(holds, larger)) else shapes
 
 
 def block_config(
@@ -200,6 +215,8 @@ def warpgroup_shapes(problem: DecodeProblem, share: int, phase: bool) -> tuple[t
         return ((SHORTEST_TILE_N, WARPGROUP),)  # two units, each with half of the rows, so that more SMs have work
     shapes: tuple[tuple[int, int], ...] = OVERLAP_SHAPES if problem.packed_rows > WARPGROUP_M else WARPGROUP_SHAPES
     most = share // TILES_OF_SHORT
+    if problem.packed_rows > WARPGROUP_M and problem.has_8_bits:
+        shapes = holding_first(problem, shapes, "balanced")
     if problem.packed_rows <= WARPGROUP_M and problem.has_8_bits:
         shapes, most = TURNS_SHAPES, share // (TILES_OF_SHORT_SCALES if problem.has_token_scales else TILES_OF_SHORT_TURNS)
         if problem.has_token_scales and (phase or problem.padded_head_dim % 64):

@@ -4,9 +4,9 @@ A unit of two KV heads packs the query heads of both. Packed row r lies in row r
 query_rows.place_in says where it is in q. Columns past head_dim are zero on load. Rows past the last packed row are zero, or hold
 whatever shared memory held: no row of a product depends on another, and these rows are never stored. Shared memory keeps a tile
 as m16n8k16 A fragments, eight elements per lane and k16 step; if they fit, registers hold them while a piece (KV split) lasts. A
-warpgroup reads a tile as swizzled rows of elements (mainloop/tile.py). There are two buffers: the next row's query comes while
-this row's is in use. If shared memory is short there is one: the next query comes once this one is in registers, or once a
-warpgroup has read it for the last time.
+warpgroup reads a tile as swizzled rows of elements (mainloop/tile.py), or copies its tile from them to registers. There are two
+buffers: the next row's query comes while this row's is in use. If shared memory is short there is one: the next query comes once
+this one is in registers, or once a warpgroup has read it for the last time.
 """
 
 from itertools import product
@@ -308,7 +308,7 @@ def read_query(spec: KernelSpec, shared: cute.Tensor, held: cute.Tensor | None, 
     shared: [element, lane, k16 step of each m-tile].
     """
     if spec.by_warpgroup:
-        return row_block(spec, shared, row_tile)
+        return row_block(spec, shared, row_tile) if held is None else hold_rows(spec, shared, held, row_tile)
     as_it_is = spec.splits or spec.k_math == spec.element_type
     source = shared if as_it_is else cute.recast_tensor(shared, ELEMENT_TYPES[spec.k_math])
     if spec.row_tiles > 1:
@@ -317,6 +317,17 @@ def read_query(spec: KernelSpec, shared: cute.Tensor, held: cute.Tensor | None, 
         return source
     for step in range(spec.padded_head_dim // MMA_K):
         cute.autovec_copy(source[None, cute.arch.lane_idx(), step], held[None, step])
+    return held
+
+
+def hold_rows(spec: KernelSpec, shared: cute.Tensor, held: cute.Tensor, row_tile: Int32 | int) -> cute.Tensor:
+    """Copies an m-tile of a settled query, rows of elements in shared memory, to registers."""
+    lane = cute.arch.lane_idx()
+    row, half = row_tile * TILE_M + lane % TILE_M, lane // TILE_M
+    for step in range(spec.padded_head_dim // MMA_K):
+        column = (step * MMA_K + half * 8) * spec.q_bytes
+        fragment = load_fragment(shared.iterator.toint() + swizzled(spec.query_tile, 0, row, column), spec.k_math)
+        held[None, step].store(cute.make_tensor(fragment.iterator, cute.make_layout(FRAGMENT)).load())
     return held
 
 

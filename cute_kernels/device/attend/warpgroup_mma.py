@@ -1,4 +1,4 @@
-"""Q K^T and P V of a warpgroup, by wgmma (m64nNk16): Q, K and V are read from shared memory, P comes from registers.
+"""Q K^T and P V of a warpgroup, by wgmma (m64nNk16): K and V are read from shared memory, P and, over 8 bits, Q from registers.
 
 A warp's rows of an m64 tile lie in its lanes like the rows of an m16n8k16 tile, so the warps of a group have neighbouring
 m-tiles, and all work between the products is a warp's own. Tiles of 8 bits are first widened to 16 in shared memory, by warps
@@ -15,6 +15,7 @@ from ...config.tiling import TILE_M, WARPGROUP_M
 from ..elements import ELEMENT_TYPES
 from ..mainloop.shared import Shared
 from ..mainloop.tile import transposed
+from .pack_gqa import fragments
 from .warp_mma import make_mma
 
 
@@ -46,8 +47,10 @@ class WarpgroupProducts:
     def start_scores(self, acc_s: cute.Tensor, query: cute.Tensor, stage: Int32):
         """Starts Q K^T with the tile in a stage: a group to be waited for."""
         spec, acc = self.spec, accumulator(acc_s, self.spec.tile_n)
-        mma = make_mma_of(spec.k_math, spec.tile_n, warpgroup.OperandSource.SMEM, OperandMajorMode.K)
-        rows, keys = mma.make_fragment_A(mma.get_slice(0).partition_A(query)), descriptors(mma, self.keys[None, None, stage])
+        source = warpgroup.OperandSource.RMEM if spec.holds_query else warpgroup.OperandSource.SMEM
+        mma = make_mma_of(spec.k_math, spec.tile_n, source, OperandMajorMode.K)
+        rows = fragments(query) if spec.holds_query else mma.make_fragment_A(mma.get_slice(0).partition_A(query))
+        keys = descriptors(mma, self.keys[None, None, stage])
         warpgroup.fence()
         for step in range(spec.padded_head_dim // MMA_K):
             mma.set(warpgroup.Field.ACCUMULATE, step > 0)

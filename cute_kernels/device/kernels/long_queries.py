@@ -6,7 +6,7 @@ from cutlass import Boolean, Float32, Int32
 
 from ..attend.attend import Attention, make_products, make_state, reset_state
 from ..attend.epilogue import lane_state, settle_rows, store_rows
-from ..attend.pack_gqa import fetch_query, query_buffer, row_tiles_of, settle_query, sync_rows
+from ..attend.pack_gqa import fetch_query, hold_query, query_buffer, row_tiles_of, settle_query, sync_rows
 from ..kv.scale import merge_scaling, open_scaling
 from ..mainloop.shared import Shared
 from ..problem import Problem
@@ -25,7 +25,7 @@ class LongQueryKernel(AttentionKernel):
         meet_all(spec)
         products = make_products(spec, shared)
         state, (row_tile,) = make_state(spec, products.thr_mma), row_tiles_of(spec)
-        issued, turn = Int32(0), Int32(0)
+        issued, turn, held = Int32(0), Int32(0), hold_query(spec)
         item = take_item(spec, shared, turn)
         if item.index < batch:
             block = piece_of(spec, problem.rows, item, issued).block
@@ -37,7 +37,7 @@ class LongQueryKernel(AttentionKernel):
             buffer, factors = query_buffer(spec, shared.query, turn), shared.inverses[None, turn % 2]
             settle_query(spec, buffer, factors, piece.block.rows, scaling.sign, Boolean(True))
             sync_rows(spec)
-            row_tiles = self.row_tiles(problem, piece, buffer, factors, None, (state,))
+            row_tiles = self.row_tiles(problem, piece, buffer, factors, held, (state,))
             issued += piece.tiles
             turn += 1
             following = query_buffer(spec, shared.query, turn)
