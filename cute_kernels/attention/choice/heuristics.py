@@ -12,6 +12,8 @@ from ..descriptors import DecodeProblem
 from ..kernel_spec import kernel_spec, units_of
 from .cost_model import cost_of, row_tokens
 
+Shapes = tuple[tuple[int, int], ...]  # (tokens of a tile, consumer warps), the best first
+
 # (bytes of K and V of a tile, most consumer warps, CTAs per SM). Tiles of 32 KB never won, nor 8 KB with 4 warps or two CTAs.
 SHAPES: dict[Arch, tuple[tuple[int, int, int], ...]] = {
     "sm90": ((16_384, 8, 1), (16_384, 4, 1), (16_384, 4, 2), (8_192, 8, 1)),
@@ -43,7 +45,6 @@ M_TILES_ROWS = 32  # packed rows: with more, warpgroups end first (docs/notes/ke
 LONG_SHAPES = ((128, 12), (96, 12), (128, 8), (112, 8), (80, 8), (64, 8), (32, 8), (64, 4), (32, 4), (16, 4))
 LONG_SHAPES_OF_8_BITS = ((112, 8), (96, 8), (80, 8), (64, 8), (32, 8), (64, 4), (32, 4), (16, 4))
 LONG_STAGES = 2
-Shapes = tuple[tuple[int, int], ...]
 # over 8 bits shared memory's bandwidth is the limit, of which a query in registers takes none: beside tiles of 112, prompts over
 # e4m3 2 to 9% sooner by card, 128 rows 64 x 8k up to 10, 8 x 8k and 64 x 1k 4 to 7
 HOLDING = 96, 8
@@ -213,11 +214,11 @@ def warpgroup_config(problem: DecodeProblem, sm_count: int, phase: bool) -> Deco
     return first_fitting(problem, configs, "balanced")
 
 
-def warpgroup_shapes(problem: DecodeProblem, share: int, phase: bool) -> tuple[tuple[int, int], ...]:
-    """(tokens of a tile, consumer warps) for warpgroups, the best first. share: tokens for each SM; few take small tiles."""
+def warpgroup_shapes(problem: DecodeProblem, share: int, phase: bool) -> Shapes:
+    """Shapes for warpgroups. share: tokens for each SM; few take small tiles."""
     if problem.packed_rows > WARPGROUP_M and share <= TILES_OF_SHORT * SHORTEST_TILE_N:
         return ((SHORTEST_TILE_N, WARPGROUP),)  # two units, each with half of the rows, so that more SMs have work
-    shapes: tuple[tuple[int, int], ...] = OVERLAP_SHAPES if problem.packed_rows > WARPGROUP_M else WARPGROUP_SHAPES
+    shapes: Shapes = OVERLAP_SHAPES if problem.packed_rows > WARPGROUP_M else WARPGROUP_SHAPES
     most = share // TILES_OF_SHORT
     if problem.packed_rows > WARPGROUP_M and problem.has_8_bits:
         shapes = holding_first(problem, shapes, "balanced")
