@@ -46,7 +46,7 @@ LONG_SHAPES = ((128, 12), (96, 12), (128, 8), (112, 8), (80, 8), (64, 8), (32, 8
 LONG_SHAPES_OF_8_BITS = ((112, 8), (96, 8), (80, 8), (64, 8), (32, 8), (64, 4), (32, 4), (16, 4))
 LONG_STAGES = 2
 # over 8 bits shared memory's bandwidth is the limit, of which a query in registers takes none: beside tiles of 112, prompts over
-# e4m3 2 to 9% sooner by card, 128 rows 64 x 8k up to 10, 8 x 8k and 64 x 1k 4 to 7
+# e4m3 2 to 10% sooner by card, 128 rows 1 to 6% at 8 x 8k and 64 x 1k, and at 64 x 8k up to 1.5% later (H100)
 HOLDING = 96, 8
 BLOCK_STAGES, BLOCK_WARPS = 3, (4, 2)  # of the ring that warps share on sm80: two warps if 99 KB hold no more
 FEW_TILE_N = 32
@@ -222,7 +222,7 @@ def warpgroup_shapes(problem: DecodeProblem, share: int, phase: bool) -> Shapes:
     most = share // TILES_OF_SHORT
     if problem.packed_rows > WARPGROUP_M and problem.has_8_bits:
         shapes = holding_first(problem, shapes, "balanced")
-    if problem.packed_rows <= WARPGROUP_M and problem.has_8_bits:
+    elif problem.has_8_bits:
         shapes, most = TURNS_SHAPES, share // (TILES_OF_SHORT_SCALES if problem.has_token_scales else TILES_OF_SHORT_TURNS)
         if problem.has_token_scales and (phase or problem.padded_head_dim % 64):
             most = min(most, NARROW_TURNS)
