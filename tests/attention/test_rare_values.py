@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import cute_kernels as ck
-from tests.support.attention_cases import VERIFY_32, VERIFY_64, case, make_attention, make_sunk_attention
+from tests.support.attention_cases import VERIFY_32, VERIFY_64, case, make_attention, make_low_attention, make_sunk_attention
 from tests.support.attention_harness import assert_close, run, select
 from tests.support.harness import BACKENDS, assert_bitwise, device_of
 from tests.support.storage import STORAGES
@@ -64,6 +64,20 @@ def test_scales_of_v_from_nothing_to_large(rows: dict[str, Any], backend: str) -
         half = len(pages) // 2
         scales[pages[:half]], scales[pages[half:]] = 0.0, 2.0**70
     assert_close(inputs, run(plan, inputs))
+
+
+@EVERY_BACKEND
+@pytest.mark.parametrize("rows", [ALONE, VERIFY_32, VERIFY_64, ROWS], ids=["one row", "32 rows", "64 rows", "many rows"])
+@pytest.mark.parametrize("storage", STORAGES)
+def test_scores_below_zero_that_rise(storage: str, rows: dict[str, Any], backend: str) -> None:
+    """Maxima that move without ever being above zero: bits of floats are not in the order of integers there."""
+    described = case("low", {**HEADS, **LENGTHS, **STORAGES[storage]}, **rows)
+    inputs = make_low_attention(described, device_of(backend))
+    keys, row = inputs.kv.real("k", 0), inputs.rows[0].double()
+    scores = torch.einsum("htd,hgd->hgt", keys, row.unflatten(0, (HEADS["num_kv_heads"], -1)))
+    early, late = scores.chunk(2, dim=-1)
+    assert scores.max() < 0 and early.mean() < late.mean()
+    assert_close(inputs, run(select(described, backend), inputs))
 
 
 @EVERY_BACKEND

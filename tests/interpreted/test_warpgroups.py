@@ -10,7 +10,16 @@ from cute_kernels.config.decode import DecodeConfig
 from cute_kernels.kv.scale import KVScale
 from tests.interpreted.machine.attention import Kernel, kernel_of
 from tests.interpreted.runs import attention_operands, run_attention
-from tests.support.attention_cases import E4M3, EVERYTHING, TOKEN_SCALES, Case, case, make_attention, make_sunk_attention
+from tests.support.attention_cases import (
+    E4M3,
+    EVERYTHING,
+    TOKEN_SCALES,
+    Case,
+    case,
+    make_attention,
+    make_low_attention,
+    make_sunk_attention,
+)
 from tests.support.attention_harness import assert_close
 from tests.support.harness import assert_bitwise
 from tests.support.storage import STORAGES
@@ -126,4 +135,14 @@ def test_rows_with_a_token_without_values(
     kernel = kernel_of(descriptor.problem, config, partition, SLICES, descriptor=descriptor)
     assert kernel.spec.overlaps and kernel.spec.widens_tiles
     inputs = make_sunk_attention(problem, seed=seed)
+    assert_close(inputs, run_attention(kernel, inputs))
+
+
+@pytest.mark.parametrize(("rows", "config"), [(ROWS_64, ALTERNATING_BESIDE_SCALES), (ROWS_128, WIDENED)], ids=["64", "128"])
+def test_scores_below_zero_that_rise(rows: dict[str, Any], config: DecodeConfig) -> None:
+    """Bases that move where no integer of a score's bits is its maximum (device/attend/bases.py)."""
+    problem = case("low", {**ONE_HEAD, "lengths": (600, 0, 40), **TOKEN_SCALES}, **rows)
+    descriptor = problem.descriptor()
+    kernel = kernel_of(descriptor.problem, config, "balanced", SLICES, descriptor=descriptor)
+    inputs = make_low_attention(problem)
     assert_close(inputs, run_attention(kernel, inputs))

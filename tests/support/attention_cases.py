@@ -249,6 +249,17 @@ def make_sunk_attention(case: Case, device: str = "cpu", seed: int = 0) -> Atten
     return inputs
 
 
+def make_low_attention(case: Case, device: str = "cpu", seed: int = 0) -> AttentionInputs:
+    """make_attention over pages, but all scores are below zero, and rise from page to page: maxima move, and never above zero."""
+    inputs = make_attention(case, device, seed)
+    inputs.rows[: sum(case.q_lens)] *= 0.002
+    inputs.rows[: sum(case.q_lens), :, 0] = -8.0
+    for pages in inputs.kv.rows:
+        for place, page in enumerate(pages.tolist()):
+            inputs.kv.k[page, :, :, 0] = torch.tensor(64 - 56 * place / len(pages)).to(inputs.kv.k.dtype)
+    return inputs
+
+
 def stored(case: Case, kv: Inputs, dead: float) -> tuple[Tensor, Tensor, ck.PageTable, dict[str, Tensor | None]]:
     """(K, V, page table, scales) as a run of the case is given them: the pages, or the same tokens in a contiguous cache."""
     lengths = torch.tensor(case.cache.lengths, dtype=torch.int32, device=kv.q.device)

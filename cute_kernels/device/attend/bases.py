@@ -4,6 +4,8 @@ A row's weights are exp2(score * scale - base), with the rounded base = row_max 
 base serves that lets none of them overflow, as in flash-attn-4 (2026). Here row_max is the maximum at the time when the row's
 base last moved. So few tiles need the exact maximum, or O rescaled. The first look at a tile compares its scores' bits as
 integers, three at a time: from 0 up these are in order, and a score below 0 weighs at most 1 unless the base is below 0 too.
+A warp moves its bases in few instructions, as the other warps of its warpgroup wait for it: of the four, one or more moves a base
+in half of the tiles over caches with scales of tokens (docs/notes/kernel-log.md).
 Where most tiles would move a base anyway, bases follow the maxima, and O is rescaled at each tile (weigh_by_maxima).
 """
 
@@ -41,18 +43,35 @@ def settle_bases(spec: cutlass.Constexpr, acc_s: cute.Tensor, state, factors: li
     offsets, decays = list(bases), [Float32(1.0)] * len(factors)
     moved = cute.arch.vote_any_sync((stays[0] & stays[-1]) == Boolean(False))
     if moved:
+        stays = [quad_all(stays[r]) for r in rows]
+        maxima = exact_maxima(scores, tops, stays)
         for r in cutlass.range_constexpr(len(factors)):  # a row's bits depend on no other row
-            peak = state.row_max[r]
-            exact = raised_peak(scores, r, peak)
-            peak = cutlass.select_(quad_all(stays[r]), peak, exact)
-            base = rounded_product(finite_or_zero(peak), factors[r])
-            decays[r] = cute.math.exp2(bases[r] - base, fastmath=True)
-            offsets[r] = subtract_far(scores, r, peak, base)
-            state.row_max[r] = peak
+            peak = cute.arch.fmax(maxima[r], state.row_max[r], nan=True)
+            state.row_max[r] = cutlass.select_(stays[r], state.row_max[r], peak)
+            offsets[r] = rounded_product(finite_or_zero(state.row_max[r]), factors[r])
+            decays[r] = cute.math.exp2(bases[r] - offsets[r], fastmath=True)
             state.row_sum[r] = state.row_sum[r] * decays[r]
+        if cute.arch.vote_any_sync(is_far(offsets[0]) | is_far(offsets[-1])):
+            for r in cutlass.range_constexpr(len(factors)):
+                offsets[r] = subtract_far(scores, r, state.row_max[r], offsets[r])
         begun = (bases[0] != -Float32.inf) | (bases[-1] != -Float32.inf)
         moved = cute.arch.vote_any_sync(begun)  # before the first tile O is 0
     return offsets, decays, moved
+
+
+@cute.jit
+def exact_maxima(scores: cute.Tensor, tops: list, stays: list) -> list:
+    """The maxima, in all of their lanes, of the scores of rows that do not stay. tops: the rows' largest_bits.
+
+    The largest integer is the bits of the maximum if some score of the row is above 0.
+    """
+    bits = [quad_largest(top) for top in tops]
+    maxima = [as_float(top) for top in bits]
+    known = [(top > 0) | stay for top, stay in zip(bits, stays, strict=True)]
+    if cute.arch.vote_any_sync((known[0] & known[-1]) == Boolean(False)):
+        for r in cutlass.range_constexpr(len(maxima)):
+            maxima[r] = raised_peak(scores, r, -Float32.inf)
+    return maxima
 
 
 def stays_at(spec: KernelSpec, top: Int32, base: Float32, factor: Float32, row_sum: Float32) -> Boolean:
@@ -95,8 +114,7 @@ def follow_maxima(acc_s: cute.Tensor, state, factors: list) -> tuple[list, list]
         decays.append(cute.math.exp2(rounded_product(state.row_max[r], factors[r]) - offsets[r], fastmath=True))
         state.row_max[r] = peaks[r]
         state.row_sum[r] = state.row_sum[r] * decays[r]
-    far = [cute.arch.fmax(offset, -offset) >= MOST_BASE for offset in offsets]
-    if cute.arch.vote_any_sync(far[0] | far[-1]):
+    if cute.arch.vote_any_sync(is_far(offsets[0]) | is_far(offsets[-1])):
         for r in cutlass.range_constexpr(len(factors)):
             offsets[r] = subtract_far(scores, r, peaks[r], offsets[r])
     return offsets, decays
@@ -109,9 +127,14 @@ def raised_peak(scores: cute.Tensor, row: int, peak: Float32) -> Float32:
 
 def subtract_far(scores: cute.Tensor, row: int, peak: Float32, base: Float32) -> Float32:
     """Returns what to subtract from a row's scaled scores: if the base is past MOST_BASE 0, as `peak` is subtracted here."""
-    far = cute.arch.fmax(base, -base) >= MOST_BASE
+    far = is_far(base)
     scores[row, None].store(scores[row, None].load() - cutlass.select_(far, finite_or_zero(peak), Float32(0.0)))
     return cutlass.select_(far, Float32(0.0), base)
+
+
+def is_far(base: Float32) -> Boolean:
+    """Whether a base is past MOST_BASE."""
+    return cute.arch.fmax(base, -base) >= MOST_BASE
 
 
 @cute.jit
@@ -140,6 +163,12 @@ def follow_bases(acc_o: cute.Tensor, decays: list, moved: Boolean, weights_up: t
 def quad_all(value: Boolean) -> Boolean:
     """Whether `value` is true in all four lanes that share a row."""
     return (cute.arch.vote_ballot_sync(value) >> (cute.arch.lane_idx() & 28)) & 15 == 15
+
+
+def quad_largest(value: Int32) -> Int32:
+    """The largest of the integers of four lanes that share a row."""
+    value = cutlass.max(value, cute.arch.shuffle_sync_bfly(value, offset=1))
+    return cutlass.max(value, cute.arch.shuffle_sync_bfly(value, offset=2))
 
 
 def largest_bits(values: list) -> Int32:
