@@ -19,6 +19,7 @@ from .softmax import finite_or_zero, quad_max, rescale_row, rows_of
 
 MOST_BASE = 2.0**20  # magnitude of a base beyond which the rounded-off rest of its product may carry a weight past f16's range
 MOST_F16_BITS = 15.75  # base-2 logarithm of the largest weight in f16, with room for a base's rounding
+FEW_COLUMNS = 8  # of a lane in a tile
 BF16_SLACK = 8.0  # the same in bf16, whose range is f32's: sums and O stay far from its end
 
 
@@ -51,7 +52,7 @@ def settle_bases(spec: cutlass.Constexpr, acc_s: cute.Tensor, state, factors: li
             offsets[r] = rounded_product(finite_or_zero(state.row_max[r]), factors[r])
             decays[r] = cute.math.exp2(bases[r] - offsets[r], fastmath=True)
             state.row_sum[r] = state.row_sum[r] * decays[r]
-        if cute.arch.vote_any_sync(is_far(offsets[0]) | is_far(offsets[-1])):
+        if cutlass.const_expr(few_columns(scores)) or cute.arch.vote_any_sync(is_far(offsets[0]) | is_far(offsets[-1])):
             for r in cutlass.range_constexpr(len(factors)):
                 offsets[r] = subtract_far(scores, r, state.row_max[r], offsets[r])
         begun = (bases[0] != -Float32.inf) | (bases[-1] != -Float32.inf)
@@ -63,8 +64,10 @@ def settle_bases(spec: cutlass.Constexpr, acc_s: cute.Tensor, state, factors: li
 def exact_maxima(scores: cute.Tensor, tops: list, stays: list) -> list:
     """The maxima, in all of their lanes, of the scores of rows that do not stay. tops: the rows' largest_bits.
 
-    The largest integer is the bits of the maximum if some score of the row is above 0.
+    The largest integer is the bits of the maximum if some score of the row is above 0, which only many columns make worth a look.
     """
+    if cutlass.const_expr(few_columns(scores)):
+        return [raised_peak(scores, r, -Float32.inf) for r in range(len(tops))]
     bits = [quad_largest(top) for top in tops]
     maxima = [as_float(top) for top in bits]
     known = [(top > 0) | stay for top, stay in zip(bits, stays, strict=True)]
@@ -72,6 +75,11 @@ def exact_maxima(scores: cute.Tensor, tops: list, stays: list) -> list:
         for r in cutlass.range_constexpr(len(maxima)):
             maxima[r] = raised_peak(scores, r, -Float32.inf)
     return maxima
+
+
+def few_columns(scores: cute.Tensor) -> bool:
+    """Whether a lane has so few scores of a row that branches save nothing."""
+    return cute.size(scores, mode=[1]) <= FEW_COLUMNS
 
 
 def stays_at(spec: KernelSpec, top: Int32, base: Float32, factor: Float32, row_sum: Float32) -> Boolean:
