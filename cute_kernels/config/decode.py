@@ -273,12 +273,13 @@ class KernelSpec(TilingSpec):
 
     def smem_with(self, query_buffers: int) -> int:
         """smem_bytes with this many query buffers."""
-        scales = self.token_scales * self.tile_n * SCALE_BYTES
-        scales += 4 * self.scale_groups * self.token_scales  # a word per group: where its tokens' scales lie
+        groups = 4 * self.scale_groups  # a word per group: where its tokens' scales lie
+        scales = self.token_scales * (self.tile_n * SCALE_BYTES + groups)
+        wide_scales = self.token_scales * (4 * self.lane_scales * SCALE_BYTES + groups)
         query = query_buffers * self.row_tiles * TILE_M * self.padded_head_dim * self.q_bytes
         query += 2 * (self.row_tiles - 1) * TILE_M * 4  # the inverses of further m-tiles
         query += 1024 if self.by_warpgroup else 0  # alignment
-        wide = sum(shape.tile_bytes * shape.num_stages for shape in self.wide if shape) + self.wide_scale_stages * scales
+        wide = sum(shape.tile_bytes * shape.num_stages for shape in self.wide if shape) + self.wide_scale_stages * wide_scales
         stages = self.num_stages * scales + 4 * self.hole_stages * self.hole_words + 8 * self.tile_barriers
         rest = self.most_pieces + 1024  # alignment, words
         merge = 0 if self.shares_ring else 4 * self.merge_floats

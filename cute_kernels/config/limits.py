@@ -15,7 +15,7 @@ LONG_WARPGROUP_HEAD_DIM, SHORT_TILE_N = 128, 32  # above this head_dim, a warpgr
 # that attend; fewer if other warps widen tiles. With more, registers spill, or ptxas puts a wait after each wgmma (from SASS)
 OVERLAP_TILE_REGISTERS = {4: 188, 8: 188, 12: 128}
 SOFTCAP_REGISTERS = {12: 8}  # so many fewer if the loop computes a soft cap's tanh
-WIDENING_TILE_REGISTERS = {4: 188, 8: 148}
+WIDENING_TILE_REGISTERS = {4: 188, 8: 148, 12: 112}
 
 MOST_TURNS = 2  # of warpgroups: a widened tile has a stage for each
 MOST_GATHERED_WARPS = 8  # more warps that attend leave too few registers to the producers that gather tokens

@@ -20,9 +20,11 @@ TILE_M = 16  # packed query rows of one tensor-core tile
 HALF_TILE_M = 8  # packed query rows of half a tile: each lane then has one row to work on instead of two
 WARPGROUP = 4  # warps that issue a wgmma together
 WARPGROUP_M = WARPGROUP * TILE_M  # packed query rows of a warpgroup's tile, 16 per warp
-WIDENING_WARPS = 6  # warps that widen 8-bit tiles to 16 bits for a warpgroup's products: two beside the producers, four alone
+# warps that widen 8-bit tiles to 16 bits for a warpgroup's products: two beside the producers and four alone, or all but one
+# producer of the only warpgroup that three others leave
+WIDENING_WARPS, WIDENING_WARPS_OF_ONE = 6, 3
 # (registers of a thread that attends, of any other thread), by the number of warps that attend
-WIDENING_REGISTERS = {4: (232, 136), 8: (200, 56)}  # if other warps widen tiles
+WIDENING_REGISTERS = {4: (232, 136), 8: (200, 56), 12: (152, 56)}  # if other warps widen tiles
 OVERLAP_REGISTERS = {8: (224, 56), 12: (160, 32)}  # if products overlap, operands are f32, or 8 warps have two m-tiles each
 GATHER_REGISTERS = {4: (216, 72), 8: (216, 72)}  # if the producers bring tiles token by token
 # of weights in f16 where bases move lazily, one more beside scales of V's tokens, which take a bit of the weights: few tiles move
@@ -202,25 +204,37 @@ class TilingSpec(ProblemSpec):
         """Warps of a CTA: the warps that attend, bring tiles and widen tiles."""
         if not self.widens_tiles and not self.register_shares:
             return self.num_warps + PRODUCER_WARPS[self.arch]
-        return self.num_warps + WARPGROUP * (2 if self.widens_tiles else 1)
+        return self.num_warps + WARPGROUP * (2 if self.widens_tiles and not self.one_crew else 1)
+
+    @property
+    def one_crew(self) -> bool:
+        """Whether one crew widens both K and V, beside one producer: three warpgroups attend, and leave a fourth alone."""
+        return self.widens_tiles and self.num_warps > 2 * WARPGROUP
 
     @property
     def widening_warps(self) -> int:
         """Warps that widen tiles."""
-        return WIDENING_WARPS if self.widens_tiles else 0
+        if not self.widens_tiles:
+            return 0
+        return WIDENING_WARPS_OF_ONE if self.one_crew else WIDENING_WARPS
+
+    @property
+    def first_widening(self) -> int:
+        """The number of the first warp that widens tiles, after those that attend."""
+        return 1 if self.one_crew else PRODUCER_WARPS[self.arch]
 
     @property
     def widening_crews(self) -> tuple[range, range]:
-        """The numbers, among the widening warps, of those for K and of those for V; all of them if one cache is widened."""
-        if None in self.wide:
+        """The numbers, among the widening warps, of those for K and of those for V; all of them if there is one crew for both."""
+        if None in self.wide or self.one_crew:
             return range(self.widening_warps), range(self.widening_warps)
         half = self.widening_warps // 2
         return range(half), range(half, self.widening_warps)
 
     @property
     def producers(self) -> int:
-        """Warps that bring tiles and scales: one brings K and V, another one the scales of tokens; or as tile_producers says."""
-        return self.gatherers or max(self.tile_producers, 2 if self.token_scales else 1)
+        """Warps that bring tiles and scales: one brings K and V, another one the scales of tokens; or all bring both."""
+        return self.gatherers or max(self.tile_producers, 2 if self.token_scales and not self.brings_scales else 1)
 
     @property
     def tile_producers(self) -> int:
@@ -232,6 +246,11 @@ class TilingSpec(ProblemSpec):
         """
         few = self.tile_n <= MOST_BOXES * MIN_BOX_ROWS
         return WARPGROUP if self.paired and self.token_scales and few else 1
+
+    @property
+    def brings_scales(self) -> bool:
+        """Whether the warps that bring K and V bring the scales of tokens as well."""
+        return self.token_scales > 0 and (self.tile_producers > 1 or self.one_crew)
 
     @property
     def query_warps(self) -> int:
@@ -249,7 +268,7 @@ class TilingSpec(ProblemSpec):
     @property
     def busy_warps(self) -> frozenset[int]:
         """The numbers of the warps that have work; all other warps only hand over their registers."""
-        further = self.num_warps + PRODUCER_WARPS[self.arch]
+        further = self.num_warps + self.first_widening
         busy = range(self.num_warps + self.producers + self.assistants)
         return frozenset((*busy, *range(further, further + self.widening_warps)))
 
@@ -320,6 +339,11 @@ class TilingSpec(ProblemSpec):
     def wide_scale_stages(self) -> int:
         """Stages of widened tiles' scales: a turn still reads those of one tile when K of its next tile is widened."""
         return self.wide_stages + self.turns if self.widens_tiles else 0
+
+    @property
+    def lane_scales(self) -> int:
+        """Words from a lane's scales of a widened tile to the next lane's: four lanes read 16 bytes each, no bank twice."""
+        return self.tile_n // 4 + (4 if self.tile_n % 64 == 0 else 0)
 
     @property
     def box_rows(self) -> int:

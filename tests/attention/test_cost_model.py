@@ -394,6 +394,27 @@ def test_long_queries_are_predicted_by_their_products(shape: tuple) -> None:
     assert chosen.cost.total_us == pytest.approx(LONG_MEASURED[shape], rel=0.18)
 
 
+@pytest.mark.parametrize(
+    ("batch", "q_len", "tokens", "query", "warps"),
+    [
+        (1, 8 * K, 8 * K, "uniform", 12),
+        (16, 512, 2 * K, "uniform", 12),
+        (1, 8 * K, 8 * K, "ragged", 8),  # a mixed kernel's phases need more registers
+        (1, 512, 64 * K, "uniform", 8),  # 88 blocks of 192 rows leave 44 SMs idle, 128 of 128 rows 4
+        (1, 2 * K, 32 * K, "uniform", 8),  # three rounds of larger blocks take longer than four
+    ],
+)
+def test_three_warpgroups_need_blocks_for_all_sms(batch: int, q_len: int, tokens: int, query: str, warps: int) -> None:
+    fields = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128, "page_size": 16, "q_dtype": torch.bfloat16}
+    stored = {"kv_dtype": ck.KVDtype.INT8, "k_scale": TOKEN, "v_scale": TOKEN}
+    for fields_of_cache, expected in ((stored, warps), ({"kv_dtype": ck.KVDtype.E4M3}, 8)):
+        described = ck.PagedAttentionDescriptor(
+            batch, **fields, max_q_len=q_len, max_seq_len=tokens, query_format=query, **fields_of_cache
+        )
+        chosen = explain(described.problem, PRETEND["h200"]).chosen
+        assert (chosen.phases[-1] if chosen.phases else chosen).spec.num_warps == expected
+
+
 @pytest.mark.parametrize("gpu", PRETEND)
 def test_a_bound_far_above_the_rows_has_a_cost(gpu: str) -> None:
     """max_q_len may be all rows of q: thousands of units an SM, whose crowding is no float."""

@@ -12,7 +12,7 @@ from torch import Tensor
 import cute_kernels as ck
 from cute_kernels.attention.variants import explain
 from cute_kernels.planning.variants import PRETEND, Explanation, PlanPreference
-from tests.support.attention_cases import CASES, AttentionInputs, Case, case, make_attention
+from tests.support.attention_cases import CASES, TOKEN_SCALES, AttentionInputs, Case, case, make_attention
 from tests.support.attention_harness import assert_close, assert_every_row, run, select, tensors_of
 from tests.support.bits import differing_rows
 from tests.support.harness import assert_bitwise
@@ -60,6 +60,11 @@ LONG = (
     long_case("long_e4m3_window", STORAGES["e4m3"], window_left=100),
     long_case("long_odd_group", {"num_heads": 21, "num_kv_heads": 3, "head_dim": 64}),
     long_case("long_uniform", UNIFORM_LENGTHS, **UNIFORM_ROWS),
+    *(
+        long_case(f"long_int8_token_d{d}_uniform", {**STORAGES["int8 token"], "head_dim": d, **UNIFORM_LENGTHS}, **UNIFORM_ROWS)
+        for d in (128, 96, 64)  # three warpgroups
+    ),
+    long_case("long_e4m3_token_uniform", {**TOKEN_SCALES, "kv_dtype": ck.KVDtype.E4M3, **UNIFORM_LENGTHS}, **UNIFORM_ROWS),
     *(long_case(f"long_d{d}_uniform", {"head_dim": d, **UNIFORM_LENGTHS}, **UNIFORM_ROWS) for d in (256, 192)),
     long_case(
         "long_many_requests",

@@ -32,6 +32,12 @@ def by_warpgroup(tile_n: int, warps: int = 8) -> DecodeConfig:
 CASES: dict[str, tuple[Case, DecodeConfig, str, str]] = {
     "dealt, everything": (case("dealt", CACHE, **PROMPTS, **EVERYTHING), by_warpgroup(128), "sm90", "dealt"),
     "dealt, 12 warps, packed": (case("12", CACHE, **PROMPTS, table="packed"), by_warpgroup(128, 12), "sm90", "dealt"),
+    "dealt, 12 warps, int8 token": (
+        case("12 int8", {**CACHE, **STORAGES["int8 token"], "head_dim": 128}, **PROMPTS),
+        by_warpgroup(64, 12),
+        "sm90",
+        "dealt",
+    ),
     "gathered, pages of 5": (case("5", {**CACHE, "page_size": 5}, **PROMPTS), by_warpgroup(128), "sm90", "dealt"),
     "gathered, one warpgroup": (case("5", {**CACHE, "page_size": 5}, **PROMPTS), by_warpgroup(64, 4), "sm90", "dealt"),
     "sm80, one ring for all warps": (case("block", CACHE, **PROMPTS), DecodeConfig(32, 2, 4, 1), "sm80", "whole"),

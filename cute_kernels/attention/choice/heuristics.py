@@ -45,6 +45,9 @@ M_TILES_ROWS = 32  # packed rows: with more, warpgroups end first (docs/notes/ke
 LONG_SHAPES = ((128, 12), (96, 12), (128, 8), (112, 8), (80, 8), (64, 8), (32, 8), (64, 4), (32, 4), (16, 4))
 LONG_SHAPES_OF_8_BITS = ((112, 8), (96, 8), (80, 8), (64, 8), (32, 8), (64, 4), (32, 4), (16, 4))
 LONG_STAGES = 2
+# the same with scales of tokens, where three warpgroups are ahead if SMs have enough blocks: a block of their 192 rows takes
+# THREE_COST of one of 128 rows (H100, 8k and 16 x 512 over 2k)
+LONG_SHAPES_OF_THREE, THREE_COST = ((96, 12), (80, 12), (64, 12)), 1.4
 # over 8 bits shared memory's bandwidth is the limit, of which a query in registers takes none: beside tiles of 112, prompts over
 # e4m3 2 to 10% sooner by card, 128 rows 1 to 6% at 8 x 8k and 64 x 1k, and at 64 x 8k up to 1.5% later (H100)
 HOLDING = 96, 8
@@ -85,7 +88,7 @@ def choose(
     phase: whether it is for a phase of a mixed kernel, where threads have fewer registers.
     """
     if partition == "dealt":
-        return long_config(problem)
+        return long_config(problem, sm_count)
     if partition == "whole" and arch == "sm80":
         shared = block_config(problem, target, sm_count, most_ctas_per_sm)
         if shared is not None:
@@ -151,14 +154,30 @@ def share_tokens(problem: DecodeProblem, sm_count: int) -> int:
     return problem.batch_size * row_tokens(problem) * problem.num_kv_heads // sm_count
 
 
-def long_config(problem: DecodeProblem) -> DecodeConfig:
+def long_config(problem: DecodeProblem, sm_count: int) -> DecodeConfig:
     """The configuration for long queries: the first shape that fits, or the last.
 
     Ragged queries leave room for a mixed kernel's other phases.
     """
     shapes = holding_first(problem, LONG_SHAPES_OF_8_BITS, "dealt") if problem.has_8_bits else LONG_SHAPES
+    if three_beside_scales(problem, sm_count):
+        shapes = LONG_SHAPES_OF_THREE + shapes
     configs = [DecodeConfig(tile_n, LONG_STAGES, warps, 1, 1, "warpgroup") for tile_n, warps in shapes]
     return first_fitting(problem, configs, "dealt", spare=BETWEEN_BYTES if problem.query == "ragged" else 0)
+
+
+def three_beside_scales(problem: DecodeProblem, sm_count: int) -> bool:
+    """Whether three warpgroups end long queries over 8 bits with scales of tokens sooner than two, whose blocks are smaller.
+
+    Not if queries are ragged: a mixed kernel's other phases need more registers than three warpgroups have.
+    """
+
+    def rounds(num_warps: int) -> int:
+        blocks = problem.num_kv_heads * -(-problem.packed_rows // (TILE_M * num_warps))
+        return -(-problem.batch_size * blocks // sm_count)
+
+    beside = problem.has_8_bits and problem.has_token_scales and problem.query == "uniform"
+    return beside and THREE_COST * rounds(3 * WARPGROUP) < rounds(2 * WARPGROUP)
 
 
 def holding_first(problem: DecodeProblem, shapes: Shapes, partition: Partition) -> Shapes:

@@ -150,8 +150,8 @@ class DecodeKernel(PieceResults):
     def supply(self, problem: Problem, shared: Shared, scale_log2: Float32, role: Int32):
         """The warps that bring tiles, widen them or assist the consumers.
 
-        role: 0, or below `gatherers`: K and V; 1: tokens' scales; below tile_producers, if several: both. The last ones widen, or
-        assist.
+        role: 0, or below `gatherers` or tile_producers: K and V, and tokens' scales if `brings_scales`; else 1 brings the scales.
+        The last ones widen, or assist.
         """
         spec = self.spec
         if cutlass.const_expr(spec.gathers):
@@ -162,14 +162,14 @@ class DecodeKernel(PieceResults):
         elif role < spec.tile_producers:
             self.mainloop.produce(problem, shared, role, scales=False)
         elif cutlass.const_expr(spec.widens_tiles):
-            if role >= self.mainloop.producer_warps:
-                self.mainloop.widen(problem, shared, role - self.mainloop.producer_warps)
-            elif role == 1 and cutlass.const_expr(spec.token_scales > 0):
+            if role >= spec.first_widening:
+                self.mainloop.widen(problem, shared, role - spec.first_widening)
+            elif role == 1 and cutlass.const_expr(spec.token_scales > 0 and not spec.brings_scales):
                 self.mainloop.produce(problem, shared, role, scales=True)
         elif cutlass.const_expr(spec.assistants > 0):
             if role >= spec.producers:
                 self.assist(problem, shared, scale_log2, role - spec.producers)
-            elif cutlass.const_expr(spec.token_scales > 0):
+            elif cutlass.const_expr(spec.token_scales > 0 and not spec.brings_scales):
                 self.mainloop.produce(problem, shared, role, scales=True)
         elif role == 1 and cutlass.const_expr(spec.token_scales > 0):  # other warps may only have registers to hand over
             self.mainloop.produce(problem, shared, role, scales=True)

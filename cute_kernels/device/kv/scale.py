@@ -51,8 +51,8 @@ def make_scale_rings(spec: KernelSpec, smem, stages: int, widened: bool = False)
     """The rings of (K's scales, V's scales), None for a tensor without a scale per token. widened: whether tiles are widened."""
     rings, layout = [], cute.make_layout((spec.tile_n, stages))
     if widened:  # a token is (column of a pair, pair of an n8 step, step)
-        steps = spec.tile_n // 8
-        layout = cute.make_layout(((2, 4, steps), stages), stride=((1, 2 * steps, 2), spec.tile_n))
+        apart = spec.lane_scales
+        layout = cute.make_layout(((2, 4, spec.tile_n // 8), stages), stride=((1, apart, 2), 4 * apart))
     for form in (spec.k_scale, spec.v_scale):
         ring = None
         if form.startswith("token"):
@@ -226,7 +226,7 @@ def column_scales(spec: KernelSpec, ring: ScaleRing, form: ScaleForm, stage: Int
     """The scales of this lane's columns of an accumulator [column pair, n8], f32 in registers."""
     tokens = cute.size(ring.words, mode=[0])
     if spec.widens_tiles:
-        return own_scales(ring, tokens // 4, stage)
+        return own_scales(ring, tokens // 4, spec.lane_scales, stage)
     layout = cute.make_layout((4, tokens // 8, cute.size(ring.words, mode=[1])), stride=(1, 4, tokens // 2))
     pairs = cute.make_tensor(cute.recast_ptr(ring.words.iterator, dtype=Int64), layout)
     scales = cute.make_rmem_tensor(tokens // 8, Int64)
@@ -238,11 +238,11 @@ def column_scales(spec: KernelSpec, ring: ScaleRing, form: ScaleForm, stage: Int
     return found
 
 
-def own_scales(ring: ScaleRing, count: int, stage: Int32) -> cute.Tensor:
-    """As column_scales, for a widened tile: the lane's `count` scales are neighbours in memory."""
+def own_scales(ring: ScaleRing, count: int, apart: int, stage: Int32) -> cute.Tensor:
+    """As column_scales, for a widened tile: the lane's `count` scales are neighbours in memory. apart: spec.lane_scales."""
     found = cute.make_rmem_tensor((2, count // 2), Float32)
-    place = (cute.arch.lane_idx() % 4 + 4 * stage) * count
-    align = math.gcd(16, 4 * count)
+    place = (cute.arch.lane_idx() % 4 + 4 * stage) * apart
+    align = math.gcd(16, 4 * apart)
     source = cute.make_ptr(Float32, (ring.words.iterator + place).toint(), cute.AddressSpace.smem, assumed_align=align)
     cute.autovec_copy(cute.make_tensor(source, cute.make_layout((2, count // 2))), found)
     return found

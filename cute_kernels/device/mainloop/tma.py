@@ -3,7 +3,8 @@
 The scales of tokens have a producer warp of their own: one warp took longer to issue both boxes and scales than a tile takes to
 arrive. Without scales that second warp looks ahead (L2 prefetch); with two CTAs per SM, one more warp would leave too few
 registers to each. Where instructions set the pace instead, four producers take tiles in turn, one for each scheduler of the SM:
-each brings boxes and scales of its tiles, and its part of the next query.
+each brings boxes and scales of its tiles, and its part of the next query. Beside three warpgroups that attend over 8 bits one
+producer brings both as well.
 
 Tile i of a share (work partition) lies in stage i % num_stages and belongs to warp i % num_warps. num_stages is a multiple of
 num_warps, so a stage always has the same reader: with several readers, a fast one passes a parity that an older phase satisfied
@@ -64,7 +65,7 @@ class TmaMainloop(Widening):
 
     def __init__(self, spec: KernelSpec):
         self.spec = spec
-        self.producer_warps = PRODUCER_WARPS[spec.arch]
+        self.producer_warps = PRODUCER_WARPS[spec.arch]  # 0: no warp only brings tiles
         self.ahead_warp = spec.num_warps + (-1 if spec.token_scales else 1)
         self.boxes = spec.tile_n // spec.box_rows
         self.opens_late = False  # whether a producer looks up a piece only behind the last tile of the piece before
@@ -253,7 +254,7 @@ class TmaMainloop(Widening):
                     place = pages, ahead * self.boxes
                     if cutlass.const_expr(not scales):
                         self.issue_boxes(problem, shared, piece, i, head, place, holes, (0,) if lead else (0, 1))
-                    if cutlass.const_expr(scales or parts > 1):
+                    if cutlass.const_expr(scales or spec.brings_scales):
                         self.issue_scales(problem, shared, piece, i, head, place)
                 if is_first(ahead, middle, parts):  # not at 0: a select takes `pages`, and the first tiles would wait
                     upcoming = box_pages(spec, rows, piece.row.start, piece.keys, tile - ahead + tiles_ahead)

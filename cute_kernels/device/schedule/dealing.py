@@ -58,7 +58,7 @@ def nothing_found() -> Found:
 
 def helpers(spec: KernelSpec) -> int:
     """Warps that take items from the producer, in addition to those that attend."""
-    return max(int(spec.token_scales > 0), spec.gatherers - 1) + spec.widening_warps
+    return spec.producers - 1 + spec.widening_warps
 
 
 def meet_all(spec: KernelSpec):
