@@ -229,8 +229,8 @@ class KernelSpec(TilingSpec):
 
     @property
     def merge_columns(self) -> int:
-        """f32 from one row of the merge buffer to the next."""
-        return self.padded_v_head_dim + MERGE_PADDING[self.v_bytes]
+        """f32 from one row of the merge buffer to the next. A warpgroup's lanes have neighbouring columns whatever V's bytes."""
+        return self.padded_v_head_dim + MERGE_PADDING[2 if self.by_warpgroup else self.v_bytes]
 
     @property
     def min_ctas_per_sm(self) -> int:
@@ -271,6 +271,12 @@ class KernelSpec(TilingSpec):
         """Shared memory of one CTA in bytes: rings of tiles and their scales, queries, the merge buffer, barriers, and 1 KiB."""
         return self.smem_with(self.query_buffers)
 
+    @property
+    def alignment_bytes(self) -> int:
+        """What lies unused between the swizzled rings that a warpgroup reads, each of which begins at a multiple of 1 KiB."""
+        rings = [shape.tile_bytes * shape.num_stages for shape in (*self.rings, *self.wide) if shape]
+        return sum(-nbytes % 1024 for nbytes in rings) if self.by_warpgroup else 0
+
     def smem_with(self, query_buffers: int) -> int:
         """smem_bytes with this many query buffers."""
         groups = 4 * self.scale_groups  # a word per group: where its tokens' scales lie
@@ -278,7 +284,7 @@ class KernelSpec(TilingSpec):
         wide_scales = self.token_scales * (4 * self.lane_scales * SCALE_BYTES + groups)
         query = query_buffers * self.row_tiles * TILE_M * self.padded_head_dim * self.q_bytes
         query += 2 * (self.row_tiles - 1) * TILE_M * 4  # the inverses of further m-tiles
-        query += 1024 if self.by_warpgroup else 0  # alignment
+        query += self.alignment_bytes
         wide = sum(shape.tile_bytes * shape.num_stages for shape in self.wide if shape) + self.wide_scale_stages * wide_scales
         stages = self.num_stages * scales + 4 * self.hole_stages * self.hole_words + 8 * self.tile_barriers
         rest = self.most_pieces + 1024  # alignment, words
