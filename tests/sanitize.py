@@ -53,7 +53,6 @@ PREFERENCES: dict[str, dict[str, object]] = {
     "f32": {},
     "beside": {"sm_count": 12},  # enough that decode rows leave SMs to prompts
     "few": {"sm_count": 16},  # so few that a CTA works on several rows
-    "several": {"sm_count": 3},
     "dealt": {"sm_count": 1},  # the fewest SMs that items of a few rows are dealt to
 }
 
@@ -184,6 +183,7 @@ ATTENTION = {
         "prefill",
         "prefill_e4m3",
         "prefill_int8",
+        "long_int8_token_d128_uniform",
         "lengths",
         "packed_everything",
         "page_1_uniform",
@@ -191,7 +191,6 @@ ATTENTION = {
         "page_7_d80_everything",
     ),
     ("sm90", "beside"): ("long_beside_decode",),
-    ("sm90", "several"): ("long_int8_token_d128_uniform",),
     ("sm80", "balanced"): ("everything", "tree_2_words", "int8_token_scales_packed"),
     ("sm80", "dealt"): ("page_5_d96", "page_1_everything", "long_d256"),
 }

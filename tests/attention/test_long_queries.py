@@ -12,7 +12,7 @@ from torch import Tensor
 import cute_kernels as ck
 from cute_kernels.attention.variants import explain
 from cute_kernels.planning.variants import PRETEND, Explanation, PlanPreference
-from tests.support.attention_cases import CASES, TOKEN_SCALES, AttentionInputs, Case, case, make_attention
+from tests.support.attention_cases import CASES, AttentionInputs, Case, case, make_attention
 from tests.support.attention_harness import assert_close, assert_every_row, run, select, tensors_of
 from tests.support.bits import differing_rows
 from tests.support.harness import assert_bitwise
@@ -62,9 +62,9 @@ LONG = (
     long_case("long_uniform", UNIFORM_LENGTHS, **UNIFORM_ROWS),
     *(
         long_case(f"long_int8_token_d{d}_uniform", {**STORAGES["int8 token"], "head_dim": d, **UNIFORM_LENGTHS}, **UNIFORM_ROWS)
-        for d in (128, 96, 64)  # three warpgroups
+        for d in (128, 96, 64)
     ),
-    long_case("long_e4m3_token_uniform", {**TOKEN_SCALES, "kv_dtype": ck.KVDtype.E4M3, **UNIFORM_LENGTHS}, **UNIFORM_ROWS),
+    long_case("long_e4m3_token_uniform", {**STORAGES["int8 token"], **STORAGES["e4m3"], **UNIFORM_LENGTHS}, **UNIFORM_ROWS),
     *(long_case(f"long_d{d}_uniform", {"head_dim": d, **UNIFORM_LENGTHS}, **UNIFORM_ROWS) for d in (256, 192)),
     long_case(
         "long_many_requests",
@@ -88,6 +88,8 @@ def test_items_are_dealt(described: Case) -> None:
     assert chosen.spec is not None and chosen.spec.dealt and chosen.spec.arch == "sm90", chosen
     assert chosen.num_ctas == (1 if described.uniform else described.cache.num_kv_heads), "few query rows: a CTA for each KV head"
     assert "whole rows" in chosen.config_source
+    if described.uniform:  # others have kernels of several phases
+        assert chosen.spec.one_crew == ("token" in described.name), "three warpgroups attend beside scales of tokens"
 
 
 @pytest.mark.parametrize("sm_count", [1, 3, 132])

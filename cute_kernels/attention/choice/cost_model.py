@@ -223,8 +223,7 @@ def cost_of(problem: DecodeProblem, spec: KernelSpec, ctas_per_sm: int, sm_count
 
 def dealt_cost(problem: DecodeProblem, spec: KernelSpec, sm_count: int) -> Cost:
     """The cost of long queries, which the tensor core limits: both products at a rate, in whole rounds of items (work tiles)."""
-    items = problem.batch_size * units_of(problem, spec)
-    rounds = -(-items // sm_count)
+    items, rounds = dealt_items(problem, spec, sm_count)
     seen = row_tokens(problem) - ((problem.max_q_len - 1) / 2 if problem.modifiers.causal == "bottom_right" else 0)
     rows = problem.batch_size * problem.num_kv_heads * problem.packed_rows
     narrow = 1 - NARROW_PRODUCTS * max(0.0, LONE_COLUMNS / spec.padded_head_dim - 1)
@@ -233,6 +232,12 @@ def dealt_cost(problem: DecodeProblem, spec: KernelSpec, sm_count: int) -> Cost:
     nothing = dict.fromkeys(("drain_us", "pieces_us", "combine_us", "turns_us"), 0.0)
     start = costs_of(problem)[spec.arch].start_us
     return Cost(slices=sm_count, pieces=items, parts=1, start_us=start, stream_us=products * idle, **nothing)
+
+
+def dealt_items(problem: DecodeProblem, spec: KernelSpec, sm_count: int) -> tuple[int, int]:
+    """(items of the longest queries that a plan takes, rounds in which `sm_count` SMs take one each)."""
+    items = problem.batch_size * units_of(problem, spec)
+    return items, -(-items // sm_count)
 
 
 def product_rate(problem: DecodeProblem) -> float:

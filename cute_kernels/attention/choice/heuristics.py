@@ -10,7 +10,7 @@ from ...config.mixed import BETWEEN_BYTES
 from ...config.tiling import TILE_M, WARPGROUP, WARPGROUP_M, Arch, MmaScope, Target, most_warp_tiles, packed_rows
 from ..descriptors import DecodeProblem
 from ..kernel_spec import kernel_spec, units_of
-from .cost_model import cost_of, row_tokens
+from .cost_model import cost_of, dealt_items, row_tokens
 
 Shapes = tuple[tuple[int, int], ...]  # (tokens of a tile, consumer warps), the best first
 
@@ -162,8 +162,13 @@ def long_config(problem: DecodeProblem, sm_count: int) -> DecodeConfig:
     shapes = holding_first(problem, LONG_SHAPES_OF_8_BITS, "dealt") if problem.has_8_bits else LONG_SHAPES
     if three_beside_scales(problem, sm_count):
         shapes = LONG_SHAPES_OF_THREE + shapes
-    configs = [DecodeConfig(tile_n, LONG_STAGES, warps, 1, 1, "warpgroup") for tile_n, warps in shapes]
+    configs = [config_of(shape) for shape in shapes]
     return first_fitting(problem, configs, "dealt", spare=BETWEEN_BYTES if problem.query == "ragged" else 0)
+
+
+def config_of(shape: tuple[int, int]) -> DecodeConfig:
+    """The configuration of warpgroups whose products overlap. shape: one of Shapes."""
+    return DecodeConfig(shape[0], LONG_STAGES, shape[1], 1, 1, "warpgroup")
 
 
 def three_beside_scales(problem: DecodeProblem, sm_count: int) -> bool:
@@ -172,12 +177,12 @@ def three_beside_scales(problem: DecodeProblem, sm_count: int) -> bool:
     Not if queries are ragged: a mixed kernel's other phases need more registers than three warpgroups have.
     """
 
-    def rounds(num_warps: int) -> int:
-        blocks = problem.num_kv_heads * -(-problem.packed_rows // (TILE_M * num_warps))
-        return -(-problem.batch_size * blocks // sm_count)
-
-    beside = problem.has_8_bits and problem.has_token_scales and problem.query == "uniform"
-    return beside and THREE_COST * rounds(3 * WARPGROUP) < rounds(2 * WARPGROUP)
+    if not (problem.has_8_bits and problem.has_token_scales and problem.query == "uniform"):
+        return False
+    first = LONG_SHAPES_OF_THREE[0], LONG_SHAPES_OF_8_BITS[0]
+    specs = [kernel_spec(problem, "sm90", "sm_90a", config_of(shape), partition="dealt") for shape in first]
+    three, two = (dealt_items(problem, spec, sm_count)[1] for spec in specs)
+    return THREE_COST * three < two
 
 
 def holding_first(problem: DecodeProblem, shapes: Shapes, partition: Partition) -> Shapes:
@@ -187,8 +192,7 @@ def holding_first(problem: DecodeProblem, shapes: Shapes, partition: Partition) 
     """
 
     def holds(shape: tuple[int, int]) -> bool:
-        config = DecodeConfig(shape[0], LONG_STAGES, shape[1], 1, 1, "warpgroup")
-        return kernel_spec(problem, "sm90", "sm_90a", config, partition=partition).holds_query
+        return kernel_spec(problem, "sm90", "sm_90a", config_of(shape), partition=partition).holds_query
 
     larger = [shape for shape in shapes if shape[0] > HOLDING[0]]
     wanted = not problem.has_token_scales and holds(HOLDING) and not any(map(holds, larger))
