@@ -21,7 +21,7 @@ import cute_kernels as ck
 from cute_kernels.attention.choice import tuned
 from cute_kernels.config.decode import DecodeConfig
 from tests.attention.test_gathered import CASES as GATHERED
-from tests.attention.test_long_queries import LONG
+from tests.attention.test_long_queries import CUT, LONG
 from tests.support.attention_cases import CASES as ATTENTION_CASES
 from tests.support.attention_cases import F32_CASES, make_attention
 from tests.support.attention_harness import assert_close as assert_attention_close
@@ -172,7 +172,7 @@ ATTENTION = {
         "verify_128_k_bf16_v_e4m3",
         "verify_128_token_scales",
     ),
-    ("sm90", "few"): ("verify_32_e4m3_ragged", "verify_32_e4m3", "verify_32_int8_everything"),
+    ("sm90", "few"): ("cut", "cut_int8_token", "verify_32_e4m3_ragged", "verify_32_e4m3", "verify_32_int8_everything"),
     ("sm90", "invariant"): ("everything", "int8_token_scales_packed"),
     ("sm90", "f32"): ("f32_everything", "f32_prefill_d128", "f32_rows_64"),
     ("sm90", "whole"): ("uniform_tree",),
@@ -258,7 +258,7 @@ def decode(case: Case) -> None:
 
 def attention(name: str, arch: str, partition: str) -> None:
     """A case of several query rows, masks or functions of a score, compared with f64."""
-    inputs = make_attention(next(case for case in (*ATTENTION_CASES, *F32_CASES, *GATHERED, *LONG) if case.name == name))
+    inputs = make_attention(next(case for case in (*ATTENTION_CASES, *F32_CASES, *GATHERED, *LONG, *CUT) if case.name == name))
     plan = select_attention(inputs.case, arch, **PREFERENCES[partition])
     spec = plan.explain().chosen.spec
     assert partition != "dealt" or spec.dealt or spec.shares_ring, plan.explain()

@@ -22,7 +22,7 @@ from ..planning.variants import (
 )
 from ..planning.workspace import WorkspaceRegion
 from .choice import heuristics, tuned
-from .choice.cost_model import cost_of
+from .choice.cost_model import cost_of, deal
 from .descriptors import DecodeProblem
 from .kernel_spec import grid_ctas_of, kernel_spec, units_of
 from .mixed import with_few
@@ -65,8 +65,8 @@ def _evaluate(
     config, source = (given, "heuristics") if given else _config(variant.arch, target, problem, facts, preference)
     spec = kernel_spec(problem, variant.arch, target, config, partition="invariant" if preference.batch_invariant else "balanced")
     num_ctas = grid_ctas_of(problem, spec, facts.sm_count, config.ctas_per_sm)
-    partition, why = _whole_because(problem, spec, num_ctas, preference)
-    if given is not None and partition == "dealt":  # a given configuration cuts rows
+    partition, why = _whole_because(problem, spec, num_ctas, facts.sm_count, preference)
+    if given is not None and partition.startswith("dealt"):  # a given configuration cuts rows
         partition, why = "balanced", ""
     if why:
         if given is None:
@@ -84,14 +84,28 @@ def _evaluate(
     return Candidate(variant.name, variant.arch, verdict, tuple(reasons), line, spec, num_ctas, config, source + why, cost)
 
 
-def _whole_because(problem: DecodeProblem, spec: KernelSpec, num_ctas: int, preference: PlanPreference) -> tuple[Partition, str]:
-    """(partition, why rows stay whole); no reason if rows are divided between CTAs."""
+def _whole_because(
+    problem: DecodeProblem, spec: KernelSpec, num_ctas: int, sm_count: int, preference: PlanPreference
+) -> tuple[Partition, str]:
+    """(partition, why it is not "balanced": rows stay whole, or query blocks are dealt); no reason if rows are divided."""
     limit, needed = preference.max_workspace_bytes, workspace_bytes(problem, num_ctas, spec.partition, spec.state_words)
     if limit is not None and needed > limit:
         return "whole", f", whole rows: cutting them needs {needed:,} workspace bytes"
     if spec.several and num_ctas == units_of(problem, spec):
+        if spec.by_warpgroup and may_cut(problem, spec, sm_count, preference):
+            return "dealt_pieces", ", blocks of query rows in pieces"
         return "dealt" if spec.by_warpgroup else "whole", f", whole rows: {num_ctas} units fill the GPU"
     return "balanced", ""
+
+
+def may_cut(problem: DecodeProblem, spec: KernelSpec, sm_count: int, preference: PlanPreference) -> bool:
+    """Whether long queries end sooner if their blocks are dealt in pieces: if few blocks leave SMs idle, and keys are many."""
+    if problem.query != "uniform" or preference.batch_invariant:
+        return False
+    config = heuristics.choose(problem, "sm90", "sm_90a", sm_count, "dealt_pieces")
+    cut = kernel_spec(problem, spec.arch, spec.target, config, partition="dealt_pieces")
+    limit, needed = preference.max_workspace_bytes, workspace_bytes(problem, sm_count, cut.partition, cut.state_words)
+    return deal(problem, cut, sm_count).pieces > 1 and not misfits(problem, cut) and (limit is None or needed <= limit)
 
 
 def _passes(problem: DecodeProblem, spec: KernelSpec) -> str:

@@ -23,14 +23,15 @@ def workspace_regions(
     Lengths that a run decides do not matter.
 
     partial_states: words of 16 bytes [SLOTS num_ctas, state_words], which hold out, lse and marks of a unit's packed rows
-    (KernelSpec.state_words, device/combine/partials.py). announcements: i32 [num_ctas], of CTAs that have started; there are
-    some if CTAs divide the combine of a row between them. The last region ends on a cache line.
+    (KernelSpec.state_words, device/combine/partials.py), and counts of arrivals if blocks are dealt in pieces. announcements: i32
+    [num_ctas], of CTAs that have started; there are some if CTAs divide the combine of a row between them. The last region ends
+    on a cache line.
     """
     slots = SLOTS[partition] * num_ctas
     if slots == 0 or problem.batch_size == 0 or problem.max_seq_len == 0:  # a hint is never 0: no launch has a key
         return ()
     nbytes = slots * state_words * WORD_BYTES
-    if partition == "invariant":
+    if partition != "balanced":
         return (WorkspaceRegion("partial_states", 0, rounded_up(nbytes)),)
     end = rounded_up(nbytes + num_ctas * ANNOUNCEMENT_BYTES)
     return WorkspaceRegion("partial_states", 0, nbytes), WorkspaceRegion("announcements", nbytes, end - nbytes)

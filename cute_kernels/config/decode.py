@@ -12,7 +12,7 @@ from typing import Literal
 
 from .tiling import TILE_M, MmaScope, RingShape, TilingSpec
 
-Partition = Literal["whole", "balanced", "invariant", "dealt"]
+Partition = Literal["whole", "balanced", "invariant", "dealt", "dealt_pieces"]
 
 LOG2_E = math.log2(math.e)  # from a natural logarithm to base 2
 MAX_TILE_ELEMENTS = 8192  # tile_n x padded head_dim of a 16-row tile: above this, registers spill (read from SASS)
@@ -35,7 +35,12 @@ SLOTS: dict[Partition, int] = {  # partial states that a CTA may leave in the wo
     "dealt": 0,
     "balanced": 2,  # of the row it continues and of the row it opens
     "invariant": 2 * MAX_BLOCKS,  # every block of the row it works on alone and of the row it opens for others
+    "dealt_pieces": 4,  # of the items that it is dealt: blocks are cut only if there are no more (device/schedule/pieces.py)
 }
+MOST_PIECES_OF_BLOCK = 32  # of long queries: a lane of a warp judges each number of pieces
+LEAST_PIECE = 4  # tiles of the longest block's pieces: fewer are not worth a turn
+ITEM_COST, PIECE_COST = 1, 8  # tiles that an item takes beyond its own, and in addition the state of a piece and its join
+ARRIVAL_WORDS = 4  # words of 16 bytes after a state: how many pieces of a block have arrived, for each of up to 16 m-tiles
 LINE_BYTES = 128  # of a cache line
 LINE_WORDS = 8  # words of a state in a cache line: fewer columns are not worth a CTA (device/combine/combine.py)
 WORDS_AN_LSE = 4  # wide words of a state for each copy of its row's lse (device/combine/partials.py)
@@ -71,7 +76,8 @@ class KernelSpec(TilingSpec):
     partition: how rows are divided between CTAs. "whole": not at all; "balanced": wherever the shares (the CTAs' equal parts of
     the work) end; "invariant": at places that depend on the row's length only. The parts (partial results) of a cut row meet in
     the workspace. "dealt": rows are not cut, and query blocks of long queries go to the CTAs one by one
-    (device/schedule/dealing.py).
+    (device/schedule/dealing.py). "dealt_pieces": so they do, in pieces (KV splits) if there are few blocks, and long ones
+    (device/schedule/pieces.py).
     """
 
     partition: Partition
@@ -84,7 +90,12 @@ class KernelSpec(TilingSpec):
     @property
     def dealt(self) -> bool:
         """Whether blocks of query rows, each with all its keys, are dealt to the CTAs (device/schedule/dealing.py)."""
-        return self.partition == "dealt"
+        return self.partition in ("dealt", "dealt_pieces")
+
+    @property
+    def deals_pieces(self) -> bool:
+        """Whether blocks that are dealt may be cut into pieces (KV splits), whose states meet in the workspace."""
+        return self.partition == "dealt_pieces"
 
     @property
     def claims(self) -> bool:
@@ -140,7 +151,7 @@ class KernelSpec(TilingSpec):
         """
         combine = self.num_warps * 32 * (self.word_columns + 2) * self.combine_words
         if self.settles_alone:  # no states merge: each goes from registers to memory
-            return combine if self.split else 0
+            return combine if self.split and not self.dealt else 0
         states = self.packed_rows * (self.merge_columns + 1 + 2 * self.turns)
         if not self.by_warpgroup:
             states = self.merge_places * self.packed_rows * (self.merge_columns + 2)
@@ -187,9 +198,12 @@ class KernelSpec(TilingSpec):
 
     @property
     def state_words(self) -> int:
-        """Words of 16 bytes of a unit's state in the workspace; wide words also have 8 bytes of lse per WORDS_AN_LSE of them."""
+        """Words of 16 bytes of a unit's state in the workspace; wide words also have 8 bytes of lse per WORDS_AN_LSE of them.
+
+        ARRIVAL_WORDS come last if blocks that are dealt may be cut.
+        """
         words = self.packed_rows * self.row_words
-        return words + (-(-words // (2 * WORDS_AN_LSE)) if self.wide_words else 0)
+        return words + (-(-words // (2 * WORDS_AN_LSE)) if self.wide_words else 0) + self.deals_pieces * ARRIVAL_WORDS
 
     @property
     def store_columns(self) -> int:

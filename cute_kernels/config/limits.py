@@ -50,7 +50,7 @@ def supports(spec: KernelSpec) -> list[str]:
         reasons.append(f"v_head_dim={spec.v_head_dim} is outside 1..head_dim={spec.head_dim}: out goes through the query's rows")
     if spec.tile_n < 16 or spec.tile_n % 16:
         reasons.append(f"tile_n={spec.tile_n} is not a positive multiple of 16")
-    counts = (1, 2, 4, 8, 12) if spec.overlaps and not spec.split else (1, 2, 4, 8)
+    counts = (1, 2, 4, 8, 12) if spec.overlaps and (spec.dealt or not spec.split) else (1, 2, 4, 8)
     if spec.num_warps not in counts:
         reasons.append(f"num_warps={spec.num_warps} is not one of {', '.join(map(str, counts))}")
     if spec.splits or "f32" in (spec.k_type, spec.v_type):
@@ -60,7 +60,7 @@ def supports(spec: KernelSpec) -> list[str]:
     if spec.by_warpgroup:
         reasons += _warpgroup_reasons(spec)
     if spec.dealt and not (spec.settles_alone and spec.several):
-        reasons.append("partition=dealt needs several query rows, and warpgroups that all attend to the same tiles")
+        reasons.append(f"partition={spec.partition} needs several query rows, and warpgroups that all attend to the same tiles")
     readers = max(1, spec.stage_turns)
     if spec.num_stages % readers:
         of = f"num_warps={spec.num_warps}" if spec.readers == 1 else f"the {readers} turns of its warps"

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 import cute_kernels as ck
-from cute_kernels.attention.variants import explain
-from cute_kernels.planning.variants import PRETEND, Explanation, PlanPreference
+from cute_kernels.attention.variants import explain, regions_of
+from cute_kernels.config.decode import SLOTS
+from cute_kernels.planning.variants import PRETEND, Candidate, Explanation, PlanPreference
 from tests.support.attention_cases import CASES, AttentionInputs, Case, case, make_attention
 from tests.support.attention_harness import assert_close, assert_every_row, run, select, tensors_of
 from tests.support.bits import differing_rows
@@ -27,6 +28,12 @@ UNIFORM_LENGTHS = {"lengths": (300, 40, 120)}
 UNIFORM_ROWS = {"uniform": True, "q_lens": (130,) * 3, "max_q_len": 130}
 EVERYTHING = {"window_left": 100, "softcap": 3.0, "alibi": True, "sinks": True}
 EIGHT_BITS = (("e4m3", 32, 16), ("e4m3", 64, 64), ("e4m3", 96, 64), ("e4m3", 192, 8), ("e4m3", 256, 16), ("int8 token", 256, 64))
+# of 10 blocks a request and many keys: on CUT_SMS SMs they are dealt in pieces
+LONG_LENGTHS, CUT_ROWS, CUT_SMS = (
+    {"lengths": (10_000,), "max_seq_len": 10_000},
+    {"uniform": True, "q_lens": (130,), "max_q_len": 130},
+    16,
+)
 SETS, REPLAYS = 8, 1_000
 REGISTERS = 65_536  # of an SM
 
@@ -73,6 +80,15 @@ LONG = (
         max_q_len=90,
     ),
 )
+CUT = (
+    long_case("cut", LONG_LENGTHS, **CUT_ROWS),
+    long_case("cut_everything", LONG_LENGTHS, **CUT_ROWS, **{**EVERYTHING, "window_left": 7_000}),
+    long_case("cut_f16_page_64", {**LONG_LENGTHS, "dtype": torch.float16, "page_size": 64}, **CUT_ROWS),
+    long_case("cut_page_1", {**LONG_LENGTHS, "page_size": 1}, **CUT_ROWS),
+    long_case("cut_e4m3", {**LONG_LENGTHS, **STORAGES["e4m3"]}, **CUT_ROWS),
+    long_case("cut_int8_token", {**LONG_LENGTHS, **STORAGES["int8 token"]}, **CUT_ROWS),
+    *(long_case(f"cut_d{d}", {**LONG_LENGTHS, "head_dim": d}, **CUT_ROWS) for d in (64, 256)),
+)
 
 
 def packed_rows(described: Case) -> int:
@@ -92,6 +108,24 @@ def test_items_are_dealt(described: Case) -> None:
         assert chosen.spec.one_crew == ("token" in described.name), "three warpgroups attend beside scales of tokens"
 
 
+@pytest.mark.parametrize("described", CUT, ids=str)
+def test_few_blocks_are_dealt_in_pieces(described: Case) -> None:
+    """Without a GPU: such a plan says so, and has a workspace for pieces; not if it is for any batch, or lacks the memory."""
+    facts, problem = PRETEND["h200"], described.descriptor().problem
+
+    def chosen(**fields: object) -> Candidate:
+        preference = PlanPreference(sm_count=CUT_SMS, **fields)
+        return explain(problem, preference.part_of(facts), preference).chosen
+
+    found = chosen()
+    assert found.spec.deals_pieces and found.num_ctas == CUT_SMS and "blocks of query rows in pieces" in found.config_source
+    (region,) = regions_of(problem, found)
+    assert region.name == "partial_states"
+    assert region.nbytes == SLOTS["dealt_pieces"] * CUT_SMS * found.spec.state_words * 16
+    for other in (chosen(batch_invariant=True), chosen(max_workspace_bytes=region.nbytes - 1)):
+        assert other.spec.partition == "dealt" and regions_of(problem, other) == ()
+
+
 @pytest.mark.parametrize("sm_count", [1, 3, 132])
 @pytest.mark.parametrize("described", [c for c in (*LONG, *SHORT) if packed_rows(c) > WARPGROUP_ROWS], ids=str)
 def test_exchanged_registers_are_there(described: Case, sm_count: int) -> None:
@@ -106,7 +140,7 @@ def test_exchanged_registers_are_there(described: Case, sm_count: int) -> None:
             assert spec.min_ctas_per_sm == 1 and taken <= REGISTERS, spec
 
 
-@pytest.mark.parametrize("described", LONG, ids=str)
+@pytest.mark.parametrize("described", [*LONG, *CUT], ids=str)
 def test_long_queries_on_the_cpu(described: Case) -> None:
     """The reference serves them too, row by row."""
     inputs = make_attention(described)
@@ -122,6 +156,15 @@ def test_every_row_of_dealt_items(described: Case, sm_count: int) -> None:
     if sm_count == 1 and described in LONG:
         assert plan.explain().chosen.spec.dealt, plan.explain()
     assert_every_row(plan, inputs)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("described", CUT, ids=str)
+def test_every_row_of_pieces(described: Case) -> None:
+    """The same where few blocks are cut into pieces, whose states a warp joins."""
+    plan = select(described, "sm90", sm_count=CUT_SMS)
+    assert plan.explain().chosen.spec.deals_pieces
+    assert_every_row(plan, make_attention(described, "cuda"))
 
 
 @pytest.mark.gpu
@@ -145,13 +188,15 @@ def test_decode_rows_beside_prompts(fields: dict[str, object], sm_count: int) ->
         ({"storage": "e4m3"}, 2),
         ({"storage": "int8 token"}, 2),
         ({"q_lens": BESIDE[1]}, 12),  # some sets leave CTAs to the prompts
+        (CUT_ROWS | {"cache": {"lengths": (10_000, 9_000), "max_seq_len": 10_000}, "q_lens": (130, 130)}, 19),  # in pieces
     ],
     ids=str,
 )
 def test_graph_replays_of_dealt_items(fields: dict[str, object], sm_count: int) -> None:
     """One graph over other qo_indptr, lengths and tables, which all change on the device between replays."""
     rng = random.Random(22)
-    first = long_case("replayed", STORAGES[fields.pop("storage", "16 bits")], **fields)
+    fields = dict(fields)
+    first = long_case("replayed", STORAGES[fields.pop("storage", "16 bits")] | fields.pop("cache", {}), **fields)
     sets = []
     for seed in range(SETS):
         lengths, q_lens = list(first.cache.lengths), list(first.q_lens)
@@ -164,7 +209,7 @@ def test_graph_replays_of_dealt_items(fields: dict[str, object], sm_count: int) 
     for inputs, result in zip(sets, eager, strict=True):
         assert_close(inputs, result)
     held = make_attention(first, "cuda", seed=0)
-    out, lse = torch.full_like(held.q, NAN), torch.full((len(held.q), 8), NAN, device="cuda")
+    out, lse = torch.full_like(held.q, NAN), torch.full((held.q.shape[:-2].numel(), 8), NAN, device="cuda")
     given = {**held.scales, **held.extras, "out": out, "lse": lse, "workspace": plan.new_workspace()}
     plan.run(held.q, held.k, held.v, held.table, **given)
     graph = torch.cuda.CUDAGraph()
@@ -176,7 +221,7 @@ def test_graph_replays_of_dealt_items(fields: dict[str, object], sm_count: int) 
             target.copy_(source)
         out.fill_(NAN), lse.fill_(NAN)
         graph.replay()
-        wrong[index] += differing_rows((out, lse), eager[index]).sum()
+        wrong[index] += differing_rows((out.view(-1, *out.shape[-2:]), lse), eager[index]).sum()
     assert wrong.tolist() == [0] * SETS, "rows that differ from the eager run, by set"
     assert differing_rows(eager[1], eager[2]).any(), "sets that agree would hide a graph that ignores them"
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
+from cute_kernels.attention.choice.cost_model import deal
 from cute_kernels.attention.variants import explain
 from cute_kernels.config.decode import DecodeConfig
 from cute_kernels.planning.variants import PRETEND, PlanPreference
@@ -21,6 +23,7 @@ ONE_HEAD: dict[str, Any] = {"num_heads": 4, "num_kv_heads": 1, "head_dim": 64}
 PROMPTS: dict[str, Any] = {"q_lens": (70, 3, 50), "max_q_len": 70}
 ROWS_64: dict[str, Any] = {"uniform": True, "q_lens": (16,) * 3, "max_q_len": 16}
 CACHE: dict[str, Any] = {**ONE_HEAD, "lengths": (270, 3, 150)}
+LONG_CACHE: dict[str, Any] = {**ONE_HEAD, "lengths": (1000, 3, 150)}
 VERIFY: dict[str, Any] = {"q_lens": (8, 3, 1), "max_q_len": 8}
 WIDE = {"head_dim": 128, "lengths": (300, 3, 40)}
 
@@ -40,6 +43,15 @@ CASES: dict[str, tuple[Case, DecodeConfig, str, str]] = {
     ),
     "gathered, pages of 5": (case("5", {**CACHE, "page_size": 5}, **PROMPTS), by_warpgroup(128), "sm90", "dealt"),
     "gathered, one warpgroup": (case("5", {**CACHE, "page_size": 5}, **PROMPTS), by_warpgroup(64, 4), "sm90", "dealt"),
+    "in pieces": (case("pieces", LONG_CACHE, **PROMPTS), by_warpgroup(64), "sm90", "dealt_pieces"),
+    "in pieces, everything": (case("pieces", LONG_CACHE, **PROMPTS, **EVERYTHING), by_warpgroup(64), "sm90", "dealt_pieces"),
+    "in pieces, 12 warps, int8 token": (
+        case("12 int8", {**LONG_CACHE, **STORAGES["int8 token"], "head_dim": 128}, **PROMPTS),
+        by_warpgroup(64, 12),
+        "sm90",
+        "dealt_pieces",
+    ),
+    "in pieces, gathered": (case("5", {**LONG_CACHE, "page_size": 5}, **PROMPTS), by_warpgroup(64), "sm90", "dealt_pieces"),
     "sm80, one ring for all warps": (case("block", CACHE, **PROMPTS), DecodeConfig(32, 2, 4, 1), "sm80", "whole"),
     "f32, cut": (case("f32", {**CACHE, **WIDE, "dtype": torch.float32}, **VERIFY), DecodeConfig(16, 4, 8, 1), "sm90", "balanced"),
 }
@@ -58,7 +70,8 @@ def check(kernel: Kernel, problem: Case) -> None:
 def test_long_queries(name: str) -> None:
     problem, config, arch, partition = CASES[name]
     descriptor = problem.descriptor()
-    kernel = kernel_of(descriptor.problem, config, partition, 2, arch=arch, descriptor=descriptor)  # type: ignore[arg-type]
+    slices = 7 if partition == "dealt_pieces" else 2  # so many CTAs that blocks are cut
+    kernel = kernel_of(descriptor.problem, config, partition, slices, arch=arch, descriptor=descriptor)  # type: ignore[arg-type]
     assert kernel.spec.gathers == ("gathered" in name) and kernel.spec.shares_ring == ("ring" in name)
     check(kernel, problem)
 
@@ -70,6 +83,21 @@ def test_what_one_sm_chooses(storage: str) -> None:
     kernel = chosen_kernel(problem.descriptor(), preference.part_of(PRETEND["h200"]), preference)
     assert kernel.spec.by_warpgroup and kernel.spec.dealt
     check(kernel, problem)
+
+
+def test_blocks_are_cut_as_the_cost_model_expects() -> None:
+    """A launch leaves as many pieces in the workspace as `deal` says, by the lengths that it finds: 1 piece leaves nothing."""
+    found, stores, stored = [], [], 2 * 384 * (16 + 4)  # stored: words that a piece's 384 rows of 64 columns write and clear
+    for slices, length in ((1, 1000), (2, 1000), (3, 1000), (4, 1000), (3, 250)):
+        problem = case("cut", {**ONE_HEAD, "lengths": (length,)}, q_lens=(96,), max_q_len=96, uniform=True)
+        descriptor = problem.descriptor()
+        kernel = kernel_of(descriptor.problem, by_warpgroup(64), "dealt_pieces", slices, descriptor=descriptor)
+        check(kernel, problem)
+        stores.append(kernel.run(*attention_operands(make_attention(problem))))
+        found.append(deal(replace(descriptor.problem, max_seq_len=length), kernel.spec, kernel.num_ctas).pieces)
+    arrived = 24  # m-tiles, of which each piece counts an arrival; the last one clears the count
+    words = [pieces * (stored + arrived) + arrived if pieces > 1 else 0 for pieces in found]
+    assert found == [1, 2, 3, 4, 1] and stores == words
 
 
 def test_decode_rows_leave_ctas_to_a_prompt() -> None:

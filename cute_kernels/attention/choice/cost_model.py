@@ -9,7 +9,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ...config.decode import LINE_WORDS, PARTS_IN_FLIGHT, DecodeConfig, KernelSpec, Partition
+from ...config.decode import (
+    ITEM_COST,
+    LEAST_PIECE,
+    LINE_WORDS,
+    MOST_PIECES_OF_BLOCK,
+    PARTS_IN_FLIGHT,
+    PIECE_COST,
+    SLOTS,
+    DecodeConfig,
+    KernelSpec,
+    Partition,
+)
 from ...config.tiling import Arch, Target
 from ..descriptors import DecodeProblem
 from ..kernel_spec import grid_ctas_of, kernel_spec, units_of
@@ -223,21 +234,49 @@ def cost_of(problem: DecodeProblem, spec: KernelSpec, ctas_per_sm: int, sm_count
 
 def dealt_cost(problem: DecodeProblem, spec: KernelSpec, sm_count: int) -> Cost:
     """The cost of long queries, which the tensor core limits: both products at a rate, in whole rounds of items (work tiles)."""
-    items, rounds = dealt_items(problem, spec, sm_count)
-    seen = row_tokens(problem) - ((problem.max_q_len - 1) / 2 if problem.modifiers.causal == "bottom_right" else 0)
+    dealt = deal(problem, spec, sm_count)
     rows = problem.batch_size * problem.num_kv_heads * problem.packed_rows
     narrow = 1 - NARROW_PRODUCTS * max(0.0, LONE_COLUMNS / spec.padded_head_dim - 1)
-    products = 4 * rows * max(seen, 1.0) * spec.padded_head_dim / (product_rate(problem) * narrow)
-    idle = rounds * sm_count / max(1, items)
+    products = 4 * rows * mean_keys(problem) * spec.padded_head_dim / (product_rate(problem) * narrow)
+    idle = dealt.rounds * sm_count / max(1, dealt.items)
     nothing = dict.fromkeys(("drain_us", "pieces_us", "combine_us", "turns_us"), 0.0)
     start = costs_of(problem)[spec.arch].start_us
-    return Cost(slices=sm_count, pieces=items, parts=1, start_us=start, stream_us=products * idle, **nothing)
+    return Cost(slices=sm_count, pieces=dealt.items, parts=dealt.pieces, start_us=start, stream_us=products * idle, **nothing)
 
 
-def dealt_items(problem: DecodeProblem, spec: KernelSpec, sm_count: int) -> tuple[int, int]:
-    """(items of the longest queries that a plan takes, rounds in which `sm_count` SMs take one each)."""
-    items = problem.batch_size * units_of(problem, spec)
-    return items, -(-items // sm_count)
+def mean_keys(problem: DecodeProblem) -> float:
+    """Keys that a query row sees, on average, if queries are the longest that a plan takes."""
+    unseen = (problem.max_q_len - 1) / 2 if problem.modifiers.causal == "bottom_right" else 0.0
+    return max(row_tokens(problem) - unseen, 1.0)
+
+
+@dataclass(frozen=True)
+class Deal:
+    """How the longest queries that a plan takes are dealt: pieces of a block, items (all pieces), rounds of one item per SM."""
+
+    pieces: int
+    items: int
+    rounds: int
+
+    @property
+    def blocks(self) -> float:
+        """Whole blocks that an SM attends to, rounds with idle SMs included."""
+        return self.rounds / self.pieces
+
+
+def deal(problem: DecodeProblem, spec: KernelSpec, sm_count: int) -> Deal:
+    """The Deal of a plan, with the rule by which a launch cuts its blocks (device/schedule/pieces.py) if the spec lets it."""
+    blocks = problem.batch_size * units_of(problem, spec)
+    longest = -(-row_tokens(problem) // spec.tile_n)
+    mean = -(-int(mean_keys(problem)) // spec.tile_n)
+
+    def cost(pieces: int) -> int:
+        rounds = -(-blocks * pieces // sm_count)
+        return -(-max(longest, rounds * mean) // pieces) + rounds * (ITEM_COST + PIECE_COST * (pieces > 1))
+
+    most = min(MOST_PIECES_OF_BLOCK, SLOTS[spec.partition] * sm_count // max(1, blocks), longest // LEAST_PIECE)
+    pieces = min(range(1, max(1, most) + 1), key=cost)
+    return Deal(pieces, blocks * pieces, -(-blocks * pieces // sm_count))
 
 
 def product_rate(problem: DecodeProblem) -> float:

@@ -10,7 +10,7 @@ from ...config.mixed import BETWEEN_BYTES
 from ...config.tiling import TILE_M, WARPGROUP, WARPGROUP_M, Arch, MmaScope, Target, most_warp_tiles, packed_rows
 from ..descriptors import DecodeProblem
 from ..kernel_spec import kernel_spec, units_of
-from .cost_model import cost_of, dealt_items, row_tokens
+from .cost_model import cost_of, deal, mean_keys, row_tokens
 
 Shapes = tuple[tuple[int, int], ...]  # (tokens of a tile, consumer warps), the best first
 
@@ -45,9 +45,9 @@ M_TILES_ROWS = 32  # packed rows: with more, warpgroups end first (docs/notes/ke
 LONG_SHAPES = ((128, 12), (96, 12), (128, 8), (112, 8), (80, 8), (64, 8), (32, 8), (64, 4), (32, 4), (16, 4))
 LONG_SHAPES_OF_8_BITS = ((112, 8), (96, 8), (80, 8), (64, 8), (32, 8), (64, 4), (32, 4), (16, 4))
 LONG_STAGES = 2
-# the same with scales of tokens, where three warpgroups are ahead if SMs have enough blocks: a block of their 192 rows takes
-# THREE_COST of one of 128 rows (H100, 8k and 16 x 512 over 2k)
-LONG_SHAPES_OF_THREE, THREE_COST = ((96, 12), (80, 12), (64, 12)), 1.4
+# the same with scales of tokens, where three warpgroups are ahead if SMs have enough blocks, and keys are not too many: a block
+# of their 192 rows takes THREE_COST of one of 128 rows, whose turn takes as long as TURN_OF_TWO keys (H100: 512 over 64k, 8k)
+LONG_SHAPES_OF_THREE, THREE_COST, TURN_OF_TWO = ((96, 12), (80, 12), (64, 12)), 1.53, 670
 # over 8 bits shared memory's bandwidth is the limit, of which a query in registers takes none: beside tiles of 112, prompts over
 # e4m3 2 to 10% sooner by card, 128 rows 1 to 6% at 8 x 8k and 64 x 1k, and at 64 x 8k up to 1.5% later (H100)
 HOLDING = 96, 8
@@ -87,8 +87,8 @@ def choose(
 
     phase: whether it is for a phase of a mixed kernel, where threads have fewer registers.
     """
-    if partition == "dealt":
-        return long_config(problem, sm_count)
+    if partition in ("dealt", "dealt_pieces"):
+        return long_config(problem, sm_count, partition)
     if partition == "whole" and arch == "sm80":
         shared = block_config(problem, target, sm_count, most_ctas_per_sm)
         if shared is not None:
@@ -154,13 +154,13 @@ def share_tokens(problem: DecodeProblem, sm_count: int) -> int:
     return problem.batch_size * row_tokens(problem) * problem.num_kv_heads // sm_count
 
 
-def long_config(problem: DecodeProblem, sm_count: int) -> DecodeConfig:
-    """The configuration for long queries: the first shape that fits, or the last.
+def long_config(problem: DecodeProblem, sm_count: int, partition: Partition = "dealt") -> DecodeConfig:
+    """The configuration for long queries: the first shape that fits, or the last. partition: "dealt" or "dealt_pieces".
 
     Ragged queries leave room for a mixed kernel's other phases.
     """
     shapes = holding_first(problem, LONG_SHAPES_OF_8_BITS, "dealt") if problem.has_8_bits else LONG_SHAPES
-    if three_beside_scales(problem, sm_count):
+    if three_beside_scales(problem, sm_count, partition):
         shapes = LONG_SHAPES_OF_THREE + shapes
     configs = [config_of(shape) for shape in shapes]
     return first_fitting(problem, configs, "dealt", spare=BETWEEN_BYTES if problem.query == "ragged" else 0)
@@ -171,18 +171,17 @@ def config_of(shape: tuple[int, int]) -> DecodeConfig:
     return DecodeConfig(shape[0], LONG_STAGES, shape[1], 1, 1, "warpgroup")
 
 
-def three_beside_scales(problem: DecodeProblem, sm_count: int) -> bool:
+def three_beside_scales(problem: DecodeProblem, sm_count: int, partition: Partition) -> bool:
     """Whether three warpgroups end long queries over 8 bits with scales of tokens sooner than two, whose blocks are smaller.
 
     Not if queries are ragged: a mixed kernel's other phases need more registers than three warpgroups have.
     """
-
     if not (problem.has_8_bits and problem.has_token_scales and problem.query == "uniform"):
         return False
     first = LONG_SHAPES_OF_THREE[0], LONG_SHAPES_OF_8_BITS[0]
-    specs = [kernel_spec(problem, "sm90", "sm_90a", config_of(shape), partition="dealt") for shape in first]
-    three, two = (dealt_items(problem, spec, sm_count)[1] for spec in specs)
-    return THREE_COST * three < two
+    specs = [kernel_spec(problem, "sm90", "sm_90a", config_of(shape), partition=partition) for shape in first]
+    three, two = (deal(problem, spec, sm_count).blocks for spec in specs)
+    return THREE_COST * three * mean_keys(problem) < two * (mean_keys(problem) + TURN_OF_TWO)
 
 
 def holding_first(problem: DecodeProblem, shapes: Shapes, partition: Partition) -> Shapes:

@@ -25,6 +25,8 @@ PRESENT = 1  # the bit that marks a wide word
 def open_workspace(spec: KernelSpec, workspace: cute.Tensor) -> cute.Tensor:
     """The states, Int32 [part of 16 bytes, word of the packed rows laid end to end, slot]: SLOTS[partition] slots per CTA.
 
+    Dealt pieces: slot i holds item i of the launch, then counts of arrivals at the m-tiles of its block (combine/pieces.py).
+
     Balanced: slot 2c holds the piece with which CTA c continues a row, slot 2c + 1 the piece with which it opens a row.
     Invariant: slot (2c + 1) MAX_BLOCKS + b holds block b of the row that CTA c opens for others, and
     slot 2c MAX_BLOCKS + b holds block b of the row that it works on alone.
@@ -126,12 +128,18 @@ def store(before: str, text: str, args: list, there: Boolean | None):
 
 def receive(spec: KernelSpec, words: cute.Tensor, index: Int32, slot: Int32, known: tuple) -> tuple:
     """Reads a word (its columns, the lse, a mark), unless `known` has it already: by predicates, so that loads stay in flight."""
-    address = word_at(words, index, Int32(0)), slot_bytes(words, slot)
     if not spec.wide_words:
+        address = word_at(words, index, Int32(0)), slot_bytes(words, slot)
         return load_words(address, "setp.eq.s32 absent, {$r5}, 0; ", known, Int32)
+    lse = lse_at(spec, words, index, Int32(0)), slot_bytes(words, slot)
+    return *receive_columns(spec, words, index, slot, known[:4]), *load_pair(lse, known[4:])
+
+
+def receive_columns(spec: KernelSpec, words: cute.Tensor, index: Int32, slot: Int32, known: tuple) -> tuple:
+    """As `receive`, the four columns of a wide word alone."""
+    address = word_at(words, index, Int32(0)), slot_bytes(words, slot)
     test = ".reg .b32 mark; and.b32 mark, {$r2}, 1; setp.eq.s32 absent, mark, 0; "
-    lse = lse_at(spec, words, index, Int32(0)), address[1]
-    return *load_words(address, test, known[:4], Float32), *load_pair(lse, known[4:])
+    return load_words(address, test, known, Float32)
 
 
 def slot_bytes(words: cute.Tensor, slot: Int32) -> Int64:

@@ -1,16 +1,21 @@
 """The kernel of long queries (prefill): a persistent grid whose CTAs attend to items (work tiles: query blocks with all keys)."""
 
+from dataclasses import replace
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
 
 from ..attend.attend import Attention, make_products, make_state, reset_state
-from ..attend.epilogue import lane_state, settle_rows, store_rows
+from ..attend.epilogue import SettledRows, lane_state, settle_rows, store_rows
 from ..attend.pack_gqa import fetch_query, hold_query, query_buffer, row_tiles_of, settle_query, sync_rows
+from ..attend.query_rows import QueryBlock
+from ..combine.partials import open_workspace
+from ..combine.pieces import join_pieces, leave_piece
 from ..kv.scale import merge_scaling, open_scaling
 from ..mainloop.shared import Shared
 from ..problem import Problem
-from ..schedule.dealing import Item, meet_all, piece_of, take_item
+from ..schedule.dealing import Cut, Item, meet_all, piece_of, take_item
 from .attention import AttentionKernel
 
 
@@ -38,8 +43,9 @@ class LongQueryKernel(AttentionKernel):
             settle_query(spec, buffer, factors, piece.block.rows, scaling.sign, Boolean(True))
             sync_rows(spec)
             row_tiles = self.row_tiles(problem, piece, buffer, factors, held, (state,))
-            issued += piece.tiles
+            issued += piece.stop - piece.first
             turn += 1
+            cut = item.cut  # of this item, not of the next
             following = query_buffer(spec, shared.query, turn)
             if cutlass.const_expr(not spec.claims):
                 item = self.take_and_fetch(problem, shared, turn, batch, following)
@@ -50,11 +56,35 @@ class LongQueryKernel(AttentionKernel):
             own = lane_state(spec, products.thr_mma, row_tiles[0], row_tile, scaling)
             settled = settle_rows(spec, own, merge_scaling(spec, scaling))
             sync_rows(spec)
-            store_rows(spec, settled, buffer, row_tile, piece.block, problem.out, problem.lse, self.sinks(problem))
+            self.store_item(problem, piece.block, cut, settled, buffer, row_tile)
             if cutlass.const_expr(spec.query_buffers == 1):
                 cute.arch.sync_warp()
                 self.fetch_item(problem, item, batch, following)
         self.mainloop.close_turns()
+
+    @cute.jit
+    def store_item(
+        self, problem: Problem, block: QueryBlock, cut: Cut | None, settled: SettledRows, buffer: cute.Tensor, row_tile: Int32
+    ):
+        """Stores a warp's settled rows of an item: as a result, or as a part of it; the last part to come becomes the result.
+
+        cut: that of the item. buffer: that of its query.
+        """
+        spec = self.spec
+        if cutlass.const_expr(not spec.deals_pieces):
+            store_rows(spec, settled, buffer, row_tile, block, problem.out, problem.lse, self.sinks(problem))
+        else:
+            lses, before = cute.make_rmem_tensor(len(settled.lse), Float32), cut.pieces - 1
+            for r in cutlass.range_constexpr(len(settled.lse)):
+                lses[r] = settled.lse[r]
+            if cut.pieces > 1:
+                words = open_workspace(spec, problem.workspace)
+                before = leave_piece(spec, settled, block.rows, words, cut, row_tile)
+                if before == cut.pieces - 1:
+                    join_pieces(spec, settled, lses, block.rows, words, cut, row_tile)
+            if before == cut.pieces - 1:
+                joined = replace(settled, lse=[lses[r] for r in range(len(settled.lse))])
+                store_rows(spec, joined, buffer, row_tile, block, problem.out, problem.lse, self.sinks(problem))
 
     @cute.jit
     def take_and_fetch(self, problem: Problem, shared: Shared, turn: Int32, batch: Int32, following: cute.Tensor) -> Item:

@@ -9,6 +9,7 @@ from ..kv.source import empty_row, inspect_requests
 from ..problem import Problem
 from ..ptx.registers import LANES
 from ..schedule.dealing import (
+    Cut,
     Found,
     Item,
     end_claims,
@@ -21,6 +22,7 @@ from ..schedule.dealing import (
     publish_item,
     take_item,
 )
+from ..schedule.pieces import pieces_of_blocks
 from ..schedule.work_scheduler import Piece
 from .overlap import OverlapMainloop
 from .shared import Shared, item_barrier, taken_barrier
@@ -52,15 +54,19 @@ class DealtMainloop(OverlapMainloop):
         spec, rows, batch, issued, turn = self.spec, problem.rows, problem.batch(self.spec), Int32(0), Int32(0)
         cute.arch.griddepcontrol_wait()
         meet_all(spec)
-        item, found, pages = self.next_item(problem, shared, turn, nothing_found(), scales)
+        item, found, pages = self.next_item(problem, shared, turn, self.begin_search(problem, leads=not scales), scales)
         while item.index < batch:
             piece = piece_of(spec, rows, item, issued)
-            issued += piece.tiles
+            issued += piece.stop - piece.first
             turn += 1
             where = shared, turn, found
             item, found, pages = self.issue(problem, shared, where, piece, pages, Boolean(True), part, scales)
         if cutlass.const_expr(not scales):
             self.end(problem, found)
+
+    def begin_search(self, problem: Problem, leads: bool) -> Found:
+        """The beginning of a search for items. leads: whether this warp searches."""
+        return nothing_found(self.spec, pieces_of_blocks(self.spec, problem) if self.spec.deals_pieces and leads else None)
 
     def end(self, problem: Problem, found: Found):
         """What the warp that finds the items does last. found: that of the item past the last one."""
@@ -71,7 +77,8 @@ class DealtMainloop(OverlapMainloop):
 
     def no_next(self, problem: Problem, pages: Int32) -> tuple:
         """The value with which `issue` begins; it always finds an item."""
-        return Item(Int32(0), Int32(0), Int32(0), empty_row(self.spec)), nothing_found(), pages
+        cut = Cut(*(Int32(0) for _ in range(4))) if self.spec.deals_pieces else None
+        return Item(Int32(0), Int32(0), Int32(0), empty_row(self.spec), cut), nothing_found(self.spec), pages
 
     def open_next(self, problem: Problem, where: tuple, piece: Piece, scales: bool) -> tuple:
         """The item after a piece's. where: (shared memory, the item's round, Found of the previous one)."""
@@ -100,8 +107,8 @@ class DealtMainloop(OverlapMainloop):
         item = take_item(spec, shared, turn)
         while item.index < batch:
             piece = piece_of(spec, problem.rows, item, issued)
-            for i in cutlass.range(piece.tiles, unroll=1):
+            for i in cutlass.range(piece.stop - piece.first, unroll=1):
                 self.widen_stage(shared, piece, i, warp)
-            issued += piece.tiles
+            issued += piece.stop - piece.first
             turn += 1
             item = take_item(spec, shared, turn)

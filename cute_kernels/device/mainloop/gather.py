@@ -16,7 +16,7 @@ from ..kv.source import find_holes, find_page, is_seen
 from ..problem import Problem
 from ..ptx.cp_async import copy_async
 from ..ptx.registers import LANES, quotient, remainder
-from ..schedule.dealing import meet_all, nothing_found, piece_of
+from ..schedule.dealing import meet_all, piece_of
 from ..schedule.work_scheduler import Piece
 from . import tile
 from .dealt import DealtMainloop
@@ -48,7 +48,7 @@ class GatherMainloop(DealtMainloop):
         spec, rows, batch = self.spec, problem.rows, problem.batch(self.spec)
         cute.arch.griddepcontrol_wait()
         meet_all(spec)
-        issued, turn, found, owed = Int32(0), Int32(0), nothing_found(), Int32(NOTHING)
+        issued, turn, found, owed = Int32(0), Int32(0), self.begin_search(problem, leads), Int32(NOTHING)
         item, found = self.find_or_take(problem, shared, turn, found, leads)
         while item.index < batch:
             piece = piece_of(spec, rows, item, issued)
@@ -56,10 +56,10 @@ class GatherMainloop(DealtMainloop):
             item, found = self.find_or_take(
                 problem, shared, turn, found, leads
             )  # consumers take it before they attend to this one
-            if piece.tiles == 0:  # consumers take this item only after the last V of the previous item
+            if piece.stop == piece.first:  # consumers take this item only after the last V of the previous item
                 owed = self.pay(shared, owed, 0)
             owed = self.bring(problem, shared, piece, part, owed)
-            issued += piece.tiles
+            issued += piece.stop - piece.first
         self.pay(shared, owed, 0)
         if cutlass.const_expr(leads):
             self.end(problem, found)
@@ -78,7 +78,7 @@ class GatherMainloop(DealtMainloop):
     @cute.jit
     def bring(self, problem: Problem, shared: Shared, piece: Piece, part: Int32, owed: Int32) -> Int32:
         """Brings this warp's tokens of all tiles of a piece: V of a tile after K of the next, the order of OverlapMainloop."""
-        rows, tiles = problem.rows, piece.tiles
+        rows, tiles = problem.rows, piece.stop - piece.first
         pages = self.lookup(problem, piece, Int32(0), part)
         values, seen_values = Int64(0), Int32(0)  # of the previous tile
         for i in cutlass.range(tiles + cutlass.min(tiles, 1), unroll=1):

@@ -56,6 +56,11 @@ def crew_words(spec: KernelSpec) -> int:
     return 9 if spec.several else 7
 
 
+def item_words(spec: KernelSpec) -> int:
+    """Words of an Item (schedule/dealing.py)."""
+    return 3 + 4 * spec.deals_pieces + len(row_fields(spec))
+
+
 def merge_tensors(spec: KernelSpec, base: cute.Pointer) -> tuple:
     """Shared memory of the merge, f32: O [row, column, order], then row_max and row_sum [row, order], and lse [row].
 
@@ -108,7 +113,7 @@ def allocate(spec: KernelSpec, smem) -> Shared:
     inverses = smem.allocate_tensor(Float32, cute.make_layout((TILE_M * spec.row_tiles, 2)), byte_alignment=16)
     combines = cute.make_tensor(crew.iterator + crew_words(spec), cute.make_layout(1))
     end = crew, crew, combines  # opener, crew, combines
-    items = smem.allocate_tensor(Int32, cute.make_layout((3 + len(row_fields(spec)), ITEMS))) if spec.dealt else None
+    items = smem.allocate_tensor(Int32, cute.make_layout((item_words(spec), ITEMS))) if spec.dealt else None
     return Shared(
         rings, wide, scales, wide_scales, query, inverses, merge, barriers, holes, *end, opening, pages, declined, items
     )

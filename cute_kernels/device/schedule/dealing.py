@@ -6,6 +6,9 @@ takes one item. Every other round runs in reverse order: the CTA that took the l
 next. Nothing is planned: the producer finds an item from the lengths on the device while it brings the previous item's tiles, and
 leaves the item to the other warps.
 
+Few blocks, whose rounds would leave SMs idle, are cut into pieces (pieces.py, KernelSpec.deals_pieces), and each piece is an
+item. First come the first pieces of all blocks, then their second ones, so that blocks of a KV head read the same keys at a time.
+
 In a mixed kernel CTAs that serve other requests first come late. There are no rounds then: a CTA claims the next item, by a count
 in the workspace, when the last tile of its previous one is on its way. A result does not depend on the CTA that computes it.
 """
@@ -19,7 +22,7 @@ from cutlass import Boolean, Int32
 from ...config.decode import KernelSpec
 from ..attend.query_rows import Row, block_of_rows, first_tile, kv_range, open_queries, tiles_of
 from ..kv.source import Rows, box_pages, open_row_or_nothing, row_fields
-from ..mainloop.shared import Shared, item_barrier, taken_barrier
+from ..mainloop.shared import Shared, item_barrier, item_words, taken_barrier
 from ..problem import Problem
 from ..ptx.barriers import OPENED, sync_branches
 from ..ptx.registers import LANES, quotient, remainder
@@ -27,33 +30,47 @@ from .work_scheduler import Piece, warp_prefix
 
 
 @dataclass(frozen=True)
+class Cut:
+    """An item of a launch that cuts blocks: piece `place` of `pieces` of its block, which is number `number` of `blocks`."""
+
+    place: Int32
+    pieces: Int32
+    number: Int32
+    blocks: Int32
+
+
+@dataclass(frozen=True)
 class Item:
     """Block `block` of the packed rows of request `index`, opened as `row`, and a KV head.
 
-    index: the batch size, past the last item.
+    index: the batch size, past the last item. cut: None if no block may be cut.
     """
 
     index: Int32
     block: Int32
     kv_head: Int32
     row: Row
+    cut: Cut | None = None
 
 
 @dataclass(frozen=True)
 class Found:
     """Where a search may go on: at request `begin`, after `before` items of earlier requests.
 
-    rest: the number of the item that was found, in its request; past the last item, how many come between.
+    rest: the number of the item that was found, in its request; past the last item, how many come between. dealt: (blocks of the
+    launch, pieces of each), None if no block may be cut.
     """
 
     begin: Int32
     before: Int32
     rest: Int32
+    dealt: tuple[Int32, Int32] | None = None
 
 
-def nothing_found() -> Found:
-    """The beginning of a search."""
-    return Found(Int32(0), Int32(0), Int32(0))
+def nothing_found(spec: KernelSpec, dealt: tuple[Int32, Int32] | None = None) -> Found:
+    """The beginning of a search. dealt: as in Found; None if that is not known."""
+    unknown = (Int32(1), Int32(1)) if spec.deals_pieces else None
+    return Found(Int32(0), Int32(0), Int32(0), unknown if dealt is None else dealt)
 
 
 def helpers(spec: KernelSpec) -> int:
@@ -111,7 +128,10 @@ def items_at(spec: KernelSpec, rows: Rows, index: Int32) -> Int32:
 def find_item(spec: cutlass.Constexpr, problem: Problem, turn: Int32, found: Found) -> tuple[Item, Found]:
     """A warp finds this CTA's item of round `turn`, or claims one. found: that of the previous round."""
     rows, batch, begin, before = problem.rows, problem.batch(spec), found.begin, found.before
-    ordinal = claim(problem.workspace) if cutlass.const_expr(spec.claims) else ordinal_of(turn)
+    ordinal, cut = claim(problem.workspace) if cutlass.const_expr(spec.claims) else ordinal_of(turn), None
+    if cutlass.const_expr(spec.deals_pieces):  # a search begins anew, as the numbers of blocks do with each piece
+        ordinal, cut = cut_of_item(ordinal, *found.dealt)
+        begin = before = Int32(0)
     if cutlass.const_expr(spec.query == "uniform"):
         each = cutlass.max(items_of(spec, rows, open_queries(spec, rows.queries, Int32(0))[1]), 1)
         index, rest = quotient(ordinal, each), remainder(ordinal, each)
@@ -122,7 +142,16 @@ def find_item(spec: cutlass.Constexpr, problem: Problem, turn: Int32, found: Fou
     heads = Int32(rows.k.shape[1])
     block = quotient(items_of(spec, rows, row.queries), heads) - 1 - quotient(rest, heads)
     uniform = cute.arch.make_warp_uniform
-    return Item(uniform(index), uniform(block), uniform(remainder(rest, heads)), row), Found(begin, before, rest)
+    item = Item(uniform(index), uniform(block), uniform(remainder(rest, heads)), row, cut)
+    return item, Found(begin, before, rest, found.dealt)
+
+
+def cut_of_item(ordinal: Int32, blocks: Int32, pieces: Int32) -> tuple[Int32, Cut]:
+    """(the number of the block of item `ordinal`, the item's Cut); past the last item the number is that of no block."""
+    uniform = cute.arch.make_warp_uniform
+    there = ordinal < blocks * pieces
+    place, number = quotient(ordinal, blocks), cutlass.select_(there, remainder(ordinal, blocks), ordinal)
+    return number, Cut(*(uniform(word) for word in (place, pieces, number, blocks)))
 
 
 @cute.jit
@@ -153,17 +182,26 @@ def search(
 
 
 def piece_of(spec: KernelSpec, rows: Rows, item: Item, issued: Int32) -> Piece:
-    """The item's one piece (KV split): all keys that it sees. issued: this CTA's tiles before it."""
+    """The item's piece (KV split): all keys that its block sees, or a part of them. issued: this CTA's tiles before it."""
     keys = kv_range(spec, rows.queries, item.row, item.block)
     tiles = tiles_of(spec, keys)
+    first, stop = stretch_of(item, tiles)
     block = block_of_rows(spec, item.block, item.kv_head * spec.group_size, item.index, item.row)
-    return Piece(item.index, item.row, keys, block, item.kv_head, Int32(0), tiles, tiles, tiles, issued)
+    return Piece(item.index, item.row, keys, block, item.kv_head, first, stop, stop, tiles, issued)
+
+
+def stretch_of(item: Item, tiles: Int32) -> tuple[Int32, Int32]:
+    """The tiles [first, stop) of an item's block, of `tiles`, that the item has. A short block's pieces may have none."""
+    cut = item.cut
+    if cut is None:
+        return Int32(0), tiles
+    return quotient(tiles * cut.place, cut.pieces), quotient(tiles * (cut.place + 1), cut.pieces)
 
 
 def pages_of(spec: KernelSpec, rows: Rows, item: Item) -> Int32:
     """box_pages of the first boxes of an item."""
     keys = kv_range(spec, rows.queries, item.row, item.block)
-    return box_pages(spec, rows, item.row.start, keys, first_tile(spec, keys))
+    return box_pages(spec, rows, item.row.start, keys, first_tile(spec, keys) + stretch_of(item, tiles_of(spec, keys))[0])
 
 
 @cute.jit
@@ -173,7 +211,8 @@ def publish_item(spec: cutlass.Constexpr, shared: Shared, item: Item, turn: Int3
     cute.arch.mbarrier_wait(taken_barrier(spec, shared, slot), (turn >> 1) & 1 ^ 1)
     with cute.arch.elect_one():
         row = [getattr(item.row, name) for name in row_fields(spec)]
-        for i, word in enumerate((item.index, item.block, item.kv_head, *row)):
+        cut = tuple(vars(item.cut).values()) if spec.deals_pieces else ()
+        for i, word in enumerate((item.index, item.block, item.kv_head, *row, *cut)):
             shared.items[i, slot] = word
         cute.arch.mbarrier_arrive(item_barrier(spec, shared, slot))
 
@@ -183,6 +222,7 @@ def take_item(spec: cutlass.Constexpr, shared: Shared, turn: Int32) -> Item:
     """The item of round `turn`, for a warp to which the producer leaves items."""
     slot, fields = turn & 1, row_fields(spec)
     cute.arch.mbarrier_wait(item_barrier(spec, shared, slot), (turn >> 1) & 1)
-    words = [cute.arch.make_warp_uniform(shared.items[i, slot]) for i in range(3 + len(fields))]
+    words = [cute.arch.make_warp_uniform(shared.items[i, slot]) for i in range(item_words(spec))]
     cute.arch.mbarrier_arrive(taken_barrier(spec, shared, slot))
-    return Item(*words[:3], Row(**dict(zip(fields, words[3:], strict=True))))
+    row, cut = words[3 : 3 + len(fields)], words[3 + len(fields) :]
+    return Item(*words[:3], Row(**dict(zip(fields, row, strict=True))), Cut(*cut) if spec.deals_pieces else None)

@@ -152,7 +152,8 @@ def _copy_box(emitter: Emitter, operands: list[Operand], dims: int) -> None:
 
 def atomic(emitter: Emitter, instruction: Instruction) -> None:
     """Takes atomic maxima and sums in global memory."""
-    operation = {"atom.global.max.s32": "np.maximum", "atom.global.add.u32": "np.add"}.get(instruction.opcode)
+    sums = dict.fromkeys(("atom.global.add.u32", "atom.global.acq_rel.add.u32"), "np.add")
+    operation = ({"atom.global.max.s32": "np.maximum"} | sums).get(instruction.opcode)
     if operation is None:
         raise unknown(instruction)
     result, address, value = instruction.operands
