@@ -13,7 +13,7 @@ from perf.backward import backward_cases
 from perf.cases import DTYPES, LAYOUTS, TABLE_FORMATS, Bar, Case, EightBit, Rows, Scale, Spread, append_case, fixed
 from perf.f32_cases import f32_cases
 from perf.mixed_cases import mixed_cases
-from perf.prefill_cases import chunk_cases, prefill_cases
+from perf.prefill_cases import chunk_cases, prefill_cases, uneven_cases
 from perf.weights import weights_cases
 
 K = 1024
@@ -180,6 +180,7 @@ def all_bars() -> dict[Case, Bar]:
         **mqa_cases(),
         **prefill_cases(),
         **chunk_cases(),
+        **uneven_cases(),
         **mixed_cases(),
         **weights_cases(),
         **f32_cases(),
@@ -212,6 +213,7 @@ def case_sets() -> dict[str, tuple[Case, ...]]:
         "f32": tuple(f32_cases()),
         "prefill": tuple(prefill_cases()),
         "chunks": tuple(chunk_cases()),
+        "uneven": tuple(uneven_cases()),
         "mixed": tuple(mixed_cases()),
         "weights": tuple(weights_cases()),
         "backward": tuple(backward_cases()),

@@ -19,6 +19,15 @@ STORAGE: tuple[tuple[EightBit | None, Scale | None], ...] = (("e4m3", None), ("i
 
 # (requests with all their tokens, including those cached before; new tokens of each request)
 CHUNKS: tuple[tuple[Rows, int], ...] = ((fixed(1, 64 * K), 512), (fixed(1, 32 * K), 2 * K), (fixed(16, 2 * K), 512))
+# (tokens of the one request, new ones among them, query heads, KV heads): their query blocks are no whole number of rounds of SMs
+UNEVEN = (
+    (64 * K, 384, 32, 8),
+    (8 * K, 320, 32, 8),
+    (32 * K, 512, 40, 8),
+    (8 * K, 512, 40, 8),
+    (16 * K, 512, 48, 8),
+    (16 * K, 512, 28, 4),
+)
 CHUNK_BAR = Bar("ratio", 1 / 1.05, beside=FA4, peer=FA3)
 
 
@@ -47,4 +56,15 @@ def chunk_cases() -> dict[Case, Bar | None]:
     for (kv_dtype, kv_scale), (rows, q_len), page in product(((None, None), *STORAGE), CHUNKS, PAGES[:2]):
         case = attention_case(rows, q_len=q_len, page_size=page, kv_dtype=kv_dtype, kv_scale=kv_scale)
         found[case] = None if kv_dtype else CHUNK_BAR
+    return found
+
+
+def uneven_cases() -> dict[Case, Bar | None]:
+    """Chunks of UNEVEN over pages of 16, in bf16, and the first of them over 8-bit caches, which have no bar."""
+    found: dict[Case, Bar | None] = {}
+    for tokens, q_len, num_heads, num_kv_heads in UNEVEN:
+        found[attention_case(fixed(1, tokens), q_len=q_len, num_heads=num_heads, num_kv_heads=num_kv_heads)] = CHUNK_BAR
+    tokens, q_len, *_ = UNEVEN[0]
+    for kv_dtype, kv_scale in STORAGE:
+        found[attention_case(fixed(1, tokens), q_len=q_len, kv_dtype=kv_dtype, kv_scale=kv_scale)] = None
     return found

@@ -124,9 +124,10 @@ def test_ours_serves_both(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_sets_and_their_bars() -> None:
     prompts, chunks = select_cases(["prefill"]), select_cases(["chunks"])
-    assert (len(prompts), len(chunks)) == (24, 18)
-    assert all(case.long for case in (*prompts, *chunks))
-    barred = {case: bar_of(case) for case in (*prompts, *chunks)}
+    uneven = select_cases(["uneven"])
+    assert (len(prompts), len(chunks), len(uneven)) == (24, 18, 8)
+    assert all(case.long for case in (*prompts, *chunks, *uneven))
+    barred = {case: bar_of(case) for case in (*prompts, *chunks, *uneven)}
     assert {bar.beside for bar in barred.values() if bar} == {"fa4"}
     assert all((bar is None) == (case.kv_dtype is not None or case.page_size in (1, 128)) for case, bar in barred.items())
 
