@@ -148,9 +148,10 @@ def find_item(spec: cutlass.Constexpr, problem: Problem, turn: Int32, found: Fou
 
 def cut_of_item(ordinal: Int32, blocks: Int32, pieces: Int32) -> tuple[Int32, Cut]:
     """(the number of the block of item `ordinal`, the item's Cut); past the last item the number is that of no block."""
-    uniform = cute.arch.make_warp_uniform
-    there = ordinal < blocks * pieces
-    place, number = quotient(ordinal, blocks), cutlass.select_(there, remainder(ordinal, blocks), ordinal)
+    uniform, divisor = cute.arch.make_warp_uniform, cutlass.max(blocks, 1)
+    there = (pieces > 1) & (ordinal < blocks * pieces)  # whole blocks may be more than were counted
+    place = cutlass.select_(there, quotient(ordinal, divisor), 0)
+    number = cutlass.select_(there, remainder(ordinal, divisor), ordinal)
     return number, Cut(*(uniform(word) for word in (place, pieces, number, blocks)))
 
 

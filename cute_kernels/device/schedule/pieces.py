@@ -23,7 +23,7 @@ MOST_BLOCKS, MOST_TILES, MOST_COST = 2**10, 2**15, 2**25  # that are counted: no
 
 @cute.jit
 def pieces_of_blocks(spec: cutlass.Constexpr, problem: Problem) -> tuple[Int32, Int32]:
-    """(blocks of this launch, pieces that each is cut into). A warp finds them: each lane judges another number of pieces."""
+    """(blocks of this launch, if few; pieces of each). A warp finds them, each lane judging another number of pieces."""
     batch, ctas = problem.batch(spec), cute.arch.grid_dim()[0]
     blocks, longest, tiles = Int32(0), Int32(1), Int32(0)  # tiles: of all blocks
     if batch <= MOST_REQUESTS:
@@ -34,7 +34,8 @@ def pieces_of_blocks(spec: cutlass.Constexpr, problem: Problem) -> tuple[Int32, 
             longest = cutlass.max(longest, warp_max(cutlass.max(most, least)))
             tiles = cutlass.min(tiles + lane_sum(quotient(own * (most + least), 2)), MOST_BLOCKS * MOST_TILES)
     pieces = cute.arch.lane_idx() + 1
-    fits = (blocks * pieces <= SLOTS[spec.partition] * ctas) & (LEAST_PIECE * pieces <= longest) & (blocks > 0)
+    counted = (blocks > 0) & (blocks < MOST_BLOCKS)
+    fits = counted & (blocks * pieces <= SLOTS[spec.partition] * ctas) & (LEAST_PIECE * pieces <= longest)
     cost = rounds_cost(cutlass.max(blocks, 1), ctas, longest, tiles, pieces)
     cost = cutlass.select_(fits | (pieces == 1), cutlass.min(cost, MOST_COST), MOST_COST + 1)
     best = -warp_max(-(cost * LANES + cute.arch.lane_idx()))
