@@ -22,12 +22,13 @@ from ..planning.variants import (
 )
 from ..planning.workspace import WorkspaceRegion
 from .choice import heuristics, tuned
-from .choice.cost_model import cost_of, deal
+from .choice.cost_model import cost_of, deal, divided_tiles
 from .descriptors import DecodeProblem
 from .kernel_spec import grid_ctas_of, kernel_spec, units_of
 from .mixed import with_few
 from .workspace import joined, workspace_bytes, workspace_regions
 
+DIVIDED = 0.9  # of the time that rows take that are divided, a deal in pieces must be expected to take less
 INVARIANT_BATCH = 8  # rows that an invariant plan's config is chosen for, whatever the batch
 
 
@@ -91,21 +92,28 @@ def _whole_because(
     limit, needed = preference.max_workspace_bytes, workspace_bytes(problem, num_ctas, spec.partition, spec.state_words)
     if limit is not None and needed > limit:
         return "whole", f", whole rows: cutting them needs {needed:,} workspace bytes"
+    if spec.by_warpgroup and spec.many_blocks and may_cut(problem, spec, num_ctas, sm_count, preference):
+        return "dealt_pieces", ", blocks of query rows in pieces"
     if spec.several and num_ctas == units_of(problem, spec):
-        if spec.by_warpgroup and may_cut(problem, spec, sm_count, preference):
-            return "dealt_pieces", ", blocks of query rows in pieces"
         return "dealt" if spec.by_warpgroup else "whole", f", whole rows: {num_ctas} units fill the GPU"
     return "balanced", ""
 
 
-def may_cut(problem: DecodeProblem, spec: KernelSpec, sm_count: int, preference: PlanPreference) -> bool:
-    """Whether long queries end sooner if their blocks are dealt in pieces: if few blocks leave SMs idle, and keys are many."""
+def may_cut(problem: DecodeProblem, spec: KernelSpec, num_ctas: int, sm_count: int, preference: PlanPreference) -> bool:
+    """Whether long queries end sooner if their blocks are dealt in pieces than whole, or divided between `num_ctas` CTAs.
+
+    They do if few blocks leave SMs idle, and keys are many.
+    """
     if problem.query != "uniform" or preference.batch_invariant:
         return False
     config = heuristics.choose(problem, "sm90", "sm_90a", sm_count, "dealt_pieces")
     cut = kernel_spec(problem, spec.arch, spec.target, config, partition="dealt_pieces")
     limit, needed = preference.max_workspace_bytes, workspace_bytes(problem, sm_count, cut.partition, cut.state_words)
-    return deal(problem, cut, sm_count).pieces > 1 and not misfits(problem, cut) and (limit is None or needed <= limit)
+    if misfits(problem, cut) or (limit is not None and needed > limit):
+        return False
+    dealt, whole = deal(problem, cut, sm_count), num_ctas == units_of(problem, spec)
+    sooner = whole or dealt.tiles * cut.tile_n < DIVIDED * divided_tiles(problem, spec, num_ctas) * spec.tile_n
+    return dealt.pieces > 1 and sooner
 
 
 def _passes(problem: DecodeProblem, spec: KernelSpec) -> str:

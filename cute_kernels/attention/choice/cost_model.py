@@ -252,11 +252,15 @@ def mean_keys(problem: DecodeProblem) -> float:
 
 @dataclass(frozen=True)
 class Deal:
-    """How the longest queries that a plan takes are dealt: pieces of a block, items (all pieces), rounds of one item per SM."""
+    """How the longest queries that a plan takes are dealt: pieces of a block, items (all pieces), rounds of one item per SM.
+
+    tiles: that the busiest SM attends to, and what items cost it beyond them.
+    """
 
     pieces: int
     items: int
     rounds: int
+    tiles: int
 
     @property
     def blocks(self) -> float:
@@ -270,13 +274,19 @@ def deal(problem: DecodeProblem, spec: KernelSpec, sm_count: int) -> Deal:
     longest = -(-row_tokens(problem) // spec.tile_n)
     mean = -(-int(mean_keys(problem)) // spec.tile_n)
 
-    def cost(pieces: int) -> int:
+    def dealt(pieces: int) -> Deal:
         rounds = -(-blocks * pieces // sm_count)
-        return -(-max(longest, rounds * mean) // pieces) + rounds * (ITEM_COST + PIECE_COST * (pieces > 1))
+        tiles = -(-max(longest, rounds * mean) // pieces) + rounds * (ITEM_COST + PIECE_COST * (pieces > 1))
+        return Deal(pieces, blocks * pieces, rounds, tiles)
 
     most = min(MOST_PIECES_OF_BLOCK, SLOTS[spec.partition] * sm_count // max(1, blocks), longest // LEAST_PIECE)
-    pieces = min(range(1, max(1, most) + 1), key=cost)
-    return Deal(pieces, blocks * pieces, -(-blocks * pieces // sm_count))
+    return min(map(dealt, range(1, max(1, most) + 1)), key=lambda one: one.tiles)
+
+
+def divided_tiles(problem: DecodeProblem, spec: KernelSpec, num_ctas: int) -> int:
+    """As Deal.tiles, if the rows of each unit (head block) are divided evenly between its CTAs."""
+    mean = -(-int(mean_keys(problem)) // spec.tile_n)
+    return -(-problem.batch_size * mean * units_of(problem, spec) // num_ctas) + ITEM_COST + PIECE_COST
 
 
 def product_rate(problem: DecodeProblem) -> float:
