@@ -126,6 +126,29 @@ def test_few_blocks_are_dealt_in_pieces(described: Case) -> None:
         assert other.spec.partition == "dealt" and regions_of(problem, other) == ()
 
 
+@pytest.mark.parametrize(
+    ("heads", "rows", "keys", "storage", "partition", "warps"),
+    [
+        ((32, 8), 512, 65_536, "16 bits", "dealt", 8),  # 128 blocks
+        ((32, 8), 384, 65_536, "16 bits", "dealt_pieces", 8),  # 96
+        ((32, 8), 384, 1_024, "16 bits", "dealt", 8),  # too few keys
+        ((40, 8), 512, 32_768, "16 bits", "dealt_pieces", 8),  # 160
+        ((32, 8), 2_048, 32_768, "16 bits", "dealt", 8),  # 512
+        ((32, 8), 256, 65_536, "16 bits", "balanced", 8),  # 64, each divided between two CTAs
+        ((32, 8), 192, 65_536, "16 bits", "dealt_pieces", 8),  # 48: divided they would have 96 CTAs
+        ((32, 8), 192, 32_768, "16 bits", "balanced", 8),
+        ((32, 8), 8_192, 8_192, "int8 token", "dealt", 12),
+        ((32, 8), 512, 65_536, "int8 token", "dealt", 8),  # to a key, three warpgroups are no faster
+    ],
+)
+def test_what_a_chunk_takes(heads: tuple[int, int], rows: int, keys: int, storage: str, partition: str, warps: int) -> None:
+    """The schedule of a chunk on all SMs of an H200, as they were measured there (docs/notes/kernel-log.md)."""
+    shape = {"num_heads": heads[0], "num_kv_heads": heads[1], "lengths": (keys,), "max_seq_len": keys, **STORAGES[storage]}
+    described = long_case("chunk", shape, uniform=True, q_lens=(rows,), max_q_len=rows)
+    spec = explain(described.descriptor().problem, PRETEND["h200"]).chosen.spec
+    assert (spec.partition, spec.num_warps) == (partition, warps)
+
+
 @pytest.mark.parametrize("sm_count", [1, 3, 132])
 @pytest.mark.parametrize("described", [c for c in (*LONG, *SHORT) if packed_rows(c) > WARPGROUP_ROWS], ids=str)
 def test_exchanged_registers_are_there(described: Case, sm_count: int) -> None:
