@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, replace
 
 from ..checks.fields import MAX_EXTENT
-from ..config.decode import DecodeConfig, KernelSpec, Partition
+from ..config.decode import DEALT, DecodeConfig, KernelSpec, Partition
 from ..config.limits import supports
 from ..config.tiling import Arch, Target
 from ..kv.types import QUERY_DTYPES
@@ -68,7 +68,7 @@ def _evaluate(
     spec = kernel_spec(problem, variant.arch, target, config, partition="invariant" if preference.batch_invariant else "balanced")
     num_ctas = grid_ctas_of(problem, spec, facts.sm_count, config.ctas_per_sm)
     partition, why = _whole_because(problem, spec, num_ctas, facts.sm_count, preference)
-    if given is not None and partition.startswith("dealt"):  # a given configuration cuts rows
+    if given is not None and partition in DEALT:  # a given configuration cuts rows
         partition, why = "balanced", ""
     if why:
         if given is None:
@@ -107,7 +107,7 @@ def may_cut(problem: DecodeProblem, spec: KernelSpec, num_ctas: int, sm_count: i
     """
     if problem.query != "uniform" or preference.batch_invariant:
         return False
-    config = heuristics.choose(problem, "sm90", "sm_90a", sm_count, "dealt_pieces")
+    config = heuristics.choose(problem, spec.arch, spec.target, sm_count, "dealt_pieces")
     cut = kernel_spec(problem, spec.arch, spec.target, config, partition="dealt_pieces")
     limit, needed = preference.max_workspace_bytes, workspace_bytes(problem, sm_count, cut.partition, cut.state_words)
     if misfits(problem, cut) or (limit is not None and needed > limit):

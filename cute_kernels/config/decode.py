@@ -13,6 +13,7 @@ from typing import Literal
 from .tiling import TILE_M, MmaScope, RingShape, TilingSpec
 
 Partition = Literal["whole", "balanced", "invariant", "dealt", "dealt_pieces"]
+DEALT: tuple[Partition, ...] = ("dealt", "dealt_pieces")  # query blocks of long queries, whole or in pieces
 
 LOG2_E = math.log2(math.e)  # from a natural logarithm to base 2
 MAX_TILE_ELEMENTS = 8192  # tile_n x padded head_dim of a 16-row tile: above this, registers spill (read from SASS)
@@ -90,7 +91,7 @@ class KernelSpec(TilingSpec):
     @property
     def dealt(self) -> bool:
         """Whether blocks of query rows, each with all its keys, are dealt to the CTAs (device/schedule/dealing.py)."""
-        return self.partition in ("dealt", "dealt_pieces")
+        return self.partition in DEALT
 
     @property
     def deals_pieces(self) -> bool:

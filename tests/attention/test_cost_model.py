@@ -400,7 +400,7 @@ def test_long_queries_are_predicted_by_their_products(shape: tuple) -> None:
         (1, 8 * K, 8 * K, "uniform", 12),
         (16, 512, 2 * K, "uniform", 12),
         (1, 8 * K, 8 * K, "ragged", 8),  # a mixed kernel's phases need more registers
-        (1, 512, 64 * K, "uniform", 8),  # 88 blocks of 192 rows leave 44 SMs idle, 128 of 128 rows 4
+        (1, 512, 64 * K, "uniform", 8),  # to a key, three warpgroups are no faster
         (1, 2 * K, 32 * K, "uniform", 8),  # three rounds of larger blocks take longer than four
     ],
 )

@@ -32,25 +32,20 @@ def by_warpgroup(tile_n: int, warps: int = 8) -> DecodeConfig:
     return DecodeConfig(tile_n, 2, warps, 1, mma="warpgroup")
 
 
+def int8_token(cache: dict[str, Any]) -> Case:
+    """Prompts over a cache in int8 with scales of tokens."""
+    return case("int8", {**cache, **STORAGES["int8 token"], "head_dim": 128}, **PROMPTS)
+
+
 CASES: dict[str, tuple[Case, DecodeConfig, str, str]] = {
     "dealt, everything": (case("dealt", CACHE, **PROMPTS, **EVERYTHING), by_warpgroup(128), "sm90", "dealt"),
     "dealt, 12 warps, packed": (case("12", CACHE, **PROMPTS, table="packed"), by_warpgroup(128, 12), "sm90", "dealt"),
-    "dealt, 12 warps, int8 token": (
-        case("12 int8", {**CACHE, **STORAGES["int8 token"], "head_dim": 128}, **PROMPTS),
-        by_warpgroup(64, 12),
-        "sm90",
-        "dealt",
-    ),
+    "dealt, 12 warps, int8 token": (int8_token(CACHE), by_warpgroup(64, 12), "sm90", "dealt"),
     "gathered, pages of 5": (case("5", {**CACHE, "page_size": 5}, **PROMPTS), by_warpgroup(128), "sm90", "dealt"),
     "gathered, one warpgroup": (case("5", {**CACHE, "page_size": 5}, **PROMPTS), by_warpgroup(64, 4), "sm90", "dealt"),
     "in pieces": (case("pieces", LONG_CACHE, **PROMPTS), by_warpgroup(64), "sm90", "dealt_pieces"),
     "in pieces, everything": (case("pieces", LONG_CACHE, **PROMPTS, **EVERYTHING), by_warpgroup(64), "sm90", "dealt_pieces"),
-    "in pieces, 12 warps, int8 token": (
-        case("12 int8", {**LONG_CACHE, **STORAGES["int8 token"], "head_dim": 128}, **PROMPTS),
-        by_warpgroup(64, 12),
-        "sm90",
-        "dealt_pieces",
-    ),
+    "in pieces, 12 warps, int8 token": (int8_token(LONG_CACHE), by_warpgroup(64, 12), "sm90", "dealt_pieces"),
     "in pieces, gathered": (case("5", {**LONG_CACHE, "page_size": 5}, **PROMPTS), by_warpgroup(64), "sm90", "dealt_pieces"),
     "sm80, one ring for all warps": (case("block", CACHE, **PROMPTS), DecodeConfig(32, 2, 4, 1), "sm80", "whole"),
     "f32, cut": (case("f32", {**CACHE, **WIDE, "dtype": torch.float32}, **VERIFY), DecodeConfig(16, 4, 8, 1), "sm90", "balanced"),

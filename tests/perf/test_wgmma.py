@@ -66,10 +66,12 @@ def test_it_multiplies_as_much_as_a_case_has(shape: LoopShape) -> None:
     """A step m64nNk16 is 2 x 64 x N x 16; 4 steps a turn, 2 warpgroups on each of 132 SMs."""
     cases = [case for cases in case_sets().values() for case in cases if case.long and case.operation == "attention"]
     assert len(cases) == 53 + 12
+    few = set(case_sets()["uneven"])  # so few operations that half a turn is more of them
     for case in cases:
         wanted, turn = flop_of(case), 4 * 2 * H200_SMS * 2 * 64 * shape.columns * 16
         done = shape.turns(1e12 * case.tflop, H200_SMS) * turn
         assert done == pytest.approx(wanted, abs=0.51 * turn), case.name
+        assert case in few or done == pytest.approx(wanted, rel=1.3e-3), case.name
     assert shape.turns(1.0, H200_SMS) == 1
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import product
 
-from ...config.decode import MAX_CP_ASYNC_TILE_N, SMEM_BYTES, TWO_CTAS_HEAD_DIM, DecodeConfig, Partition
+from ...config.decode import DEALT, MAX_CP_ASYNC_TILE_N, SMEM_BYTES, TWO_CTAS_HEAD_DIM, DecodeConfig, Partition
 from ...config.limits import most_tile_n, supports
 from ...config.mixed import BETWEEN_BYTES
 from ...config.tiling import TILE_M, WARPGROUP, WARPGROUP_M, Arch, MmaScope, Target, most_warp_tiles, packed_rows
@@ -87,7 +87,7 @@ def choose(
 
     phase: whether it is for a phase of a mixed kernel, where threads have fewer registers.
     """
-    if partition in ("dealt", "dealt_pieces"):
+    if partition in DEALT:
         return long_config(problem, sm_count, partition)
     if partition == "whole" and arch == "sm80":
         shared = block_config(problem, target, sm_count, most_ctas_per_sm)
@@ -154,16 +154,16 @@ def share_tokens(problem: DecodeProblem, sm_count: int) -> int:
     return problem.batch_size * row_tokens(problem) * problem.num_kv_heads // sm_count
 
 
-def long_config(problem: DecodeProblem, sm_count: int, partition: Partition = "dealt") -> DecodeConfig:
-    """The configuration for long queries: the first shape that fits, or the last. partition: "dealt" or "dealt_pieces".
+def long_config(problem: DecodeProblem, sm_count: int, partition: Partition) -> DecodeConfig:
+    """The configuration for long queries: the first shape that fits, or the last. partition: one of DEALT.
 
     Ragged queries leave room for a mixed kernel's other phases.
     """
-    shapes = holding_first(problem, LONG_SHAPES_OF_8_BITS, "dealt") if problem.has_8_bits else LONG_SHAPES
+    shapes = holding_first(problem, LONG_SHAPES_OF_8_BITS, partition) if problem.has_8_bits else LONG_SHAPES
     if three_beside_scales(problem, sm_count, partition):
         shapes = LONG_SHAPES_OF_THREE + shapes
     configs = [config_of(shape) for shape in shapes]
-    return first_fitting(problem, configs, "dealt", spare=BETWEEN_BYTES if problem.query == "ragged" else 0)
+    return first_fitting(problem, configs, partition, spare=BETWEEN_BYTES if problem.query == "ragged" else 0)
 
 
 def config_of(shape: tuple[int, int]) -> DecodeConfig:

@@ -202,12 +202,19 @@ def normalisation(spec: cutlass.Constexpr, total: Float32, shift: Float32, scali
 @cute.jit
 def join_sink(sink: Float32, row_lse: Float32) -> tuple[Float32, Float32]:
     """(a factor on a row's output, its lse in base 2) once a sink joins its denominator. sink: a logit, in natural log."""
-    sink = sink * LOG2_E
-    peak = finite_or_zero(cute.arch.fmax(sink, row_lse))
-    kept, added = cute.math.exp2(row_lse - peak, fastmath=True), cute.math.exp2(sink - peak, fastmath=True)
-    total = kept + added
-    factor = Float32(0.0) if kept == 0.0 else kept * cute.arch.rcp_approx(total)
-    return factor, cute.math.log2(total, fastmath=True) + peak
+    (factor, _), lse = join_lses(row_lse, sink * LOG2_E)
+    return factor, lse
+
+
+@cute.jit
+def join_lses(lse: Float32, other: Float32) -> tuple[tuple[Float32, Float32], Float32]:
+    """((factors on two normalised states of a row), the lse of both). lse, other: theirs, in base 2; -inf if a state is empty."""
+    peak = finite_or_zero(cute.arch.fmax(other, lse))
+    weight, added = cute.math.exp2(lse - peak, fastmath=True), cute.math.exp2(other - peak, fastmath=True)
+    total = weight + added
+    factor = Float32(0.0) if weight == 0.0 else weight * cute.arch.rcp_approx(total)
+    further = Float32(0.0) if added == 0.0 else added * cute.arch.rcp_approx(total)
+    return (factor, further), cute.math.log2(total, fastmath=True) + peak
 
 
 def settled_row(spec: KernelSpec, merge: tuple, row: Int32, scaling: Scaling):

@@ -10,8 +10,8 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from ...config.decode import ARRIVAL_WORDS, KernelSpec
-from ..attend.epilogue import SettledRows, send_rows
-from ..attend.softmax import finite_or_zero, rows_of
+from ..attend.epilogue import SettledRows, join_lses, send_rows
+from ..attend.softmax import rows_of
 from ..schedule.dealing import Cut
 from .partials import WRITTEN, clear, load_pair, lse_at, receive_columns, without_mark, word_at, word_of_column
 
@@ -94,17 +94,8 @@ def add_row(spec: KernelSpec, settled: SettledRows, lses: cute.Tensor, r: int, w
         some = range(begin, min(begin + TOGETHER, len(indices)))
         found = [receive_columns(spec, words, indices[i], slot, nothing) for i in some]
         if begin == 0:  # once the loads are under way
-            factors, lses[r] = join_weights(lses[r], lse)
+            factors, lses[r] = join_lses(lses[r], lse)
         for i, columns in zip(some, found, strict=True):
             for j, value in enumerate((without_mark(spec, columns[0]), *columns[1:])):
                 place = i * spec.word_columns + j
                 outputs[r, place] = outputs[r, place] * factors[0] + value * factors[1]
-
-
-def join_weights(lse: Float32, other: Float32) -> tuple[tuple[Float32, Float32], Float32]:
-    """((factors on two normalised states of a row), the lse of both). lse, other: theirs, in base 2; -inf if a state is empty."""
-    shift = finite_or_zero(cute.arch.fmax(lse, other))
-    weights = [cute.math.exp2(one - shift, fastmath=True) for one in (lse, other)]
-    total = weights[0] + weights[1]
-    inverse = cutlass.select_(total == 0.0, Float32(0.0), cute.arch.rcp_approx(total))
-    return (weights[0] * inverse, weights[1] * inverse), cute.math.log2(total, fastmath=True) + shift

@@ -95,11 +95,17 @@ def open_row(spec: KernelSpec, rows: Rows, row: Int32) -> Row:
 
 @cute.jit
 def open_row_or_nothing(spec: cutlass.Constexpr, rows: Rows, row: Int32, batch: Int32) -> Row:
+    """open_lane_row of a row that a warp's lanes share."""
+    return uniform_row(open_lane_row(spec, rows, row, batch))
+
+
+@cute.jit
+def open_lane_row(spec: cutlass.Constexpr, rows: Rows, row: Int32, batch: Int32) -> Row:
     """open_row, or an empty row past the batch."""
     found = empty_row(spec)
     if row < batch:
         found = open_row(spec, rows, row)
-    return uniform_row(found)
+    return found
 
 
 def empty_row(spec: KernelSpec) -> Row:

@@ -12,7 +12,7 @@ from cutlass import Int32
 
 from ...config.decode import ITEM_COST, LEAST_PIECE, PIECE_COST, SLOTS, KernelSpec
 from ..attend.query_rows import Row, kv_range, tiles_of
-from ..kv.source import Rows, empty_row, open_row
+from ..kv.source import Rows, open_lane_row
 from ..problem import Problem
 from ..ptx.registers import LANES, lane_sum, quotient, remainder, warp_max
 from .dealing import items_of
@@ -38,17 +38,8 @@ def pieces_of_blocks(spec: cutlass.Constexpr, problem: Problem) -> tuple[Int32, 
     fits = counted & (blocks * pieces <= SLOTS[spec.partition] * ctas) & (LEAST_PIECE * pieces <= longest)
     cost = rounds_cost(cutlass.max(blocks, 1), ctas, longest, tiles, pieces)
     cost = cutlass.select_(fits | (pieces == 1), cutlass.min(cost, MOST_COST), MOST_COST + 1)
-    best = -warp_max(-(cost * LANES + cute.arch.lane_idx()))
+    best = cute.arch.warp_redux_sync(cost * LANES + cute.arch.lane_idx(), "min")
     return blocks, remainder(best, LANES) + 1
-
-
-@cute.jit
-def open_lane_row(spec: cutlass.Constexpr, rows: Rows, index: Int32, batch: Int32) -> Row:
-    """The request of a lane, or an empty one past the batch."""
-    row = empty_row(spec)
-    if index < batch:
-        row = open_row(spec, rows, index)
-    return row
 
 
 def blocks_of_row(spec: KernelSpec, rows: Rows, row: Row) -> tuple[Int32, Int32, Int32]:
