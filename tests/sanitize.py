@@ -21,7 +21,7 @@ import cute_kernels as ck
 from cute_kernels.attention.choice import tuned
 from cute_kernels.config.decode import DecodeConfig
 from tests.attention.test_gathered import CASES as GATHERED
-from tests.attention.test_long_queries import CUT, LONG
+from tests.attention.test_long_queries import CUT, CUT_RAGGED, LONG
 from tests.support.attention_cases import CASES as ATTENTION_CASES
 from tests.support.attention_cases import F32_CASES, make_attention
 from tests.support.attention_harness import assert_close as assert_attention_close
@@ -190,7 +190,7 @@ ATTENTION = {
         "page_5_d96",
         "page_7_d80_everything",
     ),
-    ("sm90", "beside"): ("long_beside_decode",),
+    ("sm90", "beside"): ("long_beside_decode", "cut_beside_decode_16_bits"),
     ("sm80", "balanced"): ("everything", "tree_2_words", "int8_token_scales_packed"),
     ("sm80", "dealt"): ("page_5_d96", "page_1_everything", "long_d256"),
 }
@@ -258,7 +258,9 @@ def decode(case: Case) -> None:
 
 def attention(name: str, arch: str, partition: str) -> None:
     """A case of several query rows, masks or functions of a score, compared with f64."""
-    inputs = make_attention(next(case for case in (*ATTENTION_CASES, *F32_CASES, *GATHERED, *LONG, *CUT) if case.name == name))
+    inputs = make_attention(
+        next(case for case in (*ATTENTION_CASES, *F32_CASES, *GATHERED, *LONG, *CUT, *CUT_RAGGED) if case.name == name)
+    )
     plan = select_attention(inputs.case, arch, **PREFERENCES[partition])
     spec = plan.explain().chosen.spec
     assert partition != "dealt" or spec.dealt or spec.shares_ring, plan.explain()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, replace
 
 from ..checks.fields import MAX_EXTENT
-from ..config.decode import DEALT, DecodeConfig, KernelSpec, Partition
+from ..config.decode import DEALT, PIECE_COST, DecodeConfig, KernelSpec, Partition
 from ..config.limits import supports
 from ..config.tiling import Arch, Target
 from ..kv.types import QUERY_DTYPES
@@ -22,7 +22,7 @@ from ..planning.variants import (
 )
 from ..planning.workspace import WorkspaceRegion
 from .choice import heuristics, tuned
-from .choice.cost_model import cost_of, deal, divided_tiles
+from .choice.cost_model import cost_of, deal, divided_tiles, row_tokens
 from .descriptors import DecodeProblem
 from .kernel_spec import grid_ctas_of, kernel_spec, units_of
 from .mixed import with_few
@@ -103,16 +103,20 @@ def _whole_because(
 def may_cut(problem: DecodeProblem, spec: KernelSpec, num_ctas: int, sm_count: int, preference: PlanPreference) -> bool:
     """Whether long queries end sooner if their blocks are dealt in pieces than whole, or divided between `num_ctas` CTAs.
 
-    They do if few blocks leave SMs idle, and keys are many.
+    They do if few blocks leave SMs idle, and keys are many. How many blocks ragged queries have is known on the device alone, so
+    they may be cut wherever keys may be many, unless `num_ctas` divides them.
     """
-    if problem.query != "uniform" or preference.batch_invariant:
+    if preference.batch_invariant:
         return False
     config = heuristics.choose(problem, spec.arch, spec.target, sm_count, "dealt_pieces")
     cut = kernel_spec(problem, spec.arch, spec.target, config, partition="dealt_pieces")
     limit, needed = preference.max_workspace_bytes, workspace_bytes(problem, sm_count, cut.partition, cut.state_words)
     if misfits(problem, cut) or (limit is not None and needed > limit):
         return False
-    dealt, whole = deal(problem, cut, sm_count), num_ctas == units_of(problem, spec)
+    whole = num_ctas == units_of(problem, spec)
+    if problem.query == "ragged":
+        return whole and row_tokens(problem) > 2 * PIECE_COST * cut.tile_n  # fewer keys pay for no piece
+    dealt = deal(problem, cut, sm_count)
     sooner = whole or dealt.tiles * cut.tile_n < DIVIDED * divided_tiles(problem, spec, num_ctas) * spec.tile_n
     return dealt.pieces > 1 and sooner
 

@@ -17,6 +17,7 @@ class Problem:
     With several query rows per request: q, out [batch, q_len, num_heads, head_dim], or ragged [total_q, num_heads, head_dim];
     lse: without the last axis. scales: K's and V's, or None (kv/scale.py). rows: which keys and query rows a request has.
     workspace: its bytes, or None if no row is cut. status: the address at which faults are reported. scores: see ScoreOperands.
+    claims: Int32 [1], how many items are claimed, if CTAs claim them (schedule/dealing.py).
     """
 
     q: cute.Tensor
@@ -28,6 +29,7 @@ class Problem:
     workspace: cute.Tensor | None
     status: Int64
     scores: "ScoreOperands | None" = None
+    claims: cute.Tensor | None = None
 
     def batch(self, spec: KernelSpec) -> Int32:
         """The number of requests."""

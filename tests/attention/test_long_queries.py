@@ -89,6 +89,19 @@ CUT = (
     long_case("cut_int8_token", {**LONG_LENGTHS, **STORAGES["int8 token"]}, **CUT_ROWS),
     *(long_case(f"cut_d{d}", {**LONG_LENGTHS, "head_dim": d}, **CUT_ROWS) for d in (64, 256)),
 )
+# rows of decode, drafts and prompts in one batch, whose last phase cuts blocks
+CUT_BESIDE = {"lengths": (6_000, 10_000, 40, 900, 0), "max_seq_len": 10_000}, (1, 130, 4, 20, 3)
+CUT_RAGGED = tuple(
+    long_case(f"cut_beside_decode_{name}".replace(" ", "_"), {**CUT_BESIDE[0], **cache}, q_lens=CUT_BESIDE[1], **fields)
+    for name, cache, fields in (
+        ("16 bits", {}, {}),
+        ("everything", {}, {**EVERYTHING, "window_left": 7_000}),
+        ("e4m3", STORAGES["e4m3"], {}),
+        ("int8 token", STORAGES["int8 token"], {}),
+        ("d64", {"head_dim": 64}, {}),
+        ("d256", {"head_dim": 256}, {}),
+    )
+)
 
 
 def packed_rows(described: Case) -> int:
@@ -103,7 +116,8 @@ def test_items_are_dealt(described: Case) -> None:
     chosen = explain(described.descriptor().problem, PlanPreference(sm_count=1).part_of(facts)).chosen
     assert chosen.spec is not None and chosen.spec.dealt and chosen.spec.arch == "sm90", chosen
     assert chosen.num_ctas == (1 if described.uniform else described.cache.num_kv_heads), "few query rows: a CTA for each KV head"
-    assert "whole rows" in chosen.config_source
+    last = (chosen.phases[-1] if chosen.phases else chosen).spec
+    assert ("in pieces" if last.deals_pieces else "whole rows") in chosen.config_source
     if described.uniform:  # others have kernels of several phases
         assert chosen.spec.one_crew == ("token" in described.name), "three warpgroups attend beside scales of tokens"
 
@@ -124,6 +138,17 @@ def test_few_blocks_are_dealt_in_pieces(described: Case) -> None:
     assert region.nbytes == SLOTS["dealt_pieces"] * CUT_SMS * found.spec.state_words * 16
     for other in (chosen(batch_invariant=True), chosen(max_workspace_bytes=region.nbytes - 1)):
         assert other.spec.partition == "dealt" and regions_of(problem, other) == ()
+
+
+@pytest.mark.parametrize("described", CUT_RAGGED, ids=str)
+def test_blocks_beside_decode_rows_may_be_cut(described: Case) -> None:
+    """Without a GPU: the last phase of a plan for ragged queries has states for pieces, where keys may be many."""
+    facts, problem = PlanPreference(sm_count=CUT_SMS).part_of(PRETEND["h200"]), described.descriptor().problem
+    found, few = (explain(replace(problem, max_seq_len=keys), facts).chosen for keys in (10_000, 500))
+    assert [chosen.phases[-1].spec.partition for chosen in (found, few)] == ["dealt_pieces", "dealt"]
+    regions = {region.name: region.nbytes for region in regions_of(problem, found)}
+    last = f"partial_states_{len(found.phases) - 1}"
+    assert regions[last] == SLOTS["dealt_pieces"] * CUT_SMS * found.phases[-1].spec.state_words * 16
 
 
 @pytest.mark.parametrize(
@@ -163,7 +188,7 @@ def test_exchanged_registers_are_there(described: Case, sm_count: int) -> None:
             assert spec.min_ctas_per_sm == 1 and taken <= REGISTERS, spec
 
 
-@pytest.mark.parametrize("described", [*LONG, *CUT], ids=str)
+@pytest.mark.parametrize("described", [*LONG, *CUT, *CUT_RAGGED], ids=str)
 def test_long_queries_on_the_cpu(described: Case) -> None:
     """The reference serves them too, row by row."""
     inputs = make_attention(described)
@@ -182,11 +207,12 @@ def test_every_row_of_dealt_items(described: Case, sm_count: int) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("described", CUT, ids=str)
+@pytest.mark.parametrize("described", [*CUT, *CUT_RAGGED], ids=str)
 def test_every_row_of_pieces(described: Case) -> None:
     """The same where few blocks are cut into pieces, whose states a warp joins."""
     plan = select(described, "sm90", sm_count=CUT_SMS)
-    assert plan.explain().chosen.spec.deals_pieces
+    chosen = plan.explain().chosen
+    assert (chosen.phases[-1] if chosen.phases else chosen).spec.deals_pieces
     assert_every_row(plan, make_attention(described, "cuda"))
 
 
@@ -212,6 +238,7 @@ def test_decode_rows_beside_prompts(fields: dict[str, object], sm_count: int) ->
         ({"storage": "int8 token"}, 2),
         ({"q_lens": BESIDE[1]}, 12),  # some sets leave CTAs to the prompts
         (CUT_ROWS | {"cache": {"lengths": (10_000, 9_000), "max_seq_len": 10_000}, "q_lens": (130, 130)}, 19),  # in pieces
+        ({"cache": CUT_BESIDE[0], "q_lens": CUT_BESIDE[1]}, CUT_SMS),  # in pieces, claimed
     ],
     ids=str,
 )

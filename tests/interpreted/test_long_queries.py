@@ -102,7 +102,7 @@ def test_decode_rows_leave_ctas_to_a_prompt() -> None:
         cache = {**ONE_HEAD, "lengths": (3000, prompt, 40), "max_seq_len": 8192}
         problem = case("mixed", cache, q_lens=(1, 80, between), max_q_len=8192)
         descriptor = problem.descriptor()
-        spec: Any = explain(descriptor.problem, PRETEND["h200"]).chosen.spec
+        spec = whole_blocks(explain(descriptor.problem, PRETEND["h200"]).chosen.spec)
         kernel = mixed_kernel(descriptor.problem, spec, 6, descriptor)
         check(kernel, problem)
         stores.append(kernel.run(*attention_operands(make_attention(problem))))
@@ -110,12 +110,26 @@ def test_decode_rows_leave_ctas_to_a_prompt() -> None:
     assert 0 < 2 * left < min(short, beside), f"words stored in the workspace: {stores}"
 
 
+def whole_blocks(spec: Any) -> Any:
+    """The spec of a mixed kernel, but for blocks of long queries, which are dealt whole."""
+    return replace(spec, many=replace(spec.many, partition="dealt"))
+
+
 @pytest.mark.parametrize("storage", STORAGES)
-def test_a_mixed_batch(storage: str) -> None:
-    """The batch has requests of each phase: decode rows and drafts that are cut, some rows, a prompt."""
-    cache = {**ONE_HEAD, "lengths": (1400, 150, 300, 0), "max_seq_len": 8192, **STORAGES[storage]}
-    problem = case("mixed", cache, q_lens=(2, 80, 16, 1), max_q_len=8192)
+@pytest.mark.parametrize(("prompt", "ctas"), [(150, 3), (2600, 7)], ids=("blocks whole", "in pieces"))
+def test_a_mixed_batch(storage: str, prompt: int, ctas: int) -> None:
+    """The batch has requests of each phase: decode rows and drafts that are cut, some rows, a prompt of 384 packed rows.
+
+    A long prompt's blocks are cut: words are stored as in test_blocks_are_cut_as_the_cost_model_expects, and items are claimed.
+    """
+    cache = {**ONE_HEAD, "lengths": (1400, prompt, 300, 0), "max_seq_len": 8192, **STORAGES[storage]}
+    problem = case("mixed", cache, q_lens=(2, 96, 16, 1), max_q_len=8192)
     descriptor = problem.descriptor()
     spec: Any = explain(descriptor.problem, PRETEND["h200"]).chosen.spec
-    assert [phase.partition for phase in spec.phases] == ["balanced", "balanced", "dealt"]
-    check(mixed_kernel(descriptor.problem, spec, 3, descriptor), problem)
+    assert [phase.partition for phase in spec.phases] == ["balanced", "balanced", "dealt_pieces"]
+    kernel, whole = (mixed_kernel(descriptor.problem, one, ctas, descriptor) for one in (spec, whole_blocks(spec)))
+    check(kernel, problem)
+    more, least = (one.run(*attention_operands(make_attention(problem))) for one in (kernel, whole))
+    blocks, pieces = {128: (3, 2), 192: (2, 3)}[spec.many.block_rows]
+    words = pieces * (2 * 384 * (16 + 4) + 24) + 24 + (pieces - 1) * blocks
+    assert more - least == (words if prompt == 2600 else 0)

@@ -22,6 +22,7 @@ from ..mainloop.shared import allocate
 from ..problem import Problem
 from ..ptx.barriers import ATTENDING, BETWEEN, sync_branches
 from ..ptx.registers import LANES
+from ..schedule.dealing import claims_of
 from .attention import AttentionKernel
 from .long_queries import LongQueryKernel
 
@@ -73,13 +74,13 @@ class MixedKernel(AttentionKernel):
         rows, problems = Rows(tables, k, queries), []
         begin = Int64(LINE_BYTES if spec.many.claims else 0)
         for phase, brought in zip(self.phases, caches, strict=True):
-            own = None
+            own = claims = None
             if cutlass.const_expr(phase.spec.claims):
-                own = workspace_from(workspace, Int64(0))
-            elif cutlass.const_expr(phase.spec.split):
+                claims = claims_of(workspace)
+            if cutlass.const_expr(phase.spec.split):
                 own = workspace_from(workspace, begin)
                 begin += state_bytes(phase.spec)
-            problems.append(Problem(q, brought, scales, rows, out, lse, own, status, scores))
+            problems.append(Problem(q, brought, scales, rows, out, lse, own, status, scores, claims))
         cute.arch.griddepcontrol_launch_dependents()
         warp, shares = cute.arch.make_warp_uniform(cute.arch.warp_idx()), cutlass.const_expr(spec.register_shares)
         busy = (Int32(sum(1 << warp for warp in spec.busy_warps)) >> warp) & 1 != 0

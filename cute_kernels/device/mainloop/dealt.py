@@ -71,7 +71,7 @@ class DealtMainloop(OverlapMainloop):
     def end(self, problem: Problem, found: Found):
         """What the warp that finds the items does last. found: that of the item past the last one."""
         if self.spec.claims:  # in a mixed kernel another warp inspects all requests
-            end_claims(problem.workspace, found.rest)
+            end_claims(problem.claims, found)
         else:
             inspect_requests(self.spec, problem.rows, problem.batch(self.spec), problem.status)
 

@@ -57,14 +57,22 @@ class Item:
 class Found:
     """Where a search may go on: at request `begin`, after `before` items of earlier requests.
 
-    rest: the number of the item that was found, in its request; past the last item, how many come between. dealt: (blocks of the
-    launch, pieces of each), None if no block may be cut.
+    rest: the number of the block that was found, in its request; past the last item, of that block's number, and of no request.
+    dealt: (blocks of the launch, pieces of each), None if no block may be cut.
     """
 
     begin: Int32
     before: Int32
     rest: Int32
     dealt: tuple[Int32, Int32] | None = None
+
+    @property
+    def past(self) -> Int32:
+        """Past the last item: how many items come between."""
+        if self.dealt is None:
+            return self.rest
+        blocks, pieces = self.dealt
+        return self.rest - blocks * (pieces - 1)
 
 
 def nothing_found(spec: KernelSpec, dealt: tuple[Int32, Int32] | None = None) -> Found:
@@ -90,28 +98,25 @@ def ordinal_of(turn: Int32) -> Int32:
     return turn * ctas + cutlass.select_(turn & 1 == 0, cta, ctas - 1 - cta)
 
 
-def claims_of(workspace: cute.Tensor) -> cute.Pointer:
+def claims_of(workspace: cute.Tensor) -> cute.Tensor:
     """How many items of a launch are claimed, at the start of the workspace."""
-    return cute.recast_ptr(workspace.iterator, dtype=Int32)
+    return cute.make_tensor(cute.recast_ptr(workspace.iterator, dtype=Int32), 1)
 
 
 @cute.jit
-def claim(workspace: cute.Tensor) -> Int32:
+def claim(claims: cute.Tensor) -> Int32:
     """A warp claims the first item that no CTA has claimed; returns its number."""
     ordinal = Int32(0)
     if cute.arch.lane_idx() == 0:
-        ordinal = cute.arch.atomic_add(claims_of(workspace), Int32(1))
+        ordinal = cute.arch.atomic_add(claims.iterator, Int32(1))
     return cute.arch.shuffle_sync(ordinal, 0)
 
 
 @cute.jit
-def end_claims(workspace: cute.Tensor, past: Int32):
-    """A warp whose claim was past the last item: each CTA has one such claim, and the last of them leaves the count as it was.
-
-    past: how many claims past the last item came before.
-    """
-    if (past == cute.arch.grid_dim()[0] - 1) & (cute.arch.lane_idx() == 0):
-        cute.make_tensor(claims_of(workspace), 1)[0] = Int32(0)
+def end_claims(claims: cute.Tensor, found: Found):
+    """A warp whose claim was past the last item: each CTA has one such claim, and the last of them leaves the count as it was."""
+    if (found.past == cute.arch.grid_dim()[0] - 1) & (cute.arch.lane_idx() == 0):
+        claims[0] = Int32(0)
 
 
 def items_of(spec: KernelSpec, rows: Rows, queries: Int32) -> Int32:
@@ -128,10 +133,11 @@ def items_at(spec: KernelSpec, rows: Rows, index: Int32) -> Int32:
 def find_item(spec: cutlass.Constexpr, problem: Problem, turn: Int32, found: Found) -> tuple[Item, Found]:
     """A warp finds this CTA's item of round `turn`, or claims one. found: that of the previous round."""
     rows, batch, begin, before = problem.rows, problem.batch(spec), found.begin, found.before
-    ordinal, cut = claim(problem.workspace) if cutlass.const_expr(spec.claims) else ordinal_of(turn), None
-    if cutlass.const_expr(spec.deals_pieces):  # a search begins anew, as the numbers of blocks do with each piece
+    ordinal, cut = claim(problem.claims) if cutlass.const_expr(spec.claims) else ordinal_of(turn), None
+    if cutlass.const_expr(spec.deals_pieces):  # a search begins anew where the numbers of blocks do, with the next pieces
         ordinal, cut = cut_of_item(ordinal, *found.dealt)
-        begin = before = Int32(0)
+        anew = ordinal < before
+        begin, before = cutlass.select_(anew, 0, begin), cutlass.select_(anew, 0, before)
     if cutlass.const_expr(spec.query == "uniform"):
         each = cutlass.max(items_of(spec, rows, open_queries(spec, rows.queries, Int32(0))[1]), 1)
         index, rest = quotient(ordinal, each), remainder(ordinal, each)
