@@ -89,7 +89,14 @@ LONG: dict[str, dict[str, Any]] = {
     "head_dim 64, soft cap": {"head_dim": 64, "softcap": 20.0},
     "head_dim 256, uniform": {"head_dim": 256, "num_heads": 16, "query_format": "uniform"},
 }
-MIXED_SPILLS = {"e4m3": 50, "head_dim 64": 21, "head_dim 256": 61}  # where a phase, a piece or an item begins or ends
+MIXED_SPILLS = {
+    "e4m3": 24,
+    "head_dim 64": 22,
+    "head_dim 256": 44,
+    "int8 token": 9,
+}  # where a phase, a piece or an item begins or ends
+# moves to uniform registers in the loops over tiles of both phases of warpgroups, nearly all of them in the first of the two
+MOVES = {"head_dim 128": 40, "head_dim 64": 3, "head_dim 256": 80, "e4m3": 28, "int8 token": 24}
 SPILLED = {"page 8, everything": 6}  # three registers, stored and loaded once an item
 
 
@@ -179,7 +186,7 @@ def test_blocks_on_sm80(head_dim: int, tmp_path: Path) -> None:
     assert loop is not None and len(re.findall(r"\b(?:LDL|STL)\b", loop[0])) <= 8, "registers spilled in the loop over tiles"
 
 
-@pytest.mark.parametrize("name", ["head_dim 128", "head_dim 64", "head_dim 256", "e4m3"])
+@pytest.mark.parametrize("name", MOVES)
 def test_mixed(name: str, tmp_path: Path) -> None:
     """One kernel of three phases: mma.sync for few query rows, wgmma for more; no product waits for the one before it."""
     fields = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128, "page_size": 16, "max_q_len": 8192, **LONG[name]}
@@ -194,12 +201,9 @@ def test_mixed(name: str, tmp_path: Path) -> None:
     assert len(re.findall(r"\bHMMA", sass)) >= few
     assert sass.count("WARPGROUP.DEPBAR") == 4 + 2 * (1 + spec.some.overlaps)
     assert len(re.findall(r"\b(?:LDL|STL)\b", sass)) <= MIXED_SPILLS.get(name, 0), "registers spilled to local memory"
-    loops = [code for opcode in ("HMMA", "HGMMA") for code in machine_code.loops(sass, opcode)]
-    assert len(loops) >= 3, "the loops over tiles of three phases"
-    spilled = [len(re.findall(r"\b(?:LDL|STL)\b", code)) for code in loops]
-    assert sum(spilled) <= (name == "head_dim 256"), "registers spilled in a loop over tiles"
     inner = machine_code.loops(sass, "HG?MMA")
     assert len(inner) == 3 and not any(re.search(r"\b(?:LDL|STL)\b", loop) for loop in inner), "spilled in a loop over tiles"
+    assert sum(loop.count("R2UR") for loop in inner if "HGMMA" in loop) <= MOVES[name], "what all lanes share is not known to be"
     made = [int(offset, 16) for offset in re.findall(r"SYNCS\.EXCH\.64 URZ, \[UR\d+\+0x([0-9a-f]+)\]", sass)]
     assert len(set(made)) == len(made) == sum(phase.barrier_count for phase in spec.phases)
     assert spec.union_bytes <= min(made) and max(made) + 8 <= spec.smem_bytes, "an mbarrier in memory that other phases use"

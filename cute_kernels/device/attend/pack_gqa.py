@@ -23,6 +23,7 @@ from ..mainloop.tile import columns, swizzle, swizzled
 from ..ptx.barriers import CONSUMERS, ROWS
 from ..ptx.cp_async import copy_async
 from ..ptx.registers import LANES, quotient, remainder
+from ..ptx.warps import warp_number
 from .query_range import rescale
 from .query_rows import QueryBlock, block_view, place_in, place_in_view
 
@@ -94,7 +95,7 @@ def lane_columns(spec: KernelSpec) -> list[Int32]:
 
 def among(spec: KernelSpec, workers: tuple[Int32, int] | None) -> tuple[Int32, int]:
     """`workers`: which of the warps that share some work this warp is, and how many they are; None: the consumer warps."""
-    return (cute.arch.warp_idx(), spec.num_warps) if workers is None else workers
+    return (warp_number(), spec.num_warps) if workers is None else workers
 
 
 def sync_consumers(spec: KernelSpec):
@@ -104,7 +105,7 @@ def sync_consumers(spec: KernelSpec):
 
 def warpgroup_of() -> Int32:
     """Which of the attending warpgroups this warp belongs to."""
-    return quotient(cute.arch.make_warp_uniform(cute.arch.warp_idx()), WARPGROUP)
+    return quotient(cute.arch.make_warp_uniform(warp_number()), WARPGROUP)
 
 
 def sync_rows(spec: KernelSpec):
@@ -169,7 +170,7 @@ def fetch_fragments(spec: cutlass.Constexpr, q: cute.Tensor, block: QueryBlock, 
 @cute.jit
 def fetch_rows(spec: cutlass.Constexpr, q: cute.Tensor, block: QueryBlock, shared: cute.Tensor):
     """fetch_query as rows of elements: by 16 bytes if q's address and strides allow it. Rows past the last stay as they are."""
-    source, warp = block_view(spec, q, block), cute.arch.make_warp_uniform(cute.arch.warp_idx())
+    source, warp = block_view(spec, q, block), cute.arch.make_warp_uniform(warp_number())
     per_row = cutlass.const_expr(spec.padded_head_dim // VECTOR)
     turns = cutlass.const_expr(-(-spec.block_rows // spec.num_warps * per_row // LANES))
     strides = [source.iterator.toint()] + [Int64(stride) * spec.q_bytes for stride in cute.flatten_to_tuple(source.stride)[:-1]]
@@ -288,12 +289,12 @@ def hold_query(spec: KernelSpec) -> cute.Tensor | None:
 
 def reader_of(spec: KernelSpec) -> Int32 | int:
     """Which of the readers of its tiles this warp is."""
-    return remainder(cute.arch.make_warp_uniform(cute.arch.warp_idx()), spec.readers) if spec.readers > 1 else 0
+    return remainder(cute.arch.make_warp_uniform(warp_number()), spec.readers) if spec.readers > 1 else 0
 
 
 def turn_of(spec: KernelSpec) -> Int32:
     """The number of this warp's group of readers; these groups take KV tiles in turn."""
-    warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+    warp = cute.arch.make_warp_uniform(warp_number())
     return warp if spec.readers == 1 else quotient(warp, spec.readers)
 
 

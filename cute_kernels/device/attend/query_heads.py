@@ -14,6 +14,7 @@ from ...config.weights import WeightsSpec
 from ..mainloop.tile import swizzled
 from ..ptx.cp_async import copy_async
 from ..ptx.registers import quotient, remainder
+from ..ptx.warps import warp_number
 from .pack_gqa import PAIR_BYTES, lane_columns, load_fragment
 from .query_range import rescale
 from .warp_mma import KeyProducts
@@ -66,7 +67,7 @@ def rescale_heads(spec: cutlass.Constexpr, shared: cute.Tensor, factors: cute.Te
     factors: f32 [num_heads], those of the scores; each is multiplied by the inverse of its head's factor.
     """
     words, columns = cute.recast_tensor(shared, Int32), lane_columns(spec)
-    for head in cutlass.range(cute.arch.warp_idx(), spec.num_heads, spec.num_warps, unroll=1):
+    for head in cutlass.range(warp_number(), spec.num_heads, spec.num_warps, unroll=1):
         pairs = cute.make_rmem_tensor(len(columns), Int32)
         pairs.fill(0)
         for i, column in enumerate(columns):

@@ -7,6 +7,7 @@ from cutlass import Boolean, Float32, Int32, Int64
 from ..attend.query_rows import Queries
 from ..mainloop.shared import Shared
 from ..problem import Problem, ScoreOperands
+from ..ptx.warps import numbered_anew, warp_number
 from .decode import DecodeKernel
 
 
@@ -48,8 +49,16 @@ class AttentionKernel(DecodeKernel):
         warps: cutlass.Constexpr,
     ):
         """Runs `divide` as a phase of a mixed kernel, if it is `wanted`; warps beyond the phase's own have nothing to do."""
-        if wanted & (cute.arch.make_warp_uniform(cute.arch.warp_idx()) < self.spec.warps):
-            self.divide(problem, shared, scale_log2, registers, (warps[0], min(warps[1], self.spec.warps)))
+        if cutlass.const_expr(warps[1] <= self.spec.warps):
+            if wanted:
+                self.divide_anew(problem, shared, scale_log2, registers, warps)
+        elif wanted & (cute.arch.make_warp_uniform(warp_number()) < self.spec.warps):
+            self.divide_anew(problem, shared, scale_log2, registers, (warps[0], self.spec.warps))
+
+    def divide_anew(self, *arguments):
+        """`divide` with a number of the warp that lives no longer than the phase."""
+        with numbered_anew():
+            self.divide(*arguments)
 
     def name_further(self, q, further: tuple) -> tuple:
         """(Queries, ScoreOperands) of a launch."""

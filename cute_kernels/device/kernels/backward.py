@@ -24,6 +24,7 @@ from ..mainloop.query_gradients import QueryGradients
 from ..mainloop.streamed import KeyTile, allocate_twins
 from ..problem import Gradients, ScoreOperands
 from ..ptx.registers import LANES, quotient, remainder
+from ..ptx.warps import warp_number
 from ..schedule.dealing import search
 
 
@@ -132,7 +133,7 @@ class BackwardKernel:
         """A CTA owns a block of packed rows of a request and KV head: it computes their delta and dQ."""
         spec, problem, shared = self.spec, self.named(operands), allocate_twins(self.spec)
         rows, batch = problem.rows, problem.batch(self.spec)
-        if cute.arch.warp_idx() == 0:
+        if warp_number() == 0:
             inspect_requests(spec, rows, batch, problem.status)
         index, rest, _, _ = search(spec, rows, batch, cute.arch.block_idx()[0], Int32(0), Int32(0), query_items)
         index, rest = (cute.arch.make_warp_uniform(word) for word in (index, rest))
@@ -169,7 +170,7 @@ class BackwardKernel:
         spec, problem = self.spec, self.named(operands)
         smem = cutlass.memory.SmemAllocator()
         sums = smem.allocate_tensor(Float32, cute.make_layout(SINK_WARPS), byte_alignment=16)
-        head, warp, lane = cute.arch.block_idx()[0], cute.arch.warp_idx(), cute.arch.lane_idx()
+        head, warp, lane = cute.arch.block_idx()[0], warp_number(), cute.arch.lane_idx()
         sink, total = problem.scores.sinks[head] * LOG2_E, Float32(0.0)
         for index in cutlass.range(warp, problem.batch(spec), SINK_WARPS, unroll=1):
             query, count = open_queries(spec, problem.rows.queries, index)

@@ -48,6 +48,7 @@ from ..mainloop.overlap import OverlapMainloop
 from ..mainloop.shared import Shared, allocate
 from ..mainloop.tma import TmaMainloop
 from ..problem import Problem
+from ..ptx.warps import warp_number
 from ..schedule.crew import RUNNING, announce, settle
 from ..schedule.opening import meet, open_following, read_opening
 from ..schedule.work_scheduler import Piece, Share, following, make_piece, unfinished
@@ -128,10 +129,10 @@ class DecodeKernel(PieceResults):
 
         registers: of a thread that attends and of another, or None if all keep theirs. warps: (first, one past the last).
         """
-        spec, warp = self.spec, cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        if cutlass.const_expr(spec.opens_kernel) and warp == 0:
+        spec, warp = self.spec, cute.arch.make_warp_uniform(warp_number())
+        if cutlass.const_expr(spec.opens_kernel and warps[0] == 0) and warp == 0:
             self.mainloop.prepare(problem.caches, shared)
-        if warp == self.mainloop.ahead_warp:
+        if cutlass.const_expr(self.mainloop.ahead_warp in range(*warps)) and warp == self.mainloop.ahead_warp:
             self.mainloop.look_ahead(problem, shared)
         if cutlass.const_expr(warps[1] <= spec.num_warps):
             self.consume(problem, shared, scale_log2)

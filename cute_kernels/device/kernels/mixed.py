@@ -22,6 +22,7 @@ from ..mainloop.shared import allocate
 from ..problem import Problem
 from ..ptx.barriers import ATTENDING, BETWEEN, sync_branches
 from ..ptx.registers import LANES
+from ..ptx.warps import warp_number
 from ..schedule.dealing import claims_of
 from .attention import AttentionKernel
 from .long_queries import LongQueryKernel
@@ -82,7 +83,7 @@ class MixedKernel(AttentionKernel):
                 begin += state_bytes(phase.spec)
             problems.append(Problem(q, brought, scales, rows, out, lse, own, status, scores, claims))
         cute.arch.griddepcontrol_launch_dependents()
-        warp, shares = cute.arch.make_warp_uniform(cute.arch.warp_idx()), cutlass.const_expr(spec.register_shares)
+        warp, shares = cute.arch.make_warp_uniform(warp_number()), cutlass.const_expr(spec.register_shares)
         busy = (Int32(sum(1 << warp for warp in spec.busy_warps)) >> warp) & 1 != 0
         if warp == spec.lookout:
             self.prepare_phases(caches, shared)

@@ -27,6 +27,7 @@ from ..mainloop.key_ring import CpAsyncKeys, KeyRings, TmaKeys, WarpTiles, tile_
 from ..mainloop.shared import allocate_tiles
 from ..problem import Problem, ScoreOperands
 from ..ptx.registers import LANES, quotient, remainder
+from ..ptx.warps import warp_number
 
 
 @dataclass(frozen=True)
@@ -186,7 +187,7 @@ class WeightsKernel:
         """Attends to the tiles of a chunk that hold keys which count."""
         spec, heads = self.spec, cutlass.const_expr(self.spec.num_kv_heads)
         problem, shared, chunk = work.problem, work.shared, work.chunk
-        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        warp = cute.arch.make_warp_uniform(warp_number())
         fetch_heads(spec, problem.q, chunk.index, shared.query)
         tiles = warp_tiles(spec, chunk, warp)
         pages = Int32(0)
@@ -327,7 +328,7 @@ def store_means(spec: cutlass.Constexpr, means: cute.Tensor, outputs: Outputs, c
     if cutlass.const_expr(outputs.page_mass is not None):
         size = cutlass.const_expr(spec.page_size)
         pages = quotient(chunk.end - chunk.begin + size - 1, size)
-        for page in cutlass.range(cute.arch.warp_idx(), pages, spec.num_warps, unroll=1):
+        for page in cutlass.range(warp_number(), pages, spec.num_warps, unroll=1):
             mass = Float32(0.0)
             for slot in cutlass.range(cute.arch.lane_idx(), size, LANES, unroll=1):
                 mass = mass + means[page * size + slot]

@@ -18,6 +18,7 @@ from ..kv.scale import fetch_scales, find_scales
 from ..kv.source import find_holes, find_page, inspect_request, is_seen, open_row_or_nothing, slot_start
 from ..problem import Problem
 from ..ptx.cp_async import copy_async
+from ..ptx.warps import warp_number
 from ..schedule.opening import Opening
 from ..schedule.work_scheduler import Piece, take_share
 from . import tile
@@ -49,7 +50,7 @@ class CpAsyncMainloop:
 
     def order(self, piece: Piece) -> Int32:
         """This warp's place in the merge: the number of its first tile in the piece, so the merge depends on the piece alone."""
-        return cute.arch.warp_idx()
+        return warp_number()
 
     def open_share(self, problem: Problem, shared: Shared) -> Opening:
         """The opening (the CTA's share and its first row), which each warp finds for itself."""
@@ -61,7 +62,7 @@ class CpAsyncMainloop:
     def consume(self, piece: Piece, attention: Attention, problem: Problem, shared: Shared):
         """Warp w attends to tiles w, w + num_warps, ... of the piece, with `depth` - 1 tiles in flight."""
         spec, depth, tables = self.spec, self.depth, problem.rows.tables
-        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        warp = cute.arch.make_warp_uniform(warp_number())
         begin = piece.first + warp
         num_pages = problem.rows.num_pages
         pages = self.lookup(tables, piece, begin, num_pages)
@@ -142,7 +143,7 @@ def fetch_tokens(
     vector = cutlass.const_expr(spec.vector_bytes // element_bytes)
     per_token = cutlass.const_expr(caches[0][2].units * UNIT_BYTES // spec.vector_bytes)
     for i in cutlass.range(-(-spec.tile_n * per_token // (32 * parts)), unroll=4):
-        turn = i if cutlass.const_expr(parts == 1) else i * parts + cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        turn = i if cutlass.const_expr(parts == 1) else i * parts + cute.arch.make_warp_uniform(warp_number())
         index = turn * 32 + cute.arch.lane_idx()
         token, column = index // per_token, index % per_token * vector
         page = cute.arch.shuffle_sync(pages, token)

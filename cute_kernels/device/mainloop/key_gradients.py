@@ -23,6 +23,7 @@ from ..kv.status import PAGE_FAULT, report
 from ..problem import Gradients
 from ..ptx.registers import quotient, remainder
 from ..ptx.votes import least_of_all
+from ..ptx.warps import warp_number
 from .streamed import (
     KeyPlaces,
     KeyTile,
@@ -74,7 +75,7 @@ class KeyGradients:
     @cute.jit
     def own_keys(self, problem: Gradients, shared: TwinTiles, tile: KeyTile, outputs: tuple):
         """Computes dK and dV of keys that no other request has."""
-        spec, warp = self.spec, cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        spec, warp = self.spec, cute.arch.make_warp_uniform(warp_number())
         self.inspect_pages(problem, tile)
         self.fetch_resident(problem, shared, tile, outputs)
         products = make_products(spec, shared.resident, shared.streamed, warp)
@@ -91,7 +92,7 @@ class KeyGradients:
     def own_shared_keys(self, problem: Gradients, shared: TwinTiles, chains: Chains, tile: KeyTile, outputs: tuple):
         """Computes dK and dV of the keys whose page this request uses first, summed over all requests that use the page."""
         spec, rows, thread = self.spec, problem.rows, cute.arch.thread_idx()[0]
-        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        warp = cute.arch.make_warp_uniform(warp_number())
         self.inspect_pages(problem, tile)
         products = make_products(spec, shared.resident, shared.streamed, warp)
         sums = [None if tensor is None else products.make_sums() for tensor in outputs]

@@ -17,6 +17,7 @@ from ..kv.scale import ScaleRing, fetch_scales, find_scales
 from ..kv.source import find_holes, find_page, is_seen
 from ..problem import Problem
 from ..ptx.registers import LANES, quotient, remainder
+from ..ptx.warps import warp_number
 from .boxes import EVICT_FIRST, arrive_after_copies, partition_boxes, tensor_map
 from .cp_async import TileTokens, fetch_tokens
 
@@ -105,7 +106,7 @@ class TmaKeys:
     @cute.jit
     def prepare(self, operands: tuple, rings: KeyRings):
         """This warp makes the mbarriers of its stages."""
-        first = cute.arch.make_warp_uniform(cute.arch.warp_idx()) * self.spec.depth  # computed by all lanes, as it shuffles
+        first = cute.arch.make_warp_uniform(warp_number()) * self.spec.depth  # computed by all lanes, as it shuffles
         with cute.arch.elect_one():
             cpasync.prefetch_descriptor(operands[0])
             for stage in cutlass.range_constexpr(self.spec.depth):

@@ -19,6 +19,7 @@ from ..attend.softmax import quad_sum
 from ..problem import Gradients
 from ..ptx.packed import widen
 from ..ptx.registers import quotient, remainder
+from ..ptx.warps import warp_number
 from .streamed import KeyPlaces, KeyTile, QueryPlaces, TwinTiles, fetch_twins, look_up, settle_copies, turns_of
 
 
@@ -32,7 +33,7 @@ class QueryGradients:
     def own_queries(self, problem: Gradients, shared: TwinTiles, asked: Asked, block: QueryBlock, kv_head: Int32, dq):
         """Computes dQ and delta of a block of packed rows."""
         spec, places, row = self.spec, QueryPlaces(self.spec, block), asked.row
-        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        warp = cute.arch.make_warp_uniform(warp_number())
         first = quotient(block.base, spec.group_size)
         stop = quotient(block.base + block.rows - 1, spec.group_size) + 1
         begin, end = keys_seen(spec, asked.queries, row, first, stop)

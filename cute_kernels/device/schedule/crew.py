@@ -20,6 +20,7 @@ from ..combine.partials import open_workspace
 from ..kv.source import Rows
 from ..mainloop.shared import Shared, announced_barrier, crew_barrier, crew_words
 from ..problem import Problem
+from ..ptx.warps import warp_number
 from .work_scheduler import Share, first_slice, inside_row, keys_of, last_slice
 
 RUNNING = 1  # an announcement
@@ -131,7 +132,7 @@ def prepare_end(spec: cutlass.Constexpr, problem: Problem, shared: Shared, share
 @cute.jit
 def settle(spec: cutlass.Constexpr, problem: Problem, shared: Shared, share: Share):
     """The first warp settles whether this CTA combines, before it stores a piece of a row that it neither opens nor ends."""
-    if cute.arch.make_warp_uniform(cute.arch.warp_idx()) == 0 and inside_row(share):
+    if cute.arch.make_warp_uniform(warp_number()) == 0 and inside_row(share):
         crew, known = take_crew(spec, shared), Boolean(False)
         if cutlass.const_expr(spec.arch == "sm90"):
             known = cute.arch.mbarrier_test_wait(announced_barrier(spec, shared), 0)

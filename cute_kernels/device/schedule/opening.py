@@ -19,6 +19,7 @@ from ..mainloop.shared import SHARE_WORDS, Shared
 from ..problem import Problem
 from ..ptx.barriers import ALONE, OPENED, sync_branches
 from ..ptx.registers import LANES
+from ..ptx.warps import warp_number
 from .work_scheduler import FAN, LaneRows, Share, keys_of, locate, read_rows, share_of, span_of, take_share, unfinished
 
 
@@ -99,7 +100,7 @@ def meet(spec: KernelSpec):
 def meet_consumers(spec: cutlass.Constexpr):
     """The consumers' side of `meet`: a late consumer, which would hold up producers, meets the others at their own barrier."""
     if cutlass.const_expr(comes_late(spec)):
-        if cute.arch.make_warp_uniform(cute.arch.warp_idx()) < spec.num_warps - 1:
+        if cute.arch.make_warp_uniform(warp_number()) < spec.num_warps - 1:
             meet(spec)
         else:
             sync_branches(ALONE, 1)
