@@ -52,7 +52,10 @@ LONG_SHAPES_OF_THREE, THREE_COST, TURN_OF_TWO = ((96, 12), (80, 12), (64, 12)), 
 # e4m3 2 to 10% sooner by card, 128 rows 1 to 6% at 8 x 8k and 64 x 1k, and at 64 x 8k up to 1.5% later (H100)
 HOLDING = 96, 8
 BLOCK_STAGES, BLOCK_WARPS = 3, (4, 2)  # of the ring that warps share on sm80: two warps if 99 KB hold no more
-FEW_TILE_N = 32
+# (tokens of a tile, consumer warps) for the phase of few rows in a mixed kernel, and the same over 8 bits without tokens' scales
+# if an SM has more than FEW_SHARE tokens: decode rows alone then took 1 to 4% less, 1 x 8k 6% more (e4m3, H100). Over 16 bits such
+# tiles take 2% off decode rows alone, but this phase may keep a third of the SMs, where they end up to 10% later (88 SMs)
+FEW_SHAPE, FEW_SHAPE_OF_8_BITS, FEW_SHARE = (32, 8), (64, 4), 1_024
 # (tokens of a tile, consumer warps) for warpgroups; tiles of 128 end up to 15% sooner if two attend to the same 16-bit tiles
 WARPGROUP_SHAPES = ((64, 8), (32, 8), (64, 4), (32, 4), (16, 8), (16, 4))
 OVERLAP_SHAPES = ((128, 8), (112, 8), *WARPGROUP_SHAPES)
@@ -221,8 +224,10 @@ def few_config(problem: DecodeProblem, arch: Arch, target: Target, sm_count: int
     """The configuration of a mixed kernel's phase for few rows: tiles whose registers the phase of many rows leaves to it."""
     if problem.packed_rows > TILE_M:
         return choose(problem, arch, target, sm_count, most_ctas_per_sm=1, phase=True)
-    tile_n = min(FEW_TILE_N, most_tile_n(problem.padded_head_dim, problem.v_dtype.element_bytes))
-    return ring(problem, tile_n, 4 if spills_with_8_warps(problem) else 8, 1, arch, target)
+    largest = most_tile_n(problem.padded_head_dim, problem.v_dtype.element_bytes)
+    larger = problem.has_8_bits and not problem.has_token_scales and share_tokens(problem, sm_count) > FEW_SHARE
+    tile_n, num_warps = FEW_SHAPE_OF_8_BITS if larger and largest >= FEW_SHAPE_OF_8_BITS[0] else FEW_SHAPE
+    return ring(problem, min(tile_n, largest), 4 if spills_with_8_warps(problem) else num_warps, 1, arch, target)
 
 
 def warpgroup_config(problem: DecodeProblem, sm_count: int, phase: bool) -> DecodeConfig:
