@@ -53,8 +53,8 @@ LONG_SHAPES_OF_THREE, THREE_COST, TURN_OF_TWO = ((96, 12), (80, 12), (64, 12)), 
 HOLDING = 96, 8
 BLOCK_STAGES, BLOCK_WARPS = 3, (4, 2)  # of the ring that warps share on sm80: two warps if 99 KB hold no more
 # (tokens of a tile, consumer warps) for the phase of few rows in a mixed kernel, and the same over 8 bits without tokens' scales
-# if an SM has more than FEW_SHARE tokens: decode rows alone then took 1 to 4% less, 1 x 8k 6% more (e4m3, H100). Over 16 bits they
-# would take 2% less by such tiles, but this phase may keep a third of the SMs, where it ends up to 10% later by them (88 SMs)
+# if an SM has more than FEW_SHARE tokens: decode rows alone then took 1 to 4% less, 1 x 8k 6% more (e4m3, H100). 16-bit ones
+# would take 2% less, but this phase may keep a third of the SMs for them, where it ends up to 10% later by such tiles (88 SMs)
 FEW_SHAPE, FEW_SHAPE_OF_8_BITS, FEW_SHARE = (32, 8), (64, 4), 1_024
 # (tokens of a tile, consumer warps) for warpgroups; tiles of 128 end up to 15% sooner if two attend to the same 16-bit tiles
 WARPGROUP_SHAPES = ((64, 8), (32, 8), (64, 4), (32, 4), (16, 8), (16, 4))
