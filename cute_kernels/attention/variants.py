@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, replace
 
 from ..checks.fields import MAX_EXTENT
-from ..config.decode import DEALT, PIECE_COST, DecodeConfig, KernelSpec, Partition
+from ..config.decode import CLAIMED_PIECE_COST, DEALT, DecodeConfig, KernelSpec, Partition
 from ..config.limits import supports
 from ..config.tiling import Arch, Target
 from ..kv.types import QUERY_DTYPES
@@ -115,7 +115,7 @@ def may_cut(problem: DecodeProblem, spec: KernelSpec, num_ctas: int, sm_count: i
         return False
     whole = num_ctas == units_of(problem, spec)
     if problem.query == "ragged":
-        return whole and row_tokens(problem) > 2 * PIECE_COST * cut.tile_n  # fewer keys pay for no piece
+        return whole and row_tokens(problem) > 2 * CLAIMED_PIECE_COST * cut.tile_n  # fewer keys pay for no piece
     dealt = deal(problem, cut, sm_count)
     sooner = whole or dealt.tiles * cut.tile_n < DIVIDED * divided_tiles(problem, spec, num_ctas) * spec.tile_n
     return dealt.pieces > 1 and sooner

@@ -276,7 +276,7 @@ def deal(problem: DecodeProblem, spec: KernelSpec, sm_count: int) -> Deal:
 
     def dealt(pieces: int) -> Deal:
         rounds = -(-blocks * pieces // sm_count)
-        tiles = -(-max(longest, rounds * mean) // pieces) + rounds * (ITEM_COST + PIECE_COST * (pieces > 1))
+        tiles = -(-max(longest, rounds * mean) // pieces) + rounds * (ITEM_COST + spec.cut_cost * (pieces > 1))
         return Deal(pieces, blocks * pieces, rounds, tiles)
 
     most = min(MOST_PIECES_OF_BLOCK, SLOTS[spec.partition] * sm_count // max(1, blocks), longest // LEAST_PIECE)

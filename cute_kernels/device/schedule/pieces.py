@@ -10,7 +10,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
-from ...config.decode import ITEM_COST, LEAST_PIECE, PIECE_COST, SLOTS, KernelSpec
+from ...config.decode import ITEM_COST, LEAST_PIECE, SLOTS, KernelSpec
 from ..attend.query_rows import Row, kv_range, tiles_of
 from ..kv.source import Rows, open_lane_row
 from ..problem import Problem
@@ -36,7 +36,7 @@ def pieces_of_blocks(spec: cutlass.Constexpr, problem: Problem) -> tuple[Int32, 
     pieces = cute.arch.lane_idx() + 1
     counted = (blocks > 0) & (blocks < MOST_BLOCKS)
     fits = counted & (blocks * pieces <= SLOTS[spec.partition] * ctas) & (LEAST_PIECE * pieces <= longest)
-    cost = rounds_cost(cutlass.max(blocks, 1), ctas, longest, tiles, pieces)
+    cost = rounds_cost(spec, cutlass.max(blocks, 1), ctas, longest, tiles, pieces)
     cost = cutlass.select_(fits | (pieces == 1), cutlass.min(cost, MOST_COST), MOST_COST + 1)
     best = cute.arch.warp_redux_sync(cost * LANES + cute.arch.lane_idx(), "min")
     return blocks, remainder(best, LANES) + 1
@@ -50,9 +50,9 @@ def blocks_of_row(spec: KernelSpec, rows: Rows, row: Row) -> tuple[Int32, Int32,
     return cutlass.min(blocks, MOST_BLOCKS), *(cutlass.min(one, MOST_TILES) for one in tiles)
 
 
-def rounds_cost(blocks: Int32, ctas: Int32, longest: Int32, tiles: Int32, pieces: Int32) -> Int32:
+def rounds_cost(spec: KernelSpec, blocks: Int32, ctas: Int32, longest: Int32, tiles: Int32, pieces: Int32) -> Int32:
     """Tiles that the busiest CTA is expected to attend to, and what items cost it beyond their tiles. tiles: of all blocks."""
     rounds = quotient(blocks * pieces + ctas - 1, ctas)
     mean = quotient(tiles + blocks - 1, blocks)
     attended = quotient(cutlass.max(longest, rounds * mean) + pieces - 1, pieces)
-    return attended + rounds * (ITEM_COST + cutlass.select_(pieces > 1, PIECE_COST, 0))
+    return attended + rounds * (ITEM_COST + cutlass.select_(pieces > 1, spec.cut_cost, 0))
