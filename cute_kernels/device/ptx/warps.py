@@ -18,7 +18,7 @@ def warp_number() -> Int32:
 
 @contextmanager
 def numbered_anew() -> Iterator[None]:
-    """In what is traced within, the number is a value of its own, not the one that all of the kernel has.
+    """What is traced within has a number of its own, found by REDUX, not the one that all of the kernel has.
 
     In a kernel of several phases ptxas keeps the latter in local memory. To ptxas a number from there may differ between lanes,
     and so may all that follows from it: the loop over tiles then takes 12 to 72 moves to uniform registers (read from SASS).

@@ -57,7 +57,7 @@ class Item:
 class Found:
     """Where a search may go on: at request `begin`, after `before` items of earlier requests.
 
-    rest: the number of the block that was found, in its request; past the last item, of that block's number, and of no request.
+    rest: the number of the block that was found, in its request; past the last item, how far its number is past the blocks.
     dealt: (blocks of the launch, pieces of each), None if no block may be cut.
     """
 
