@@ -49,11 +49,8 @@ class AttentionKernel(DecodeKernel):
         warps: cutlass.Constexpr,
     ):
         """Runs `divide` as a phase of a mixed kernel, if it is `wanted`; warps beyond the phase's own have nothing to do."""
-        if cutlass.const_expr(warps[1] <= self.spec.warps):
-            if wanted:
-                self.divide_anew(problem, shared, scale_log2, registers, warps)
-        elif wanted & (cute.arch.make_warp_uniform(warp_number()) < self.spec.warps):
-            self.divide_anew(problem, shared, scale_log2, registers, (warps[0], self.spec.warps))
+        if wanted & (cute.arch.make_warp_uniform(warp_number()) < self.spec.warps):
+            self.divide_anew(problem, shared, scale_log2, registers, (warps[0], min(warps[1], self.spec.warps)))
 
     def divide_anew(self, *arguments):
         """`divide` with a number of the warp that lives no longer than the phase."""

@@ -21,7 +21,7 @@ def numbered_anew() -> Iterator[None]:
     """What is traced within has a number of its own, found by REDUX, not the one that all of the kernel has.
 
     In a kernel of several phases ptxas keeps the latter in local memory. To ptxas a number from there may differ between lanes,
-    and so may all that follows from it: the loop over tiles then takes 12 to 72 moves to uniform registers (read from SASS).
+    and so may all that follows from it: the loop over tiles then takes up to 72 moves to uniform registers (read from SASS).
     """
     token = _number.set(cute.arch.warp_redux_sync(warp_number(), "max"))
     try:
