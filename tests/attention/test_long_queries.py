@@ -116,7 +116,7 @@ def test_items_are_dealt(described: Case) -> None:
     chosen = explain(described.descriptor().problem, PlanPreference(sm_count=1).part_of(facts)).chosen
     assert chosen.spec is not None and chosen.spec.dealt and chosen.spec.arch == "sm90", chosen
     assert chosen.num_ctas == (1 if described.uniform else described.cache.num_kv_heads), "few query rows: a CTA for each KV head"
-    last = (chosen.phases[-1] if chosen.phases else chosen).spec
+    last = (chosen.phases or (chosen,))[-1].spec
     assert ("in pieces" if last.deals_pieces else "whole rows") in chosen.config_source
     if described.uniform:  # others have kernels of several phases
         assert chosen.spec.one_crew == ("token" in described.name), "three warpgroups attend beside scales of tokens"
@@ -212,7 +212,7 @@ def test_every_row_of_pieces(described: Case) -> None:
     """The same where few blocks are cut into pieces, whose states a warp joins."""
     plan = select(described, "sm90", sm_count=CUT_SMS)
     chosen = plan.explain().chosen
-    assert (chosen.phases[-1] if chosen.phases else chosen).spec.deals_pieces
+    assert (chosen.phases or (chosen,))[-1].spec.deals_pieces
     assert_every_row(plan, make_attention(described, "cuda"))
 
 

@@ -89,12 +89,8 @@ LONG: dict[str, dict[str, Any]] = {
     "head_dim 64, soft cap": {"head_dim": 64, "softcap": 20.0},
     "head_dim 256, uniform": {"head_dim": 256, "num_heads": 16, "query_format": "uniform"},
 }
-MIXED_SPILLS = {
-    "e4m3": 24,
-    "head_dim 64": 22,
-    "head_dim 256": 44,
-    "int8 token": 9,
-}  # where a phase, a piece or an item begins or ends
+# loads and stores of spilled registers where a phase, a piece or an item begins or ends
+MIXED_SPILLS = {"e4m3": 22, "head_dim 64": 21, "head_dim 256": 44, "int8 token": 9}
 # moves to uniform registers in the loops over tiles of both phases of warpgroups, nearly all of them in the first of the two
 MOVES = {"head_dim 128": 40, "head_dim 64": 3, "head_dim 256": 80, "e4m3": 28, "int8 token": 24}
 SPILLED = {"page 8, everything": 6}  # three registers, stored and loaded once an item
