@@ -301,7 +301,7 @@ class KernelSpec(TilingSpec):
     def smem_with(self, query_buffers: int) -> int:
         """smem_bytes with this many query buffers."""
         groups = 4 * self.scale_groups  # a word per group: where its tokens' scales lie
-        scales = self.token_scales * (self.tile_n * SCALE_BYTES + groups)
+        scales = 0 if self.settles_scales else self.token_scales * (self.tile_n * SCALE_BYTES + groups)
         wide_scales = self.token_scales * (4 * self.lane_scales * SCALE_BYTES + groups)
         query = query_buffers * self.row_tiles * TILE_M * self.padded_head_dim * self.q_bytes
         query += 2 * (self.row_tiles - 1) * TILE_M * 4  # the inverses of further m-tiles

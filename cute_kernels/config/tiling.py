@@ -212,6 +212,12 @@ class TilingSpec(ProblemSpec):
         return self.widens_tiles and self.num_warps > 2 * WARPGROUP
 
     @property
+    def widens_alike(self) -> bool:
+        """Whether the crews of K and V have the same work, and so the same code: an SM's cache of code is small."""
+        alike = (self.rings[0], self.wide[0], self.k_type) == (self.rings[1], self.wide[1], self.v_type)
+        return self.widens_tiles and alike and not self.one_crew
+
+    @property
     def widening_warps(self) -> int:
         """Warps that widen tiles."""
         if not self.widens_tiles:
@@ -251,6 +257,15 @@ class TilingSpec(ProblemSpec):
     def brings_scales(self) -> bool:
         """Whether the warps that bring K and V bring the scales of tokens as well."""
         return self.token_scales > 0 and (self.tile_producers > 1 or self.one_crew)
+
+    @property
+    def settles_scales(self) -> bool:
+        """Whether the warp that brings scales of tokens leaves them as f32 for the readers of widened tiles.
+
+        Otherwise the warps that widen K convert them, for which a long query's products wait. Not where warpgroups take turns:
+        there a tile takes no longer than such a warp's chain of loads and stores (docs/notes/kernel-log.md).
+        """
+        return self.widens_tiles and self.token_scales > 0 and self.turns == 1 and not self.brings_scales
 
     @property
     def query_warps(self) -> int:

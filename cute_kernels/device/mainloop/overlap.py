@@ -161,7 +161,7 @@ class OverlapMainloop(TmaMainloop):
         if spec.wide[0] is None:
             self.release(empty_barrier(spec, shared, stage), self.all_release)
         if spec.widens_tiles:
-            self.release(narrow_barrier(spec, shared, self.place_in_wide(piece.issued + i)[0]), self.lanes_widen > 1)
+            self.release(narrow_barrier(spec, shared, self.place_in_wide(piece.issued + i)[0]), self.lanes_read > 1)
 
     def release_values(self, piece: Piece, i: Int32, shared: Shared, there: Boolean | bool = True):
         """Releases V of the piece's tile i, with which this warp is done. there: whether there is such a tile."""

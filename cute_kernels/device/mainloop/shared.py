@@ -108,7 +108,7 @@ def allocate(spec: KernelSpec, smem) -> Shared:
     shapes = spec.hole_stages * spec.hole_words, crew_words(spec) + 1, SHARE_WORDS + len(row_fields(spec)), 32
     holes, crew, opening, pages = (smem.allocate_tensor(Int32, cute.make_layout(n), byte_alignment=16) for n in shapes)
     declined = smem.allocate_tensor(Int8, cute.make_layout(spec.most_pieces), byte_alignment=16)
-    scales = make_scale_rings(spec, smem, spec.num_stages)
+    scales = (None, None) if spec.settles_scales else make_scale_rings(spec, smem, spec.num_stages)
     wide_scales = make_scale_rings(spec, smem, spec.wide_scale_stages, widened=True) if spec.widens_tiles else (None, None)
     inverses = smem.allocate_tensor(Float32, cute.make_layout((TILE_M * spec.row_tiles, 2)), byte_alignment=16)
     combines = cute.make_tensor(crew.iterator + crew_words(spec), cute.make_layout(1))
@@ -119,19 +119,19 @@ def allocate(spec: KernelSpec, smem) -> Shared:
     )
 
 
-def full_barrier(spec: KernelSpec, shared: Shared, stage: Int32 | int, which: int = 0) -> cute.Pointer:
+def full_barrier(spec: KernelSpec, shared: Shared, stage: Int32 | int, which: Int32 | int = 0) -> cute.Pointer:
     """The barrier "a stage's tile has come": its producers arrive. which: K (0) or V (1) if products overlap, else both."""
     return shared.barriers + full_place(spec, stage, which)
 
 
-def full_place(spec: KernelSpec, stage: Int32 | int, which: int = 0) -> Int32 | int:
+def full_place(spec: KernelSpec, stage: Int32 | int, which: Int32 | int = 0) -> Int32 | int:
     """The index of a full barrier among all mbarriers."""
-    return (values_barriers(spec) if spec.overlaps and which else 0) + stage
+    return (values_barriers(spec) * which if spec.overlaps else 0) + stage
 
 
-def empty_barrier(spec: KernelSpec, shared: Shared, stage: Int32 | int, which: int = 0) -> cute.Pointer:
+def empty_barrier(spec: KernelSpec, shared: Shared, stage: Int32 | int, which: Int32 | int = 0) -> cute.Pointer:
     """The barrier "a stage is free": its readers arrive. As full_barrier."""
-    return shared.barriers + ((values_barriers(spec) if spec.overlaps and which else 0) + spec.num_stages) + stage
+    return full_barrier(spec, shared, stage, which) + spec.num_stages
 
 
 def values_barriers(spec: KernelSpec) -> int:
@@ -189,12 +189,12 @@ def zeroed_barrier(spec: KernelSpec, shared: Shared, stage: Int32 | int) -> cute
     return shared.barriers + 2 * spec.num_stages + NEWS + stage
 
 
-def widened_barrier(spec: KernelSpec, shared: Shared, stage: Int32 | int, which: int = 0) -> cute.Pointer:
+def widened_barrier(spec: KernelSpec, shared: Shared, stage: Int32 | int, which: Int32 | int = 0) -> cute.Pointer:
     """The barrier "a wide stage has its tile": the warps that widen arrive. As full_barrier; scales come with K."""
-    return shared.barriers + 3 * spec.num_stages + NEWS + (2 * spec.wide_stages if which else 0) + stage
+    return shared.barriers + (3 * spec.num_stages + NEWS) + 2 * spec.wide_stages * which + stage
 
 
-def narrow_barrier(spec: KernelSpec, shared: Shared, stage: Int32 | int, which: int = 0) -> cute.Pointer:
+def narrow_barrier(spec: KernelSpec, shared: Shared, stage: Int32 | int, which: Int32 | int = 0) -> cute.Pointer:
     """The barrier "a wide stage is free": its readers arrive. As full_barrier; scales go with K."""
     return widened_barrier(spec, shared, stage, which) + spec.wide_stages
 

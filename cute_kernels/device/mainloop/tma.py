@@ -24,7 +24,7 @@ from ..attend.attend import Attention, attend_tile
 from ..attend.mask import has_outside, zero_outside
 from ..attend.pack_gqa import prefetch_query, reader_of, turn_of
 from ..attend.query_rows import Row, TilePlace, first_tile, place_of_tile
-from ..kv.scale import fetch_scales, find_scales
+from ..kv.scale import fetch_scales, find_scales, make_coming, read_scales, store_scales
 from ..kv.source import (
     box_pages,
     empty_row,
@@ -70,10 +70,11 @@ class TmaMainloop(Widening):
         self.boxes = spec.tile_n // spec.box_rows
         self.opens_late = False  # whether a producer looks up a piece only behind the last tile of the piece before
         # arrivals at a full barrier: K and V, each lane's scales, their flags; scales come with K if V has barriers of its own
-        self.arrivals = 1 + (32 + 1 if spec.token_scales else 0), 1
+        self.arrivals = 1 + (32 + 1 if spec.token_scales and not spec.settles_scales else 0), 1
         readers = spec.readers
         widening = [len(crew) for crew in spec.widening_crews]
-        self.lanes_widen = LANES if spec.widens_tiles and spec.token_scales else 1  # a lane arrives for its own scales
+        self.lanes_read = LANES if spec.widens_tiles and spec.token_scales else 1  # a lane arrives for its own scales
+        self.lanes_widen = 1 if spec.settles_scales else self.lanes_read
         self.zeroes_alone = readers > 1 and spec.wide[1] is None
         # arrivals at an empty barrier: each lane, if it read scales or V's elements itself; one lane, if ldmatrix reads for all
         self.all_release = (spec.token_scales > 0 and not spec.widens_tiles) or (spec.splits and self.zeroes_alone)
@@ -117,9 +118,10 @@ class TmaMainloop(Widening):
                     cute.arch.mbarrier_init(zeroed_barrier(self.spec, shared, stage), LANES)
             for stage in cutlass.range_constexpr(self.spec.wide_stages):
                 for which in cutlass.range_constexpr(2):
-                    lanes, crew = self.lanes_widen if which == 0 else 1, self.spec.widening_crews[which]
-                    cute.arch.mbarrier_init(widened_barrier(self.spec, shared, stage, which), len(crew) * lanes)
-                    cute.arch.mbarrier_init(narrow_barrier(self.spec, shared, stage, which), self.spec.readers * lanes)
+                    widen, read = (self.lanes_widen, self.lanes_read) if which == 0 else (1, 1)
+                    widen = len(self.spec.widening_crews[which]) * widen + LANES * (which == 0 and self.spec.settles_scales)
+                    cute.arch.mbarrier_init(widened_barrier(self.spec, shared, stage, which), widen)
+                    cute.arch.mbarrier_init(narrow_barrier(self.spec, shared, stage, which), self.spec.readers * read)
             if cutlass.const_expr(self.spec.query_warps > 0):
                 make_query_barriers(self.spec, shared)
             for news in (crew_barrier, announced_barrier):
@@ -240,7 +242,10 @@ class TmaMainloop(Widening):
         upcoming, holes, found = pages, Int32(0), self.no_next(problem, num_pages)
         parts, begin = cutlass.const_expr(spec.tile_producers), self.own_tile(piece, part)
         middle = cutlass.const_expr(min(tiles_ahead // 2, tiles_ahead - parts))
-        lead = cutlass.const_expr(1 if spec.overlaps and not scales else 0)  # tiles by which K goes ahead of V
+        settles = cutlass.const_expr(scales and spec.settles_scales)
+        coming, held = (make_coming(spec), make_coming(spec)) if settles else (None, None)
+        # tiles by which K goes ahead of V, or the loads of scales ahead of their stores
+        lead = cutlass.const_expr(1 if spec.overlaps and (settles or not scales) else 0)
         behind = pages  # those of the tile before
         for i in cutlass.range(begin, tiles + lead, parts, unroll=1):
             ahead, tile = remainder(i, tiles_ahead), self.tile_at(piece, i)
@@ -254,14 +259,21 @@ class TmaMainloop(Widening):
                     place = pages, ahead * self.boxes
                     if cutlass.const_expr(not scales):
                         self.issue_boxes(problem, shared, piece, i, head, place, holes, (0,) if lead else (0, 1))
-                    if cutlass.const_expr(scales or spec.brings_scales):
+                    if cutlass.const_expr((scales or spec.brings_scales) and not settles):
                         self.issue_scales(problem, shared, piece, i, head, place)
                 if is_first(ahead, middle, parts):  # not at 0: a select takes `pages`, and the first tiles would wait
                     upcoming = box_pages(spec, rows, piece.row.start, piece.keys, tile - ahead + tiles_ahead)
+            if cutlass.const_expr(settles):
+                held.store(coming.load())
+                if i < tiles:
+                    read_scales(spec, self.find_scales(problem, piece, i, 0, pages, ahead * self.boxes), coming)
             if cutlass.const_expr(lead > 0):
                 if i > 0:
-                    place = behind, remainder(i - 1, tiles_ahead) * self.boxes
-                    self.issue_boxes(problem, shared, piece, i - 1, 0, place, holes, (1,))
+                    if cutlass.const_expr(settles):
+                        self.store_scales(shared, piece, i - 1, held)
+                    else:
+                        place = behind, remainder(i - 1, tiles_ahead) * self.boxes
+                        self.issue_boxes(problem, shared, piece, i - 1, 0, place, holes, (1,))
                 behind = pages
             if is_first(i, lead, parts) and more and cutlass.const_expr(not self.opens_late):
                 found = self.open_next(problem, where, piece, scales)
@@ -370,6 +382,17 @@ class TmaMainloop(Widening):
         arrive_after_copies(full_barrier(self.spec, shared, stage))
         if cute.arch.lane_idx() == 0:  # for what this lane stored itself
             cute.arch.mbarrier_arrive(full_barrier(self.spec, shared, stage))
+
+    @cute.jit
+    def store_scales(self, shared: Shared, piece: Piece, i: Int32, coming: cute.Tensor):
+        """Stores the scales of the piece's tile i, which `coming` has, as f32, once K's wide stage is free.
+
+        Then all tiles whose scales lay in that place have been attended to.
+        """
+        wide, turn = self.place_in_wide(piece.issued + i)
+        cute.arch.mbarrier_wait(narrow_barrier(self.spec, shared, wide), turn ^ 1)
+        store_scales(self.spec, *self.token_scales(shared, piece.issued + i), coming)
+        cute.arch.mbarrier_arrive(widened_barrier(self.spec, shared, wide))
 
     def find_scales(self, problem: Problem, piece: Piece, i: Int32, head: int, pages: Int32, lane: Int32) -> list:
         """Where the scales of the piece's tile i are: [K's, V's] per 32 tokens. Lanes from `lane` on hold the tile's pages."""

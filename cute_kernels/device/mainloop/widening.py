@@ -5,23 +5,26 @@ import cutlass.cute as cute
 from cutlass import Int32
 
 from ...config.decode import KernelSpec
-from ..attend.query_rows import TilePlace, place_of_tile
+from ..attend.query_rows import place_of_tile
 from ..attend.widen import widen_tile, zero_widened
-from ..kv.scale import load_scales, widen_scales
+from ..kv.scale import load_scales, no_scales, widen_scales
 from ..kv.source import open_row_or_nothing
 from ..problem import Problem
 from ..ptx.registers import LANES, quotient, remainder
 from ..schedule.opening import meet, read_opening
 from ..schedule.work_scheduler import Piece, following, make_piece, unfinished
-from . import tile
 from .shared import Shared, empty_barrier, full_barrier, narrow_barrier, widened_barrier
 
 
 class Widening:
-    """The part of a mainloop that widens tiles. lanes_widen: lanes of a warp that arrive for a widened K."""
+    """The part of a mainloop that widens tiles.
+
+    lanes_widen, lanes_read: lanes of a warp that arrive for a widened K, and once they have attended with one.
+    """
 
     spec: KernelSpec
     lanes_widen: int
+    lanes_read: int
 
     def place_in_wide(self, ordinal: Int32) -> tuple[Int32, Int32]:
         """(stage, parity of its widened barrier) of the share's tile `ordinal` in the wide rings."""
@@ -46,32 +49,52 @@ class Widening:
 
     @cute.jit
     def widen_stage(self, shared: Shared, piece: Piece, i: Int32, warp: Int32):
-        """Widens K, V or both of the piece's tile i, each once it has come and a wide stage is free. warp: as in widen."""
+        """Widens K, V or both of the piece's tile i. warp: as in widen."""
+        crews = self.spec.widening_crews
+        if cutlass.const_expr(self.spec.widens_alike):
+            which = cutlass.select_(warp < crews[1].start, Int32(0), Int32(1))
+            self.widen_part(shared, piece, i, which, 0, warp - which * crews[1].start)
+        else:
+            for like in cutlass.range_constexpr(2):
+                if warp >= crews[like].start and warp < crews[like].stop:
+                    self.widen_part(shared, piece, i, Int32(like), like, warp - crews[like].start)
+
+    @cute.jit
+    def widen_part(self, shared: Shared, piece: Piece, i: Int32, which: Int32, like: cutlass.Constexpr, warp: Int32):
+        """Widens K (0) or V (1) of the piece's tile i, once it has come and a wide stage is free. warp: its number in its crew.
+
+        like: the one of them whose shapes this code is for. Where both have these, one code serves both crews: an SM's cache of
+        code is small (docs/notes/kernel-log.md).
+        """
         spec, ordinal = self.spec, piece.issued + i
+        scales = cutlass.const_expr(like == 0 and spec.token_scales > 0 and not spec.settles_scales)
         (stage, parity), (wide, turn) = self.place_in_ring(ordinal), self.place_in_wide(ordinal)
         place = place_of_tile(spec, piece.keys, piece.first + i)
-        for which in cutlass.range_constexpr(2):
-            crew = cutlass.const_expr(spec.widening_crews[which])
-            if warp >= crew.start and warp < crew.stop:
-                cute.arch.mbarrier_wait(full_barrier(spec, shared, stage, which), parity)
-                cute.arch.mbarrier_wait(narrow_barrier(spec, shared, wide, which), turn ^ 1)
-                found = load_scales(spec, shared.scales, stage, warp) if cutlass.const_expr(which == 0) else []
-                self.widen_part(shared, which, stage, wide, place, warp - crew.start)
-                if cutlass.const_expr(which == 0):
-                    widen_scales(spec, shared.scales, stage, *self.token_scales(shared, ordinal), warp, found)
-                cute.arch.fence_proxy("async.shared", space="cta")
-                cute.arch.sync_warp()
-                if (cute.arch.lane_idx() == 0) | (which == 0 and self.lanes_widen > 1):
-                    cute.arch.mbarrier_arrive(empty_barrier(spec, shared, stage, which))
-                    cute.arch.mbarrier_arrive(widened_barrier(spec, shared, wide, which))
-
-    def widen_part(self, shared: Shared, which: int, stage: Int32, wide: Int32, place: TilePlace, warp: Int32):
-        """Widens K (0) or V (1) of a tile, if its elements have 8 bits. warp: this warp's number in its crew."""
-        narrow, target = self.spec.rings[which], self.spec.wide[which]
-        if target is not None:
-            stored, into = (self.spec.k_type, self.spec.v_type)[which], tile.address(shared.wide[which], target, wide)
-            thread, threads = warp * LANES + cute.arch.lane_idx(), LANES * len(self.spec.widening_crews[which])
-            places = narrow, target, threads
-            widen_tile(stored, places, tile.address(shared.rings[which], narrow, stage), into, thread)
+        cute.arch.mbarrier_wait(full_barrier(spec, shared, stage, which), parity)
+        cute.arch.mbarrier_wait(narrow_barrier(spec, shared, wide, which), turn ^ 1)
+        keys, found = which == 0, no_scales(shared.scales)
+        if cutlass.const_expr(scales):
+            if keys:
+                found = load_scales(spec, shared.scales, stage, warp)
+        if cutlass.const_expr(spec.wide[like] is not None):
+            thread, threads = warp * LANES + cute.arch.lane_idx(), LANES * len(spec.widening_crews[like])
+            shapes, stored = (spec.rings[like], spec.wide[like], threads), (spec.k_type, spec.v_type)[like]
+            source, target = (address_of(tiles, which) for tiles in (shared.rings, shared.wide))
+            source, target = source + stage * shapes[0].tile_bytes, target + wide * shapes[1].tile_bytes
+            widen_tile(stored, shapes, source, target, thread)
             if which == 1:
-                zero_widened(places, into, place, thread)
+                zero_widened(shapes, target, place, thread)
+        if cutlass.const_expr(scales):
+            if keys:
+                widen_scales(spec, shared.scales, stage, *self.token_scales(shared, ordinal), warp, found)
+        cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.sync_warp()
+        if (cute.arch.lane_idx() == 0) | (keys & (self.lanes_widen > 1)):
+            cute.arch.mbarrier_arrive(empty_barrier(spec, shared, stage, which))
+            cute.arch.mbarrier_arrive(widened_barrier(spec, shared, wide, which))
+
+
+def address_of(tiles: tuple, which: Int32) -> Int32:
+    """The shared-memory address of K's tiles (0) or V's (1)."""
+    first, second = (Int32(ring.iterator.toint()) for ring in tiles)
+    return cutlass.select_(which == 0, first, second)
