@@ -73,9 +73,8 @@ class Widening:
         cute.arch.mbarrier_wait(full_barrier(spec, shared, stage, which), parity)
         cute.arch.mbarrier_wait(narrow_barrier(spec, shared, wide, which), turn ^ 1)
         keys, found = which == 0, no_scales(shared.scales)
-        if cutlass.const_expr(scales):
-            if keys:
-                found = load_scales(spec, shared.scales, stage, warp)
+        if cutlass.const_expr(scales) and keys:
+            found = load_scales(spec, shared.scales, stage, warp)
         if cutlass.const_expr(spec.wide[like] is not None):
             thread, threads = warp * LANES + cute.arch.lane_idx(), LANES * len(spec.widening_crews[like])
             shapes, stored = (spec.rings[like], spec.wide[like], threads), (spec.k_type, spec.v_type)[like]
@@ -84,9 +83,8 @@ class Widening:
             widen_tile(stored, shapes, source, target, thread)
             if which == 1:
                 zero_widened(shapes, target, place, thread)
-        if cutlass.const_expr(scales):
-            if keys:
-                widen_scales(spec, shared.scales, stage, *self.token_scales(shared, ordinal), warp, found)
+        if cutlass.const_expr(scales) and keys:
+            widen_scales(spec, shared.scales, stage, *self.token_scales(shared, ordinal), warp, found)
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.sync_warp()
         if (cute.arch.lane_idx() == 0) | (keys & (self.lanes_widen > 1)):
@@ -95,6 +93,6 @@ class Widening:
 
 
 def address_of(tiles: tuple, which: Int32) -> Int32:
-    """The shared-memory address of K's tiles (0) or V's (1)."""
-    first, second = (Int32(ring.iterator.toint()) for ring in tiles)
-    return cutlass.select_(which == 0, first, second)
+    """The shared-memory address of the ring of K's tiles (0) or V's (1); 0 where `tiles` has None."""
+    keys, values = (Int32(0) if ring is None else Int32(ring.iterator.toint()) for ring in tiles)
+    return cutlass.select_(which == 0, keys, values)
