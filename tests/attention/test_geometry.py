@@ -293,6 +293,28 @@ def test_what_several_query_rows_cannot_have(change: dict[str, Any], reason: str
     assert any(text.startswith(reason) for text in supports(replace(kernel_of(problem), **change))), reason
 
 
+@pytest.mark.parametrize(
+    ("fields", "settles", "alike"),
+    [
+        ({"max_q_len": 16}, False, True),  # 64 packed rows: two warpgroups take turns
+        ({"max_q_len": 32}, True, True),  # 128: both attend to every tile
+        ({"max_q_len": 8192}, False, False),  # a prompt: three do, and one crew widens for them
+        ({"max_q_len": 8192, "query_format": "ragged"}, True, True),
+        ({"max_q_len": 32, "v_dtype": ck.KVDtype.E4M3}, True, False),
+        ({"max_q_len": 32, "k_scale": None, "v_scale": None}, False, True),
+        ({"max_q_len": 8}, False, False),  # 32: warps convert in registers
+    ],
+)
+def test_who_converts_scales_of_tokens(fields: dict[str, Any], settles: bool, alike: bool) -> None:
+    """The warp that brings them, where warpgroups attend together. Crews of K and V have the same code if they do the same."""
+    given = {"query_format": "uniform", "k_scale": ck.KVScale.TOKEN_F16, "v_scale": ck.KVScale.TOKEN_F16, **fields}
+    given = {name: value for name, value in given.items() if value is not None}
+    shape = {"head_dim": 128, "page_size": 16, "max_seq_len": 8192, "kv_dtype": ck.KVDtype.INT8, **given}
+    chosen = explain(ck.PagedAttentionDescriptor(64, 32, 8, q_dtype=torch.bfloat16, **shape).problem, PRETEND["h200"]).chosen
+    spec = (chosen.phases or (chosen,))[-1].spec
+    assert (spec.settles_scales, spec.widens_alike) == (settles, alike)
+
+
 @pytest.mark.parametrize(("batch", "kv_heads", "phases"), [(8, 8, [16, 64, 128]), (4, 2, [16, 64])])
 def test_phases_of_a_mixed_kernel_have_registers_for_all_warps(batch: int, kv_heads: int, phases: list[int]) -> None:
     """The last phase's shares of registers hold in all phases. With blocks of 64 rows it needs no other phase of that size."""

@@ -3,7 +3,7 @@
 With one scale per tensor or per KV head, K's scale folds into the softmax scale, its sign into the query, and V's scale into the
 output. With one scale per token and KV head, K's scales fold into the columns of S, V's into the columns of P. A token's scale
 travels with its tile: the producer copies the 32-bit word that holds the scale by cp.async, and the warp that reads the tile
-converts the scale to f32. If other warps widen the tile, those warps convert the scale for all readers.
+converts the scale to f32. If tiles are widened, one warp converts a scale for all readers (kv/wide_scales.py).
 
 P is f16, but V's scales have any size. So softmax weights, their sums and O are multiples of a unit, the power of two below the
 largest scale that the warp has met, at least 2**-26. A token whose scale is below 2**-28 of that unit therefore loses bits.
@@ -40,7 +40,7 @@ class ScaleRing:
 
     upper: Int32 [group of 32 tokens, stage]; bit l: the f16 scale of token l lies in the upper half of its word. For widened
     tiles words are f32, ordered so that the words of a lane's accumulator columns are neighbours, and `upper` has the bits of the
-    largest magnitude in each group.
+    largest magnitude in each group, or first those of the largest of all (`settles_scales`); of V's scales alone.
     """
 
     words: cute.Tensor
@@ -175,87 +175,6 @@ def settle_group(ring: ScaleRing, stage: Int32, group: Int32 | int, half: cutlas
 def own_half(word: Int32, upper: Int32) -> Int32:
     """The bits, as f32, of the f16 scale of this lane's token. word: the one that holds it; upper: as in ScaleRing."""
     return as_bits(half_to_float(word >> (16 * ((upper >> cute.arch.lane_idx()) & 1))))
-
-
-def load_scale(spec: KernelSpec, ring: ScaleRing, stage: Int32, group: Int32) -> tuple[Int32, Int32]:
-    """(word of this lane's token in a group, `upper` of the group), or others if the group lies past the tile."""
-    token = cutlass.min(group * LANES + cute.arch.lane_idx(), spec.tile_n - 1)
-    return ring.words[token, stage], ring.upper[cutlass.min(group, spec.token_groups - 1), stage]
-
-
-def load_scales(spec: KernelSpec, rings: tuple, stage: Int32, warp: Int32) -> list:
-    """load_scale of the first group whose scales a warp stores that widens K, for each of `rings`; None for one that is None."""
-    return [None if ring is None else load_scale(spec, ring, stage, warp) for ring in rings]
-
-
-def no_scales(rings: tuple) -> list:
-    """As load_scales, for a warp that stores none."""
-    return [None if ring is None else (Int32(0), Int32(0)) for ring in rings]
-
-
-def make_coming(spec: KernelSpec) -> cute.Tensor:
-    """Registers for the scales of a tile on their way: Int32 [group of 32 tokens, K and V], this lane's token of each group."""
-    return cute.make_rmem_tensor((spec.token_groups, 2), Int32)
-
-
-def read_scales(spec: KernelSpec, found: list, coming: cute.Tensor):
-    """Starts to read scales from where they are, found by find_scales: each lane its own tokens'; zeros for what is not read."""
-    for group, both in enumerate(found):
-        for which, one in enumerate(both):
-            if one is not None:
-                coming[group, which] = read_scale((spec.k_scale, spec.v_scale)[which], *one[:2])
-
-
-def read_scale(form: ScaleForm, address: Int64, inside: Boolean) -> Int32:
-    """The bits of a scale in global memory, or 0 if it is not `inside`."""
-    bits = "u16" if form == "token_f16" else "b32"
-    text = f"{{ .reg .pred p; setp.ne.b32 p, {{$r1}}, 0; mov.b32 {{$w0}}, 0; @p ld.global.{bits} {{$w0}}, [{{$r0}}]; }}"
-    return cute.arch.inline_ptx(text, write_only_types=[Int32], read_only_args=[address, Int32(inside)])
-
-
-@cute.jit
-def store_scales(spec: cutlass.Constexpr, wide: tuple, stage: Int32, coming: cute.Tensor):
-    """Stores the scales of a tile as f32 for all its readers, and the largest magnitude of V's.
-
-    wide: rings of K's and V's scales for widened tiles.
-    """
-    lane, forms = cute.arch.lane_idx(), (spec.k_scale, spec.v_scale)
-    for which, ring in [(which, ring) for which, ring in enumerate(wide) if ring is not None]:
-        peak = Int32(0)
-        for group in cutlass.range_constexpr(spec.token_groups):
-            bits, token = coming[group, which], group * LANES + lane
-            if cutlass.const_expr(forms[which] == "token_f16"):
-                bits = as_bits(half_to_float(bits))
-            if token < spec.tile_n:
-                ring.words[token, stage] = bits
-            peak = cutlass.max(peak, bits & MAGNITUDE)
-        if cutlass.const_expr(which == 1):
-            peak = warp_max(peak)
-            if lane == 0:
-                ring.upper[0, stage] = peak
-
-
-@cute.jit
-def widen_scales(spec: cutlass.Constexpr, rings: tuple, stage: Int32, wide: tuple, wide_stage: Int32, warp: Int32, found: list):
-    """A warp that widens K stores scales as f32 for all readers of the tile, with the largest magnitude of 32 tokens' of V.
-
-    found: load_scales of the warp; what further groups have is loaded here, as registers do not suffice for all.
-    """
-    lane, crew = cute.arch.lane_idx(), len(spec.widening_crews[0])
-    every = zip(rings, wide, (spec.k_scale, spec.v_scale), found, (False, True), strict=True)
-    for ring, target, form, early, of_values in [one for one in every if one[0] is not None]:
-        for turn in cutlass.range_constexpr(-(-spec.token_groups // crew)):
-            group = warp + turn * crew
-            bits, upper = early if cutlass.const_expr(turn == 0) else load_scale(spec, ring, stage, group)
-            if cutlass.const_expr(form == "token_f16"):
-                bits = own_half(bits, upper)
-            token = group * LANES + lane
-            if token < spec.tile_n:
-                target.words[token, wide_stage] = bits
-            if cutlass.const_expr(of_values):
-                peak = warp_max(cutlass.select_(token < spec.tile_n, bits & MAGNITUDE, Int32(0)))
-                if (lane == 0) & (group < spec.token_groups):
-                    target.upper[group, wide_stage] = peak
 
 
 def find_scales(spec: KernelSpec, scales: tuple, *where) -> list:

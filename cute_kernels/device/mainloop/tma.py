@@ -24,7 +24,7 @@ from ..attend.attend import Attention, attend_tile
 from ..attend.mask import has_outside, zero_outside
 from ..attend.pack_gqa import prefetch_query, reader_of, turn_of
 from ..attend.query_rows import Row, TilePlace, first_tile, place_of_tile
-from ..kv.scale import fetch_scales, find_scales, make_coming, read_scales, store_scales
+from ..kv.scale import fetch_scales, find_scales
 from ..kv.source import (
     box_pages,
     empty_row,
@@ -35,6 +35,7 @@ from ..kv.source import (
     slot_start,
     token_of_lane,
 )
+from ..kv.wide_scales import make_coming, read_scales, store_scales
 from ..problem import Problem
 from ..ptx.registers import LANES, quotient, remainder
 from ..schedule.crew import prepare_end
@@ -243,8 +244,8 @@ class TmaMainloop(Widening):
         parts, begin = cutlass.const_expr(spec.tile_producers), self.own_tile(piece, part)
         middle = cutlass.const_expr(min(tiles_ahead // 2, tiles_ahead - parts))
         settles = cutlass.const_expr(scales and spec.settles_scales)
-        coming, held = (make_coming(spec), make_coming(spec)) if settles else (None, None)
-        # tiles by which K goes ahead of V, or the loads of scales ahead of their stores
+        coming = (make_coming(spec), make_coming(spec)) if settles else None
+        # tiles by which K goes ahead of V, or loads of scales ahead of their stores
         lead = cutlass.const_expr(1 if spec.overlaps and (settles or not scales) else 0)
         behind = pages  # those of the tile before
         for i in cutlass.range(begin, tiles + lead, parts, unroll=1):
@@ -264,16 +265,11 @@ class TmaMainloop(Widening):
                 if is_first(ahead, middle, parts):  # not at 0: a select takes `pages`, and the first tiles would wait
                     upcoming = box_pages(spec, rows, piece.row.start, piece.keys, tile - ahead + tiles_ahead)
             if cutlass.const_expr(settles):
-                held.store(coming.load())
-                if i < tiles:
-                    read_scales(spec, self.find_scales(problem, piece, i, 0, pages, ahead * self.boxes), coming)
-            if cutlass.const_expr(lead > 0):
+                self.pass_scales(problem, shared, piece, i, (pages, ahead * self.boxes), coming)
+            elif cutlass.const_expr(lead > 0):
                 if i > 0:
-                    if cutlass.const_expr(settles):
-                        self.store_scales(shared, piece, i - 1, held)
-                    else:
-                        place = behind, remainder(i - 1, tiles_ahead) * self.boxes
-                        self.issue_boxes(problem, shared, piece, i - 1, 0, place, holes, (1,))
+                    place = behind, remainder(i - 1, tiles_ahead) * self.boxes
+                    self.issue_boxes(problem, shared, piece, i - 1, 0, place, holes, (1,))
                 behind = pages
             if is_first(i, lead, parts) and more and cutlass.const_expr(not self.opens_late):
                 found = self.open_next(problem, where, piece, scales)
@@ -384,15 +380,21 @@ class TmaMainloop(Widening):
             cute.arch.mbarrier_arrive(full_barrier(self.spec, shared, stage))
 
     @cute.jit
-    def store_scales(self, shared: Shared, piece: Piece, i: Int32, coming: cute.Tensor):
-        """Stores the scales of the piece's tile i, which `coming` has, as f32, once K's wide stage is free.
+    def pass_scales(self, problem: Problem, shared: Shared, piece: Piece, i: Int32, place: tuple[Int32, Int32], coming: tuple):
+        """Reads the scales of the piece's tile i, if it has one, and stores those of the tile before as f32 for its readers.
 
-        Then all tiles whose scales lay in that place have been attended to.
+        They are stored once K's wide stage is free: then all tiles whose scales lay in that place have been attended to.
+        place: see issue_boxes. coming: registers for the scales of both tiles (make_coming).
         """
-        wide, turn = self.place_in_wide(piece.issued + i)
-        cute.arch.mbarrier_wait(narrow_barrier(self.spec, shared, wide), turn ^ 1)
-        store_scales(self.spec, *self.token_scales(shared, piece.issued + i), coming)
-        cute.arch.mbarrier_arrive(widened_barrier(self.spec, shared, wide))
+        spec, ordinal, (later, earlier) = self.spec, piece.issued + i - 1, coming
+        earlier.store(later.load())
+        if i < piece.stop - piece.first:
+            read_scales(spec, self.find_scales(problem, piece, i, 0, *place), later)
+        if i > 0:
+            wide, turn = self.place_in_wide(ordinal)
+            cute.arch.mbarrier_wait(narrow_barrier(spec, shared, wide), turn ^ 1)
+            store_scales(spec, *self.token_scales(shared, ordinal), earlier)
+            cute.arch.mbarrier_arrive(widened_barrier(spec, shared, wide))
 
     def find_scales(self, problem: Problem, piece: Piece, i: Int32, head: int, pages: Int32, lane: Int32) -> list:
         """Where the scales of the piece's tile i are: [K's, V's] per 32 tokens. Lanes from `lane` on hold the tile's pages."""

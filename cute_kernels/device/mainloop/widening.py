@@ -7,8 +7,8 @@ from cutlass import Int32
 from ...config.decode import KernelSpec
 from ..attend.query_rows import place_of_tile
 from ..attend.widen import widen_tile, zero_widened
-from ..kv.scale import load_scales, no_scales, widen_scales
 from ..kv.source import open_row_or_nothing
+from ..kv.wide_scales import load_scales, no_scales, widen_scales
 from ..problem import Problem
 from ..ptx.registers import LANES, quotient, remainder
 from ..schedule.opening import meet, read_opening

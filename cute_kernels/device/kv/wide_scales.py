@@ -1,0 +1,99 @@
+"""Scales of tokens beside widened tiles: f32 that one warp, or the warps that widen K, leave for all readers of a tile.
+
+If warpgroups attend to every tile together, the warp that brings the scales reads those of a tile to registers while it stores
+those of the tile before. If they take turns, it copies scales to shared memory, and K's crew converts them: a tile is then over
+sooner than a chain of loads and stores (docs/notes/kernel-log.md).
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Int32, Int64
+
+from ...config.decode import KernelSpec
+from ...config.problem import ScaleForm
+from ..ptx.registers import LANES, MAGNITUDE, as_bits, warp_max
+from .scale import ScaleRing, half_to_float, own_half
+
+
+def make_coming(spec: KernelSpec) -> cute.Tensor:
+    """Registers for the scales of a tile on their way: Int32 [group of 32 tokens, K and V], this lane's token of each group."""
+    return cute.make_rmem_tensor((spec.token_groups, 2), Int32)
+
+
+def read_scales(spec: KernelSpec, found: list, coming: cute.Tensor):
+    """Starts to read scales from where they are, found by find_scales: each lane its own tokens'; zeros for what is not read."""
+    for group, both in enumerate(found):
+        for which, one in enumerate(both):
+            if one is not None:
+                coming[group, which] = read_scale((spec.k_scale, spec.v_scale)[which], *one[:2])
+
+
+def read_scale(form: ScaleForm, address: Int64, inside: Boolean) -> Int32:
+    """The bits of a scale in global memory, or 0 if it is not `inside`.
+
+    An f16 has a register for itself: the assembler would pack two loaded as 16 bits, and for that wait at once.
+    """
+    bits = "u16" if form == "token_f16" else "b32"
+    text = f"{{ .reg .pred p; setp.ne.b32 p, {{$r1}}, 0; mov.b32 {{$w0}}, 0; @p ld.global.{bits} {{$w0}}, [{{$r0}}]; }}"
+    return cute.arch.inline_ptx(text, write_only_types=[Int32], read_only_args=[address, Int32(inside)])
+
+
+@cute.jit
+def store_scales(spec: cutlass.Constexpr, wide: tuple, stage: Int32, coming: cute.Tensor):
+    """Stores the scales of a tile as f32 for all its readers, and the largest magnitude of V's.
+
+    wide: rings of K's and V's scales for widened tiles.
+    """
+    lane, forms = cute.arch.lane_idx(), (spec.k_scale, spec.v_scale)
+    for which, ring in [(which, ring) for which, ring in enumerate(wide) if ring is not None]:
+        peak = Int32(0)
+        for group in cutlass.range_constexpr(spec.token_groups):
+            bits, token = coming[group, which], group * LANES + lane
+            if cutlass.const_expr(forms[which] == "token_f16"):
+                bits = as_bits(half_to_float(bits))
+            if token < spec.tile_n:
+                ring.words[token, stage] = bits
+            peak = cutlass.max(peak, cutlass.select_(token < spec.tile_n, bits & MAGNITUDE, Int32(0)))
+        if cutlass.const_expr(which == 1):
+            peak = warp_max(peak)
+            if lane == 0:
+                ring.upper[0, stage] = peak
+
+
+def load_scale(spec: KernelSpec, ring: ScaleRing, stage: Int32, group: Int32) -> tuple[Int32, Int32]:
+    """(word of this lane's token in a group, `upper` of the group), or others if the group lies past the tile."""
+    token = cutlass.min(group * LANES + cute.arch.lane_idx(), spec.tile_n - 1)
+    return ring.words[token, stage], ring.upper[cutlass.min(group, spec.token_groups - 1), stage]
+
+
+def load_scales(spec: KernelSpec, rings: tuple, stage: Int32, warp: Int32) -> list:
+    """load_scale of the first group whose scales a warp stores that widens K, for each of `rings`; None for one that is None."""
+    return [None if ring is None else load_scale(spec, ring, stage, warp) for ring in rings]
+
+
+def no_scales(rings: tuple) -> list:
+    """As load_scales, for a warp that stores none."""
+    return [None if ring is None else (Int32(0), Int32(0)) for ring in rings]
+
+
+@cute.jit
+def widen_scales(spec: cutlass.Constexpr, rings: tuple, stage: Int32, wide: tuple, wide_stage: Int32, warp: Int32, found: list):
+    """A warp that widens K stores scales as f32 for all readers of the tile, with the largest magnitude of 32 tokens' of V.
+
+    found: load_scales of the warp; what further groups have is loaded here, as registers do not suffice for all.
+    """
+    lane, crew = cute.arch.lane_idx(), len(spec.widening_crews[0])
+    every = zip(rings, wide, (spec.k_scale, spec.v_scale), found, (False, True), strict=True)
+    for ring, target, form, early, of_values in [one for one in every if one[0] is not None]:
+        for turn in cutlass.range_constexpr(-(-spec.token_groups // crew)):
+            group = warp + turn * crew
+            bits, upper = early if cutlass.const_expr(turn == 0) else load_scale(spec, ring, stage, group)
+            if cutlass.const_expr(form == "token_f16"):
+                bits = own_half(bits, upper)
+            token = group * LANES + lane
+            if token < spec.tile_n:
+                target.words[token, wide_stage] = bits
+            if cutlass.const_expr(of_values):
+                peak = warp_max(cutlass.select_(token < spec.tile_n, bits & MAGNITUDE, Int32(0)))
+                if (lane == 0) & (group < spec.token_groups):
+                    target.upper[group, wide_stage] = peak
