@@ -8,6 +8,7 @@ import pytest
 
 from cute_kernels.config.decode import DecodeConfig
 from cute_kernels.kv.scale import KVScale
+from cute_kernels.kv.types import KVDtype
 from tests.interpreted.machine.attention import Kernel, kernel_of
 from tests.interpreted.runs import attention_operands, run_attention
 from tests.support.attention_cases import (
@@ -64,6 +65,16 @@ CASES: dict[str, tuple[Case, DecodeConfig, Any]] = {
         "whole",
     ),
     "int8 token, 128 rows, cut": (case("int8 cut", {**ONE_HEAD, **CUT, **TOKEN_SCALES}, **ROWS_128), WIDENED, "balanced"),
+    "V of e4m3 and token scales, 128 rows": (
+        case("v e4m3", {**ONE_HEAD, **WHOLE, "v_dtype": E4M3, "v_scale": KVScale.TOKEN_F16}, **ROWS_128),
+        WIDENED,
+        "whole",
+    ),
+    "K of e4m3 and token scales, 128 rows": (
+        case("k e4m3", {**ONE_HEAD, **WHOLE, "kv_dtype": E4M3, "v_dtype": KVDtype.BF16, "k_scale": KVScale.TOKEN}, **ROWS_128),
+        WIDENED,
+        "whole",
+    ),
 }
 SLICES = 3
 
