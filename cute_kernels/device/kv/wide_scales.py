@@ -48,16 +48,23 @@ def store_scales(spec: cutlass.Constexpr, wide: tuple, stage: Int32, coming: cut
     for which, ring in [(which, ring) for which, ring in enumerate(wide) if ring is not None]:
         peak = Int32(0)
         for group in cutlass.range_constexpr(spec.token_groups):
-            bits, token = coming[group, which], group * LANES + lane
+            bits = coming[group, which]
             if cutlass.const_expr(forms[which] == "token_f16"):
                 bits = as_bits(half_to_float(bits))
-            if token < spec.tile_n:
-                ring.words[token, stage] = bits
-            peak = cutlass.max(peak, cutlass.select_(token < spec.tile_n, bits & MAGNITUDE, Int32(0)))
+            peak = cutlass.max(peak, store_scale(spec, ring, stage, group, bits))
         if cutlass.const_expr(which == 1):
             peak = warp_max(peak)
             if lane == 0:
                 ring.upper[0, stage] = peak
+
+
+@cute.jit
+def store_scale(spec: cutlass.Constexpr, ring: ScaleRing, stage: Int32, group: Int32 | int, bits: Int32) -> Int32:
+    """Stores the scale of this lane's token in a group, bits of an f32; returns its magnitude's, or 0 past the tile."""
+    token = group * LANES + cute.arch.lane_idx()
+    if token < spec.tile_n:
+        ring.words[token, stage] = bits
+    return cutlass.select_(token < spec.tile_n, bits & MAGNITUDE, Int32(0))
 
 
 def load_scale(spec: KernelSpec, ring: ScaleRing, stage: Int32, group: Int32) -> tuple[Int32, Int32]:
@@ -90,10 +97,8 @@ def widen_scales(spec: cutlass.Constexpr, rings: tuple, stage: Int32, wide: tupl
             bits, upper = early if cutlass.const_expr(turn == 0) else load_scale(spec, ring, stage, group)
             if cutlass.const_expr(form == "token_f16"):
                 bits = own_half(bits, upper)
-            token = group * LANES + lane
-            if token < spec.tile_n:
-                target.words[token, wide_stage] = bits
+            magnitude = store_scale(spec, target, wide_stage, group, bits)
             if cutlass.const_expr(of_values):
-                peak = warp_max(cutlass.select_(token < spec.tile_n, bits & MAGNITUDE, Int32(0)))
+                peak = warp_max(magnitude)
                 if (lane == 0) & (group < spec.token_groups):
                     target.upper[group, wide_stage] = peak

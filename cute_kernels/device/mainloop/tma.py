@@ -24,18 +24,15 @@ from ..attend.attend import Attention, attend_tile
 from ..attend.mask import has_outside, zero_outside
 from ..attend.pack_gqa import prefetch_query, reader_of, turn_of
 from ..attend.query_rows import Row, TilePlace, first_tile, place_of_tile
-from ..kv.scale import fetch_scales, find_scales
 from ..kv.source import (
     box_pages,
     empty_row,
     find_holes,
     inspect_request,
-    is_seen,
     open_row_or_nothing,
-    slot_start,
     token_of_lane,
 )
-from ..kv.wide_scales import make_coming, read_scales, store_scales
+from ..kv.wide_scales import make_coming
 from ..problem import Problem
 from ..ptx.registers import LANES, quotient, remainder
 from ..schedule.crew import prepare_end
@@ -43,7 +40,7 @@ from ..schedule.opening import Opening, find_opening, first_pages, meet, meet_co
 from ..schedule.work_scheduler import Piece, Share, following, keys_of, make_piece, take_share, unfinished
 from . import tile
 from .beside import bring_following, make_query_barriers
-from .boxes import EVICT_FIRST, arrive_after_copies, partition_boxes, tensor_map
+from .boxes import EVICT_FIRST, partition_boxes, tensor_map
 from .shared import (
     Shared,
     announced_barrier,
@@ -55,13 +52,14 @@ from .shared import (
     widened_barrier,
     zeroed_barrier,
 )
+from .token_scales import TokenScales
 from .widening import Widening
 
 EVICT_NORMAL = 0x1000000000000000
 AHEAD = 4  # look_ahead prefetches a quarter of the ring: more would delay the loads themselves
 
 
-class TmaMainloop(Widening):
+class TmaMainloop(TokenScales, Widening):
     """Host part: tensor maps. Device part: producer and consumers of one CTA's range of tiles."""
 
     def __init__(self, spec: KernelSpec):
@@ -310,12 +308,6 @@ class TmaMainloop(Widening):
             return ordinal % self.spec.num_stages, ordinal // self.spec.num_stages % 2
         return remainder(ordinal, self.spec.num_stages), quotient(ordinal, self.spec.num_stages) & 1
 
-    def token_scales(self, shared: Shared, ordinal: Int32) -> tuple[tuple, Int32]:
-        """(rings, stage) of tokens' scales as readers find those of the share's tile `ordinal`: widened, or as they came."""
-        if self.spec.widens_tiles:
-            return shared.wide_scales, remainder(ordinal, self.spec.wide_scale_stages)
-        return shared.scales, self.place_in_ring(ordinal)[0]
-
     def place_of_holes(self, ordinal: Int32) -> Int32:
         """The first word of holes of the share's tile `ordinal`."""
         stages = self.spec.hole_stages
@@ -366,47 +358,6 @@ class TmaMainloop(Widening):
                 for block in cutlass.range_constexpr(tile.boxes_across(shape)):
                     source = gmem[None, self.box_at(piece, shape, index, block, page, head)]
                     cute.copy(atom, source, smem[None, box, block, stage], tma_bar_ptr=full, cache_policy=policy)
-
-    @cute.jit
-    def issue_scales(
-        self, problem: Problem, shared: Shared, piece: Piece, i: Int32, head: cutlass.Constexpr, place: tuple[Int32, Int32]
-    ):
-        """Issues the scales of the piece's tile i, one token per lane, found before its stage is free. place: see issue_boxes."""
-        found = self.find_scales(problem, piece, i, head, *place)
-        stage = self.await_stage(shared, self.ordinal(piece, i, head))
-        fetch_scales(shared.scales, found, stage)
-        arrive_after_copies(full_barrier(self.spec, shared, stage))
-        if cute.arch.lane_idx() == 0:  # for what this lane stored itself
-            cute.arch.mbarrier_arrive(full_barrier(self.spec, shared, stage))
-
-    @cute.jit
-    def pass_scales(self, problem: Problem, shared: Shared, piece: Piece, i: Int32, place: tuple[Int32, Int32], coming: tuple):
-        """Reads the scales of the piece's tile i, if it has one, and stores those of the tile before as f32 for its readers.
-
-        They are stored once K's wide stage is free: then all tiles whose scales lay in that place have been attended to.
-        place: see issue_boxes. coming: registers for the scales of both tiles (make_coming).
-        """
-        spec, ordinal, (later, earlier) = self.spec, piece.issued + i - 1, coming
-        earlier.store(later.load())
-        if i < piece.stop - piece.first:
-            read_scales(spec, self.find_scales(problem, piece, i, 0, *place), later)
-        if i > 0:
-            wide, turn = self.place_in_wide(ordinal)
-            cute.arch.mbarrier_wait(narrow_barrier(spec, shared, wide), turn ^ 1)
-            store_scales(spec, *self.token_scales(shared, ordinal), earlier)
-            cute.arch.mbarrier_arrive(widened_barrier(spec, shared, wide))
-
-    def find_scales(self, problem: Problem, piece: Piece, i: Int32, head: int, pages: Int32, lane: Int32) -> list:
-        """Where the scales of the piece's tile i are: [K's, V's] per 32 tokens. Lanes from `lane` on hold the tile's pages."""
-        spec, num_pages, found = self.spec, problem.rows.num_pages, []
-        for token in range(0, spec.tile_n, 32):
-            token += cute.arch.lane_idx()
-            page = cute.arch.shuffle_sync(pages, lane + cutlass.min(token // spec.box_rows, self.boxes - 1))
-            position = self.tile_at(piece, i) * spec.tile_n + token
-            inside = is_seen(piece.keys, position, 1) & (page >= 0) & (page < num_pages)
-            position = slot_start(spec, piece.row) + position
-            found.append(find_scales(spec, problem.scales, page, position, piece.kv_head + head, inside))
-        return found
 
     @cute.jit
     def consume(self, piece: Piece, attention: Attention, problem: Problem, shared: Shared):
