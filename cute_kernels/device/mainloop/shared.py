@@ -190,7 +190,10 @@ def zeroed_barrier(spec: KernelSpec, shared: Shared, stage: Int32 | int) -> cute
 
 
 def widened_barrier(spec: KernelSpec, shared: Shared, stage: Int32 | int, which: Int32 | int = 0) -> cute.Pointer:
-    """The barrier "a wide stage has its tile": the warps that widen arrive. As full_barrier; scales come with K."""
+    """The barrier "a wide stage has its tile": the warps that widen arrive. As full_barrier; scales come with K.
+
+    If the warp that brings scales settles them (settles_scales), each of its lanes arrives for K too.
+    """
     return shared.barriers + (3 * spec.num_stages + NEWS) + 2 * spec.wide_stages * which + stage
 
 
