@@ -271,7 +271,12 @@ class KernelSpec(TilingSpec):
         If products overlap, V has a full and an empty barrier of its own.
         """
         stage = 2 + (self.readers > 1) + 2 * self.overlaps
-        return stage * self.num_stages + 4 * self.wide_stages
+        return stage * self.num_stages + 4 * self.wide_stages + self.factor_barriers
+
+    @property
+    def factor_barriers(self) -> int:
+        """mbarriers of factors that wait for V's crew (device/kv/value_scales.py)."""
+        return self.wide_scale_stages if self.scales_values else 0
 
     @property
     def barrier_count(self) -> int:
@@ -302,11 +307,13 @@ class KernelSpec(TilingSpec):
         """smem_bytes with this many query buffers."""
         groups = 4 * self.scale_groups  # a word per group: where its tokens' scales lie
         scales = 0 if self.settles_scales else self.token_scales * (self.tile_n * SCALE_BYTES + groups)
+        factors = 4 * self.factor_words * self.scales_values
         wide_scales = self.token_scales * (4 * self.lane_scales * SCALE_BYTES + groups)
         query = query_buffers * self.row_tiles * TILE_M * self.padded_head_dim * self.q_bytes
         query += 2 * (self.row_tiles - 1) * TILE_M * 4  # the inverses of further m-tiles
         query += self.alignment_bytes
-        wide = sum(shape.tile_bytes * shape.num_stages for shape in self.wide if shape) + self.wide_scale_stages * wide_scales
+        wide = sum(shape.tile_bytes * shape.num_stages for shape in self.wide if shape)
+        wide += self.wide_scale_stages * (wide_scales + factors) + self.scales_keys * factors
         stages = self.num_stages * scales + 4 * self.hole_stages * self.hole_words + 8 * self.tile_barriers
         rest = self.most_pieces + 1024  # alignment, words
         merge = 0 if self.shares_ring else 4 * self.merge_floats

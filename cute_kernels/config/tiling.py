@@ -120,9 +120,10 @@ class TilingSpec(ProblemSpec):
     def lazy_bases(self) -> bool:
         """Whether the bases of weights move lazily (device/attend/bases.py): where instructions set the pace.
 
-        Not in warps of two m-tiles beside scales of V's tokens, where nine tiles of ten would move one: theirs follow the maxima.
+        Not in warps of two m-tiles whose weights V's scales multiply, where nine tiles of ten would move one: there they follow
+        the maxima.
         """
-        return self.overlaps or (self.paired and not self.v_token_scale)
+        return self.overlaps or (self.paired and not self.scales_weights)
 
     @property
     def rounds_bases(self) -> bool:
@@ -135,10 +136,23 @@ class TilingSpec(ProblemSpec):
         return self.rounds_bases and self.turns > 1
 
     @property
+    def scales_values(self) -> bool:
+        """Whether scales of V's tokens go into int8 elements of V as these are widened (device/kv/value_scales.py).
+
+        Only where a warp of its own brings the scales: where crews convert them too, their tiles would come later.
+        """
+        return self.v_token_scale and self.v_type == "int8" and self.settles_scales
+
+    @property
+    def scales_weights(self) -> bool:
+        """Whether weights are multiplied by scales of V's tokens (device/kv/scale.py)."""
+        return self.v_token_scale and not self.scales_values
+
+    @property
     def weight_bits(self) -> int:
         """As ProblemSpec.weight_bits, but fewer where bases move lazily (device/attend/bases.py)."""
         lazy = self.lazy_bases and self.v_math == "f16"
-        return LAZY_WEIGHT_BITS + self.v_token_scale if lazy else super().weight_bits
+        return LAZY_WEIGHT_BITS + self.scales_weights if lazy else super().weight_bits
 
     @property
     def gathers(self) -> bool:
@@ -215,7 +229,12 @@ class TilingSpec(ProblemSpec):
     def widens_alike(self) -> bool:
         """Whether the crews of K and V have the same work, and so the same code: an SM's cache of code is small."""
         alike = (self.rings[0], self.wide[0], self.k_type) == (self.rings[1], self.wide[1], self.v_type)
-        return self.widens_tiles and alike and not self.one_crew
+        return self.widens_tiles and alike and not self.one_crew and (self.k_token_scale or not self.scales_values)
+
+    @property
+    def scales_keys(self) -> bool:
+        """Whether elements of K are decoded with a constant factor, by the code that scales V's."""
+        return self.scales_values and self.widens_alike
 
     @property
     def widening_warps(self) -> int:
@@ -359,6 +378,11 @@ class TilingSpec(ProblemSpec):
     def lane_scales(self) -> int:
         """Words from a lane's scales of a widened tile to the next lane's: four lanes read 16 bytes each, no bank twice."""
         return self.tile_n // 4 + (4 if self.tile_n % 64 == 0 else 0)
+
+    @property
+    def factor_words(self) -> int:
+        """Words of a tile's factors: one and its offset for each token (device/kv/value_scales.py)."""
+        return 2 * self.tile_n
 
     @property
     def box_rows(self) -> int:

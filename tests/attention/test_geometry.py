@@ -239,7 +239,9 @@ def test_blocks_of_warpgroups(
     [
         (64, ck.KVDtype.E4M3, None, None, "warpgroup", 11),  # two warpgroups, whose products overlap
         (16, ck.KVDtype.INT8, None, None, "warpgroup", 11),  # in turns
-        (64, ck.KVDtype.INT8, None, ck.KVScale.TOKEN, "warpgroup", 12),
+        (64, ck.KVDtype.INT8, None, ck.KVScale.TOKEN, "warpgroup", 11),  # V's scales go into V
+        (64, ck.KVDtype.E4M3, None, ck.KVScale.TOKEN, "warpgroup", 12),
+        (16, ck.KVDtype.INT8, None, ck.KVScale.TOKEN, "warpgroup", 12),
         (16, ck.KVDtype.E4M3, None, None, "warp", 11),  # 8 warps with two m-tiles each
         (16, ck.KVDtype.INT8, None, ck.KVScale.TOKEN, "warp", 14),  # their maxima are exact beside scales of V's tokens
         (4, ck.KVDtype.E4M3, None, None, "warp", 14),  # so are those of one m-tile

@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
 
 import cute_kernels as ck
 from cute_kernels.attention.variants import explain, regions_of
@@ -18,6 +17,7 @@ from tests.support.attention_harness import assert_close, assert_every_row, run,
 from tests.support.bits import differing_rows
 from tests.support.harness import assert_bitwise
 from tests.support.inputs import NAN
+from tests.support.scale_patterns import places_of
 from tests.support.storage import STORAGES
 
 WARPGROUP_ROWS = 16  # packed rows: with more, warpgroups attend and items are dealt; over 8 bits with more than 32
@@ -315,13 +315,6 @@ PATTERNS = [  # e4m3 ends at 448
     *((pattern, kind, "long") for pattern in LOGITS for kind in KINDS if kind != "e4m3" or "far" not in pattern),
     *((pattern, "e4m3", "32 rows") for pattern in LOGITS if "far" not in pattern),
 ]
-
-
-def places_of(inputs: AttentionInputs, row: int) -> tuple[Tensor, Tensor, Tensor]:
-    """(number, page, slot) of each token of a request."""
-    cache, table = inputs.case.cache, inputs.kv.rows[row].long()
-    token = torch.arange(cache.lengths[row], device=table.device)
-    return token, table[token // cache.page_size], token % cache.page_size
 
 
 def patterned(pattern: str, kind: str, rows: str, device: str, **fields: object) -> AttentionInputs:

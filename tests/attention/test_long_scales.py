@@ -8,20 +8,13 @@ import torch
 import cute_kernels as ck
 from cute_kernels.attention.variants import explain
 from cute_kernels.planning.variants import PRETEND, PlanPreference
-from tests.attention.test_long_queries import EVERYTHING, QUERY_ROWS, check_kernel, long_case, places_of
+from tests.attention.test_long_queries import EVERYTHING, QUERY_ROWS, check_kernel, long_case
 from tests.support.attention_cases import AttentionInputs, Case, make_attention
 from tests.support.attention_harness import assert_close, assert_every_row, run, select
+from tests.support.scale_patterns import EXPONENTS, follow_pattern
 
 INT8, E4M3, E5M2 = ck.KVDtype.INT8, ck.KVDtype.E4M3, ck.KVDtype.E5M2
 TOKEN, TOKEN_F16, HEAD = ck.KVScale.TOKEN, ck.KVScale.TOKEN_F16, ck.KVScale.HEAD
-EXPONENTS = {  # of what the scale of token t of n is multiplied by, to base 2
-    "as_made": lambda t, n: 0.0 * t,
-    "rising": lambda t, n: 10.0 * t / n - 8.0,
-    "falling": lambda t, n: 2.0 - 10.0 * t / n,
-    "steps": lambda t, n: 3.0 * (t // 150 % 3) - 6.0,
-    "spread": lambda t, n: -(t * 37 % 11) * 1.0,
-}
-WIDE = 2.0  # times as far where V's scales are f32: a tile's may differ by 2**28 before weights in f16 lose bits (kv/scale.py)
 
 
 def of(k_dtype: ck.KVDtype, k_scale: ck.KVScale, v_dtype: ck.KVDtype, v_scale: ck.KVScale, **cache: object) -> dict[str, object]:
@@ -54,17 +47,7 @@ def scaled_case(name: str, rows: str = "long") -> Case:
 def scaled(name: str, pattern: str, rows: str, device: str) -> AttentionInputs:
     """Requests whose scales follow a pattern from token to token."""
     described = scaled_case(name, rows)
-    inputs = make_attention(described, device)
-    for which in ("k", "v"):
-        scales = inputs.kv.scales[f"{which}_scale"]
-        if scales is None or scales.dim() < 3:
-            continue
-        far = WIDE if which == "v" and scales.dtype == torch.float32 else 1.0
-        for row, length in enumerate(described.cache.lengths):
-            token, pages, slots = places_of(inputs, row)
-            factors = torch.exp2((EXPONENTS[pattern](token.double(), length) * far).round())
-            scales[pages, slots] = (scales[pages, slots].double() * factors[:, None]).to(scales.dtype)
-    return inputs
+    return follow_pattern(make_attention(described, device), pattern)
 
 
 @pytest.mark.parametrize(("name", "rows"), dict.fromkeys((name, rows) for name, _, rows in CASES))

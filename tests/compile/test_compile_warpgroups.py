@@ -93,7 +93,7 @@ LONG: dict[str, dict[str, Any]] = {
 # loads and stores of spilled registers where a phase, a piece or an item begins or ends
 MIXED_SPILLS = {"head_dim 64": 21, "head_dim 256": 44}
 # moves to uniform registers in the loops over tiles of both phases of warpgroups, nearly all of them in the first of the two
-MOVES = {"head_dim 128": 40, "head_dim 64": 3, "head_dim 256": 80, "e4m3": 28, "int8 token": 24}
+MOVES = {"head_dim 128": 40, "head_dim 64": 3, "head_dim 256": 80, "e4m3": 28, "int8 token": 25}
 SPILLED = {"page 8, everything": 6}  # three registers, stored and loaded once an item
 
 
@@ -119,9 +119,10 @@ def test_long_queries(name: str, tmp_path: Path) -> None:
     assert len(re.findall(r"\b(?:LDL|STL)\b", sass)) <= SPILLED.get(name, 0), "registers spilled to local memory"
     assert sass.count("HGMMA") == spec.padded_head_dim // 16 + 2 * spec.tile_n // 16
     assert sass.count("WARPGROUP.DEPBAR") == 4, "the assembler waits for more than both products"
-    if spec.k_type == "int8":  # each load is converted by four subtractions: of K and V by the same ones, but by a crew for both
+    if spec.k_type == "int8":  # four of these convert a load: of K and V the same ones, but where a crew is for both
         crew = widen.turns_of(spec.rings[0], 32 * len(spec.widening_crews[0]))
-        assert sass.count("-1152, -1152") == 4 * crew * (2 if spec.one_crew else 1)
+        assert sass.count("-1152, -1152") == (8 * crew if spec.one_crew else 4)
+        assert sass.count("HFMA2 ") >= (0 if spec.one_crew else 4 * crew)
     assert registers_set(ptx) == sorted(spec.register_shares or ())
 
 

@@ -190,6 +190,17 @@ def test_conversions_are_those_of_torch() -> None:
         assert (upper.view(np.float16) == exact).all() and (lower.view(np.float16) == -exact).all()
 
 
+def test_a_multiply_add_of_halves_scales_an_int8() -> None:
+    """Every int8 k, as the subnormal (k + 128) 2**-24, times a factor, less 128 times: k times the factor, rounded once."""
+    k = np.arange(-128, 128)
+    for factor in np.random.default_rng(0).uniform(2.0**4, 2.0**16 - 32, 16).astype(np.float16):
+        wanted = (k + 128) * 2.0**-24, factor + 0.0 * k, -(2.0**-17) * factor + 0.0 * k
+        halves = [values.astype(np.float16).view(np.uint16) for values in wanted]
+        expected = (k * (float(factor) * 2.0**-24)).astype(np.float16)
+        for half in numbers.halves(numbers.fma_f16x2(*(numbers.packed(one, one) for one in halves))):
+            assert (half.view(np.float16) == expected).all()
+
+
 @pytest.mark.parametrize("selector", [0x3210, 0x7654, 0x5140, 0x0000, 0xBA98, 0x4321])
 def test_bytes_by_a_selector(selector: int) -> None:
     a, b = 0x8311F055, 0x7E9901C2

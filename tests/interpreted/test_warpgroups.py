@@ -23,6 +23,7 @@ from tests.support.attention_cases import (
 )
 from tests.support.attention_harness import assert_close
 from tests.support.harness import assert_bitwise
+from tests.support.scale_patterns import follow_pattern
 from tests.support.storage import STORAGES
 
 ONE_HEAD: dict[str, Any] = {"num_heads": 4, "num_kv_heads": 1, "head_dim": 128}
@@ -67,6 +68,11 @@ CASES: dict[str, tuple[Case, DecodeConfig, Any]] = {
     "int8 token, 128 rows, cut": (case("int8 cut", {**ONE_HEAD, **CUT, **TOKEN_SCALES}, **ROWS_128), WIDENED, "balanced"),
     "V of e4m3 and token scales, 128 rows": (
         case("v e4m3", {**ONE_HEAD, **WHOLE, "v_dtype": E4M3, "v_scale": KVScale.TOKEN_F16}, **ROWS_128),
+        WIDENED,
+        "whole",
+    ),
+    "V of int8 and token scales, 128 rows": (
+        case("v int8", {**ONE_HEAD, **WHOLE, "v_dtype": KVDtype.INT8, "v_scale": KVScale.TOKEN_F16}, **ROWS_128),
         WIDENED,
         "whole",
     ),
@@ -156,4 +162,16 @@ def test_scores_below_zero_that_rise(rows: dict[str, Any], config: DecodeConfig)
     descriptor = problem.descriptor()
     kernel = kernel_of(descriptor.problem, config, "balanced", SLICES, descriptor=descriptor)
     inputs = make_low_attention(problem)
+    assert_close(inputs, run_attention(kernel, inputs))
+
+
+@pytest.mark.parametrize("pattern", ["rising", "spread", "bursts"])
+def test_scales_of_values_far_apart(pattern: str) -> None:
+    """A unit that grows from tile to tile, and tiles in which V's scales differ by 2**20 or 2**16, all or some of them."""
+    scales = {"k_scale": KVScale.TOKEN_F16, "v_scale": KVScale.TOKEN}
+    problem = case("far", {**ONE_HEAD, "lengths": (600, 0, 40), "kv_dtype": KVDtype.INT8, **scales}, **ROWS_128)
+    descriptor = problem.descriptor()
+    kernel = kernel_of(descriptor.problem, WIDENED, "balanced", SLICES, descriptor=descriptor)
+    assert kernel.spec.scales_values and kernel.spec.scales_keys
+    inputs = follow_pattern(make_attention(problem), pattern)
     assert_close(inputs, run_attention(kernel, inputs))

@@ -15,11 +15,12 @@ from ...config.decode import KernelSpec
 from ...config.tiling import TILE_M
 from ..elements import ELEMENT_TYPES
 from ..kv.scale import SMALLEST_UNIT, Scaling, column_scales, scale_columns, settle_scales, widen_unit
+from ..kv.value_scales import follow_unit
 from ..mainloop.shared import Shared
-from .bases import weigh_by_maxima, weigh_lazily
+from ..ptx.packed import pack
+from .bases import WeightsUp, weigh_by_maxima, weigh_lazily
 from .mask import HOLE_BITS, RowMask, cuts, mask_holes, mask_rows, mask_scores, zero_outside, zero_rows
 from .pack_gqa import fragments
-from .query_range import pack
 from .query_rows import TilePlace
 from .score import ScoreModifier, modify_scores
 from .softmax import online_softmax
@@ -35,7 +36,8 @@ class WarpState:
     """The running attention state of one warp: f32 O accumulator, row maxima and sums (this thread's part).
 
     row_max: with lazy rescaling (bases.py), the maximum at the time when the row's base last moved.
-    unit: the unit of sums and O, Int32 [1], if V has one scale per token (kv/scale.py), else None.
+    unit: the unit of sums and O, Int32 [1], if V has one scale per token (kv/scale.py); of O alone if that goes into V
+    (kv/value_scales.py); else None.
     """
 
     acc_o: cute.Tensor
@@ -139,7 +141,7 @@ def attend_tile(spec: cutlass.Constexpr, attention: Attention, shared: Shared, s
             weigh_by_maxima(acc_s, state, factors, up)
         else:
             online_softmax(acc_s, state.acc_o, state.row_max, state.row_sum, factors, up)
-    if cutlass.const_expr(spec.v_token_scale):
+    if cutlass.const_expr(spec.scales_weights):
         columns = columns_of(spec, token_scales, 1)
         for acc_s in scores:
             scale_columns(acc_s, spec.lane_rows, columns)
@@ -202,9 +204,11 @@ def hide_scores(
                 mask_holes(acc_s, coords, word, spec.hole_tokens, first=number * HOLE_BITS * spec.hole_tokens)
 
 
-def weights_up(spec: KernelSpec, state: WarpState, peak: Int32) -> tuple[Float32, Float32] | None:
-    """(a term in the exponents of weights, a factor on the sum and O so far), or None. peak: from settle_scales."""
+def weights_up(spec: KernelSpec, state: WarpState, peak: Int32) -> WeightsUp | None:
+    """How the tile's scales of V change weights, sums and O; None if nothing does. peak: from settle_scales."""
+    if spec.scales_values:
+        return WeightsUp(Float32(spec.weight_bits), Float32(1.0), follow_unit(state.unit, peak))
     if spec.v_token_scale:
         shrink, up = widen_unit(state.unit, peak)
-        return up + spec.weight_bits, shrink
-    return (Float32(spec.weight_bits), Float32(1.0)) if spec.weight_bits > 0 else None
+        return WeightsUp(up + spec.weight_bits, shrink, shrink)
+    return WeightsUp(Float32(spec.weight_bits), Float32(1.0), Float32(1.0)) if spec.weight_bits > 0 else None

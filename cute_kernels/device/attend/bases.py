@@ -9,6 +9,8 @@ in half of the tiles over caches with scales of tokens (docs/notes/kernel-log.md
 Where most tiles would move a base anyway, bases follow the maxima, and O is rescaled at each tile (weigh_by_maxima).
 """
 
+from dataclasses import dataclass
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
@@ -23,9 +25,18 @@ FEW_COLUMNS = 8  # of a lane in a tile
 BF16_SLACK = 8.0  # the same in bf16, whose range is f32's: sums and O stay far from its end
 
 
+@dataclass(frozen=True)
+class WeightsUp:
+    """What is added to the exponents of a tile's weights, and factors on the sums and on O so far."""
+
+    term: Float32
+    sums: Float32
+    outputs: Float32
+
+
 def slack_of(spec: KernelSpec) -> float:
     """How far past its base, to base 2, a scaled score may lie. A scale of V is below two units (kv/scale.py)."""
-    return MOST_F16_BITS - spec.weight_bits - spec.v_token_scale if spec.v_math == "f16" else BF16_SLACK
+    return MOST_F16_BITS - spec.weight_bits - spec.scales_weights if spec.v_math == "f16" else BF16_SLACK
 
 
 @cute.jit
@@ -96,7 +107,7 @@ def stays_at(spec: KernelSpec, top: Int32, base: Float32, factor: Float32, row_s
     return (weight <= most) & ((top & as_bits(base)) >= 0) & (cute.arch.fmax(base, -base) < MOST_BASE)
 
 
-def weigh_lazily(spec: KernelSpec, acc_s: cute.Tensor, state, factors: list, weights_up: tuple | None):
+def weigh_lazily(spec: KernelSpec, acc_s: cute.Tensor, state, factors: list, weights_up: WeightsUp | None):
     """As online_softmax, with a base that moves lazily. state, factors: as in settle_bases."""
     offsets, *moves = settle_bases(spec, acc_s, state, factors)
     follow_bases(state.acc_o, *moves, weights_up)
@@ -104,11 +115,11 @@ def weigh_lazily(spec: KernelSpec, acc_s: cute.Tensor, state, factors: list, wei
         weigh_row(acc_s, state, r, factors[r], offsets[r], weights_up)
 
 
-def weigh_by_maxima(acc_s: cute.Tensor, state, factors: list, weights_up: tuple | None):
+def weigh_by_maxima(acc_s: cute.Tensor, state, factors: list, weights_up: WeightsUp | None):
     """As weigh_lazily, with a base that follows the maximum: O is rescaled at each tile, and no branch depends on the scores."""
     offsets, decays = follow_maxima(acc_s, state, factors)
     for r in range(len(factors)):
-        rescale_row(state.acc_o, r, decays[r] if weights_up is None else decays[r] * weights_up[1])
+        rescale_row(state.acc_o, r, decays[r] if weights_up is None else decays[r] * weights_up.outputs)
         weigh_row(acc_s, state, r, factors[r], offsets[r], weights_up)
 
 
@@ -146,23 +157,23 @@ def is_far(base: Float32) -> Boolean:
 
 
 @cute.jit
-def weigh_row(acc_s: cute.Tensor, state, row: cutlass.Constexpr, factor: Float32, offset: Float32, weights_up: tuple | None):
-    """A row of acc_s becomes exp2(acc_s * factor - offset), and joins its sum. weights_up: as in online_softmax."""
+def weigh_row(acc_s: cute.Tensor, state, row: cutlass.Constexpr, factor: Float32, offset: Float32, weights_up: WeightsUp | None):
+    """A row of acc_s becomes exp2(acc_s * factor - offset), and joins its sum. weights_up: attend.weights_up."""
     scores = rows_of(acc_s)
     if cutlass.const_expr(weights_up is not None):
-        offset = offset - weights_up[0]
-        state.row_sum[row] = state.row_sum[row] * weights_up[1]
+        offset = offset - weights_up.term
+        state.row_sum[row] = state.row_sum[row] * weights_up.sums
     weights = cute.math.exp2(scores[row, None].load() * factor - offset, fastmath=True)
     scores[row, None].store(weights)
     state.row_sum[row] = weights.reduce(cute.ReductionOp.ADD, state.row_sum[row], 0)
 
 
 @cute.jit
-def follow_bases(acc_o: cute.Tensor, decays: list, moved: Boolean, weights_up: tuple | None):
+def follow_bases(acc_o: cute.Tensor, decays: list, moved: Boolean, weights_up: WeightsUp | None):
     """Rescales O to the current bases, which few tiles move. decays, moved: from settle_bases."""
     factors = list(decays)
     if cutlass.const_expr(weights_up is not None):
-        factors, moved = [decay * weights_up[1] for decay in decays], moved | (weights_up[1] != 1.0)
+        factors, moved = [decay * weights_up.outputs for decay in decays], moved | (weights_up.outputs != 1.0)
     if moved:
         for r in cutlass.range_constexpr(len(factors)):
             rescale_row(acc_o, r, factors[r])

@@ -14,14 +14,14 @@ from cutlass import Boolean, Float32, Int32
 from ...config.decode import LOG2_E, KernelSpec
 from ...config.tiling import TILE_M
 from ..combine.partials import columns_of_word, send, word_of_column
-from ..kv.scale import Scaling, unit_of
+from ..kv.scale import Scaling, inverse_of_unit, unit_of
 from ..mainloop.tile import swizzled
+from ..ptx.packed import pack
 from ..ptx.registers import LANES, quotient, remainder
 from ..schedule.work_scheduler import Piece
 from .attend import RowTile, WarpState, row_scales
 from .bases import rounded_product
 from .pack_gqa import VECTOR, lane_rows_of, place_of, sync_consumers
-from .query_range import pack
 from .query_rows import QueryBlock, block_view, place_in, place_in_view
 from .softmax import finite_or_zero, quad_sum, rescale_row, rows_of
 
@@ -111,6 +111,9 @@ def lane_state(spec: KernelSpec, thr_mma, attended: RowTile, row_tile: Int32, sc
     """The lane's part of the state of an m-tile. row_tile: the m-tile's number."""
     state, inverses = attended.state, None if spec.modifiers.functions else attended.inverses
     factors = row_scales(attended, scaling) if spec.merges_bases else None
+    if spec.scales_values:  # until here O alone is a multiple of the unit
+        for r in range(cute.size(state.row_sum)):
+            state.row_sum[r] = state.row_sum[r] * inverse_of_unit(state.unit)
     rows, coords = lane_rows_of(spec, row_tile), output_coords(spec, thr_mma)
     return LaneState(state, inverses, factors, rows, rows_of(state.acc_o), coords, unit_factor(state))
 

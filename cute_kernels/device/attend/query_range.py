@@ -10,9 +10,8 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from ...config.decode import KernelSpec
-from ...config.problem import ElementType
 from ..elements import ELEMENT_TYPES
-from ..ptx.packed import widen_pair
+from ..ptx.packed import pack, widen_pair
 from ..ptx.registers import as_bits, as_float, warp_max
 
 TOP = 127 + 15 + 127  # what the exponent fields of the factor and of the row's largest magnitude add up to
@@ -48,9 +47,3 @@ def larger_magnitudes(spec: KernelSpec, peaks: Int32, pair: Int32) -> Int32:
         f"max.{spec.element_type}x2 {{$w0}}, before, magnitudes; }}"
     )
     return cute.arch.inline_ptx(text, write_only_types=[Int32], read_only_args=[peaks, pair])
-
-
-def pack(element_type: ElementType, first: Float32, second: Float32) -> Int32:
-    """Two f32 rounded into one word."""
-    text = f"cvt.rn.{element_type}x2.f32 {{$w0}}, {{$r1}}, {{$r0}};"
-    return cute.arch.inline_ptx(text, write_only_types=[Int32], read_only_args=[first, second])

@@ -16,11 +16,11 @@ from ...config.problem import MMA_K, UNIT_BYTES
 from ...config.tiling import TILE_M, WARPGROUP, WARPGROUP_M
 from ..elements import ELEMENT_TYPES
 from ..mainloop.tile import columns, swizzled, transposed
+from ..ptx.packed import pack
 from ..ptx.registers import LANES, as_bits, quotient, remainder
 from .epilogue import value_column
 from .pack_gqa import fragments, load_fragment
 from .query_heads import HALF_BYTES
-from .query_range import pack
 from .split_mma import F32_BYTES, Parts, ValueReader, add_product, column_parts, row_parts, weight_parts
 from .warp_mma import TileReader, make_mma
 from .warpgroup_mma import accumulator, descriptors, in_one, make_mma_of, wait_for_products

@@ -49,12 +49,12 @@ def online_softmax(
     row_max: cute.Tensor,
     row_sum: cute.Tensor,
     row_scales: list,
-    weights_up: tuple | None,
+    weights_up,
 ):
     """acc_s becomes exp2((acc_s - row_max) * row_scales[row]); row_max, row_sum and acc_o move to the new maximum.
 
     acc_s, acc_o: f32 accumulators of one warp; row_max, row_sum: f32 [rows in use]; row_sum holds this thread's columns only.
-    weights_up: (what is added to the exponent, a factor on the sum and O so far), or None.
+    weights_up: attend.weights_up, with one factor for sums and O.
     """
     scores = rows_of(acc_s)
     for r in cutlass.range_constexpr(cute.size(row_max)):
@@ -64,8 +64,8 @@ def online_softmax(
         decay = cute.math.exp2((row_max[r] - shift) * row_scales[r], fastmath=True)
         exponents = (row - shift) * row_scales[r]
         if cutlass.const_expr(weights_up is not None):
-            exponents = exponents + weights_up[0]
-            decay = decay * weights_up[1]
+            exponents = exponents + weights_up.term
+            decay = decay * weights_up.outputs
         weights = cute.math.exp2(exponents, fastmath=True)
         scores[r, None].store(weights)
         row_sum[r] = weights.reduce(cute.ReductionOp.ADD, row_sum[r] * decay, 0)

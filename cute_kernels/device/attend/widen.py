@@ -8,17 +8,20 @@ import math
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Int32
+from cutlass import Boolean, Float16, Int32
 
 from ...config.problem import UNIT_BYTES
 from ...config.tiling import RingShape
-from ..kv.codec import HALVES, decode
+from ..kv.codec import HALVES, decode, decode_scaled
 from ..mainloop.tile import SWIZZLE_ROWS, swizzled
+from ..ptx.packed import pack, widen_pair
+from ..ptx.registers import as_float, quotient, remainder
 from .mask import has_outside
 from .query_rows import TilePlace
 
 NARROW_BYTES, WIDE_BYTES = 8, 16  # of a thread's load and of its store: with these neither meets a bank twice
 TOGETHER = 8  # loads of a thread before the first store, past which the compiler moves no load
+TOGETHER_SCALED = 5  # the same, with factors, whose registers would spill
 MOST_PLACES = 4  # places that a thread keeps
 
 
@@ -54,14 +57,22 @@ class Places:
         self.rows_apart = self.count * self.threads // per_row(self.narrow)
         indices = [turn * self.threads + self.thread for turn in range(self.count)]
         places = [(index // per_row(self.narrow), index % per_row(self.narrow)) for index in indices]
+        self.work = self.narrow.tile_n * per_row(self.narrow)
         self.rows = [row for row, _ in places]
         self.sources = [source + swizzled(self.narrow, 0, row, place * NARROW_BYTES) for row, place in places]
         self.targets = [target + swizzled(self.wide, 0, row, place * WIDE_BYTES) for row, place in places]
 
     def inside(self, turn: int) -> Boolean:
         """Whether a turn has work for the thread."""
-        work = self.narrow.tile_n * per_row(self.narrow)
-        return Boolean(True) if (turn + 1) * self.threads <= work else self.thread + turn * self.threads < work
+        return Boolean(True) if self.is_full(turn) else self.thread + turn * self.threads < self.work
+
+    def is_full(self, turn: int) -> bool:
+        """Whether a turn has work for all threads."""
+        return (turn + 1) * self.threads <= self.work
+
+    def token(self, turn: int) -> Int32:
+        """The row of a turn; the tile's last one if the turn has none."""
+        return self.row(turn) if self.is_full(turn) else cutlass.min(self.row(turn), self.narrow.tile_n - 1)
 
     def row(self, turn: int) -> Int32:
         """The row of a turn; it lies past the tile if the turn has none."""
@@ -79,23 +90,53 @@ class Places:
 
     def load(self, turn: int) -> cute.Tensor:
         """A turn's elements, four per word; if the turn has none, other elements."""
-        address = cutlass.select_(self.inside(turn), self.source(turn), self.first)
-        words = cute.make_rmem_tensor(NARROW_BYTES // 4, Int32)
-        pointer = cute.make_ptr(Int32, address, cute.AddressSpace.smem, assumed_align=NARROW_BYTES)
-        cute.autovec_copy(cute.make_tensor(pointer, cute.make_layout(NARROW_BYTES // 4)), words)
-        return words
+        return load_words(cutlass.select_(self.inside(turn), self.source(turn), self.first))
+
+
+def load_words(address: Int32) -> cute.Tensor:
+    """Loads NARROW_BYTES from shared memory."""
+    words = cute.make_rmem_tensor(NARROW_BYTES // 4, Int32)
+    pointer = cute.make_ptr(Int32, address, cute.AddressSpace.smem, assumed_align=NARROW_BYTES)
+    cute.autovec_copy(cute.make_tensor(pointer, cute.make_layout(NARROW_BYTES // 4)), words)
+    return words
 
 
 @cute.jit
-def widen_tile(stored: cutlass.Constexpr, shapes: cutlass.Constexpr, source: Int32, target: Int32, thread: Int32):
-    """Writes a tile of 8-bit elements as one of f16. Operands as in Places."""
+def widen_tile(
+    stored: cutlass.Constexpr,
+    shapes: cutlass.Constexpr,
+    source: Int32,
+    target: Int32,
+    thread: Int32,
+    factors: Int32 | None = None,
+):
+    """Writes a tile of 8-bit elements as one of f16. Operands as in Places.
+
+    factors: the address of what each token's elements are multiplied by (kv/value_scales.py), if by anything.
+    """
     turns = cutlass.const_expr(turns_of(shapes[0], shapes[2]))
+    together = cutlass.const_expr(TOGETHER if factors is None else TOGETHER_SCALED)
     places = Places(shapes, source, target, thread)
-    for begin in cutlass.range_constexpr(0, turns, TOGETHER):
-        some = range(begin, min(begin + TOGETHER, turns))
+    for begin in cutlass.range_constexpr(0, turns, together):
+        some = range(begin, min(begin + together, turns))
         loaded = [places.load(turn) for turn in some]
-        for turn, words in zip(some, loaded, strict=True):
-            store(widened(stored, words), places.target(turn), places.inside(turn))
+        scales = [None if factors is None else load_factor(factors, places.token(turn)) for turn in some]
+        for turn, words, scale in zip(some, loaded, scales, strict=True):
+            store(widened(stored, words, scale), places.target(turn), places.inside(turn))
+
+
+@cute.jit
+def scale_in_f32(
+    stored: cutlass.Constexpr, shapes: cutlass.Constexpr, source: Int32, target: Int32, thread: Int32, scales: cute.Tensor
+):
+    """widen_tile for factors that f16 does not hold. scales: the bits of f32, [token]."""
+    narrow, wide, threads = shapes
+    for index in cutlass.range(thread, narrow.tile_n * per_row(narrow), threads, unroll=1):
+        row, place = quotient(index, per_row(narrow)), remainder(index, per_row(narrow))
+        scale, words = as_float(scales[row]), load_words(source + swizzled(narrow, 0, row, place * NARROW_BYTES))
+        pairs = [widen_pair(Float16, half) for half in widened(stored, words)]
+        scaled = [pack("f16", first * scale, second * scale) for first, second in pairs]
+        store(scaled, target + swizzled(wide, 0, row, place * WIDE_BYTES), Boolean(True))
 
 
 @cute.jit
@@ -112,9 +153,18 @@ def zero(places: Places, seen: TilePlace):
         store([Int32(0)] * (WIDE_BYTES // 4), places.target(turn), outside & places.inside(turn))
 
 
-def widened(stored: str, words: cute.Tensor) -> list[Int32]:
-    """8-bit elements, four per word, as words of two f16."""
-    return [half for i in range(cute.size(words)) for half in decode(stored, True, words[i], HALVES)]
+def load_factor(factors: Int32, token: Int32) -> tuple[Int32, Int32]:
+    """(factor, offset) of a token. factors: the address of a tile's."""
+    text = "ld.shared.v2.b32 {{$w0}, {$w1}}, [{$r0}];"
+    return cute.arch.inline_ptx(text, write_only_types=[Int32, Int32], read_only_args=[factors + 8 * token])
+
+
+def widened(stored: str, words: cute.Tensor, scale: tuple[Int32, Int32] | None = None) -> list[Int32]:
+    """8-bit elements, four per word, as words of two f16. scale: load_factor of their token, if it scales them."""
+    every = [words[i] for i in range(cute.size(words))]
+    if scale is not None:
+        return [half for word in every for half in decode_scaled(word, HALVES, *scale)]
+    return [half for word in every for half in decode(stored, True, word, HALVES)]
 
 
 @cute.jit

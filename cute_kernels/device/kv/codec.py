@@ -27,6 +27,15 @@ def decode(stored_type: str, by_instruction: bool, word: Int32, pairs: tuple[str
     return cute.arch.inline_ptx(f"{{ {text} }}", write_only_types=[Int32, Int32], read_only_args=[word])
 
 
+def decode_scaled(word: Int32, pairs: tuple[str, str], factor: Int32, offset: Int32) -> tuple[Int32, Int32]:
+    """As `decode` of int8, times scales. factor, offset: f16 for each half of both results (value_scales.py)."""
+    lines = [".reg .b32 x, y;", "xor.b32 x, {$r0}, 0x80808080;"]
+    for i, (upper, lower) in enumerate(pairs):
+        lines.append(f"prmt.b32 y, x, 0, 0x4{upper}4{lower}; fma.rn.f16x2 {{$w{i}}}, y, {{$r1}}, {{$r2}};")
+    text = f"{{ {' '.join(lines)} }}"
+    return cute.arch.inline_ptx(text, write_only_types=[Int32, Int32], read_only_args=[word, factor, offset])
+
+
 def _int8(pairs: tuple[str, str]) -> str:
     lines = [".reg .b32 x, y, bias;", f"xor.b32 x, {{$r0}}, 0x80808080; mov.b32 bias, {INT8_BIAS};"]
     for i, (upper, lower) in enumerate(pairs):

@@ -41,10 +41,12 @@ class ScaleRing:
     upper: Int32 [group of 32 tokens, stage]; bit l: the f16 scale of token l lies in the upper half of its word. For widened
     tiles words are f32, ordered so that the words of a lane's accumulator columns are neighbours, and `upper` has the bits of the
     largest magnitude in each group, or first those of the largest of all (`settles_scales`); of V's scales alone.
+    factors: those of V's tokens, if they go into V (value_scales.py), with word_of in `upper`; K's constant ones; or None.
     """
 
     words: cute.Tensor
     upper: cute.Tensor
+    factors: cute.Tensor | None = None
 
 
 def make_scale_rings(spec: KernelSpec, smem, stages: int, widened: bool = False) -> tuple:
@@ -53,12 +55,17 @@ def make_scale_rings(spec: KernelSpec, smem, stages: int, widened: bool = False)
     if widened:  # a token is (column of a pair, pair of an n8 step, step)
         apart = spec.lane_scales
         layout = cute.make_layout(((2, 4, spec.tile_n // 8), stages), stride=((1, apart, 2), 4 * apart))
-    for form in (spec.k_scale, spec.v_scale):
+    factor_stages = (spec.scales_keys, stages * spec.scales_values) if widened else (0, 0)
+    for form, scaled in zip((spec.k_scale, spec.v_scale), factor_stages, strict=True):
         ring = None
         if form.startswith("token"):
             words = smem.allocate_tensor(Int32, layout, byte_alignment=16)
             upper = smem.allocate_tensor(Int32, cute.make_layout((spec.scale_groups, stages)), byte_alignment=16)
-            ring = ScaleRing(words, upper)
+            factors = None
+            if scaled:
+                shape = cute.make_layout((spec.factor_words, int(scaled)))
+                factors = smem.allocate_tensor(Int32, shape, byte_alignment=16)
+            ring = ScaleRing(words, upper, factors)
         rings.append(ring)
     return tuple(rings)
 
@@ -132,7 +139,7 @@ def settle_scales(spec: cutlass.Constexpr, rings: tuple, stage: Int32) -> Int32:
     """Converts the scales of a tile that has come to f32, each lane its own tokens; returns the bits of V's largest magnitude.
 
     If several warps read a tile, its words stay as they came: column_scales converts them. If other warps widen tiles, rings and
-    stage are of the widened tiles, whose scales are f32 already.
+    stage are of the widened tiles, whose scales are f32 already. Scales that go into V are left to value_scales.py.
     """
     peak, alone = Int32(0), cutlass.const_expr(spec.readers == 1)
     if cutlass.const_expr(spec.widens_tiles):
@@ -142,7 +149,7 @@ def settle_scales(spec: cutlass.Constexpr, rings: tuple, stage: Int32) -> Int32:
         return peak
     if cutlass.const_expr(spec.k_token_scale and alone):
         settle(rings[0], stage, spec.k_scale == "token_f16", alone)
-    if cutlass.const_expr(spec.v_token_scale):
+    if cutlass.const_expr(spec.scales_weights):
         peak = settle(rings[1], stage, spec.v_scale == "token_f16", alone)
     if cutlass.const_expr(spec.token_scales > 0):
         cute.arch.sync_warp()
@@ -247,3 +254,8 @@ def widen_unit(unit: cute.Tensor, peak: Int32) -> tuple[Float32, Float32]:
 def unit_of(unit: cute.Tensor) -> Float32:
     """The unit as a factor."""
     return as_float(unit[0])
+
+
+def inverse_of_unit(unit: cute.Tensor) -> Float32:
+    """The inverse of the unit, as a factor."""
+    return as_float((2 * 127 << 23) - unit[0])

@@ -11,13 +11,18 @@ from cutlass import Boolean, Int32, Int64
 
 from ...config.decode import KernelSpec
 from ...config.problem import ScaleForm
-from ..ptx.registers import LANES, MAGNITUDE, as_bits, warp_max
+from ..ptx.registers import LANES, MAGNITUDE, as_bits, as_float, warp_max
 from .scale import ScaleRing, half_to_float, own_half
+from .value_scales import INVERSE_OF_KEYS, store_factors
 
 
-def make_coming(spec: KernelSpec) -> cute.Tensor:
-    """Registers for the scales of a tile on their way: Int32 [group of 32 tokens, K and V], this lane's token of each group."""
-    return cute.make_rmem_tensor((spec.token_groups, 2), Int32)
+def make_coming(spec: KernelSpec) -> tuple[cute.Tensor, cute.Tensor, cute.Tensor]:
+    """Registers for the scales of two tiles on their way, and for the unit of V's (value_scales.py), Int32 [1].
+
+    Scales are Int32 [group of 32 tokens, K and V]: this lane's token of each group.
+    """
+    later, earlier = (cute.make_rmem_tensor((spec.token_groups, 2), Int32) for _ in range(2))
+    return later, earlier, cute.make_rmem_tensor(1, Int32)
 
 
 def read_scales(spec: KernelSpec, found: list, coming: cute.Tensor):
@@ -39,23 +44,32 @@ def read_scale(form: ScaleForm, address: Int64, inside: Boolean) -> Int32:
 
 
 @cute.jit
-def store_scales(spec: cutlass.Constexpr, wide: tuple, stage: Int32, coming: cute.Tensor):
-    """Stores the scales of a tile as f32 for all its readers, and the largest magnitude of V's.
+def store_scales(spec: cutlass.Constexpr, wide: tuple, stage: Int32, coming: cute.Tensor, unit: cute.Tensor):
+    """Stores the scales of a tile as f32 for all its readers, and the largest magnitude of V's, or factors of V's.
 
-    wide: rings of K's and V's scales for widened tiles.
+    wide: rings of K's and V's scales for widened tiles; unit: that of earlier factors of the piece, which becomes the tile's.
     """
-    lane, forms = cute.arch.lane_idx(), (spec.k_scale, spec.v_scale)
+    lane = cute.arch.lane_idx()
     for which, ring in [(which, ring) for which, ring in enumerate(wide) if ring is not None]:
-        peak = Int32(0)
-        for group in cutlass.range_constexpr(spec.token_groups):
-            bits = coming[group, which]
-            if cutlass.const_expr(forms[which] == "token_f16"):
-                bits = as_bits(half_to_float(bits))
-            peak = cutlass.max(peak, store_scale(spec, ring, stage, group, bits))
-        if cutlass.const_expr(which == 1):
-            peak = warp_max(peak)
-            if lane == 0:
-                ring.upper[0, stage] = peak
+        bits = [scale_bits(spec, which, coming[group, which]) for group in range(spec.token_groups)]
+        if cutlass.const_expr(which == 1 and spec.scales_values):
+            store_factors(spec, ring, stage, bits, unit)
+        else:
+            peak = Int32(0)
+            for group in cutlass.range_constexpr(spec.token_groups):
+                peak = cutlass.max(peak, store_scale(spec, ring, stage, group, bits[group]))
+            if cutlass.const_expr(which == 1):
+                peak = warp_max(peak)
+                if lane == 0:
+                    ring.upper[0, stage] = peak
+
+
+def scale_bits(spec: KernelSpec, which: int, found: Int32) -> Int32:
+    """The bits, as f32, of a scale of K (0) or V (1) as read_scale found it; K's times what its constant factor takes off."""
+    form, bits = (spec.k_scale, spec.v_scale)[which], found
+    if form == "token_f16":
+        bits = as_bits(half_to_float(bits))
+    return as_bits(as_float(bits) * INVERSE_OF_KEYS) if which == 0 and spec.scales_keys else bits
 
 
 @cute.jit

@@ -104,6 +104,7 @@ class DealtMainloop(OverlapMainloop):
         spec, batch, issued, turn = self.spec, problem.batch(self.spec), Int32(0), Int32(0)
         cute.arch.griddepcontrol_wait()
         meet_all(spec)
+        self.open_factors(shared, warp)
         item = take_item(spec, shared, turn)
         while item.index < batch:
             piece = piece_of(spec, problem.rows, item, issued)

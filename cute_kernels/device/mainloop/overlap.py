@@ -140,7 +140,7 @@ class OverlapMainloop(TmaMainloop):
             if cutlass.const_expr(r == 0):
                 wait_for_products(0)
                 self.release_values(piece, i - spec.turns, shared, i > self.order(piece))
-        if cutlass.const_expr(spec.v_token_scale):
+        if cutlass.const_expr(spec.scales_weights):
             scale_columns(acc_s, spec.lane_rows, columns_of(spec, token_scales, 1))
         if cutlass.const_expr(self.all_release):
             self.release_keys(piece, i, shared)

@@ -202,6 +202,11 @@ def narrow_barrier(spec: KernelSpec, shared: Shared, stage: Int32 | int, which: 
     return widened_barrier(spec, shared, stage, which) + spec.wide_stages
 
 
+def factor_barrier(spec: KernelSpec, shared: Shared, stage: Int32 | int) -> cute.Pointer:
+    """The barrier "a stage has the factors of V's tokens" (kv/value_scales.py): each lane of the warp that made them arrives."""
+    return widened_barrier(spec, shared, 0) + 4 * spec.wide_stages + stage
+
+
 @cute.jit
 def read_holes(spec: cutlass.Constexpr, shared: Shared, word: Int32) -> Int32:
     """A word of a stage's holes, for all lanes. Only lane 0, which also frees the stage, reads it."""

@@ -46,6 +46,7 @@ from .shared import (
     announced_barrier,
     crew_barrier,
     empty_barrier,
+    factor_barrier,
     full_barrier,
     narrow_barrier,
     read_holes,
@@ -121,6 +122,8 @@ class TmaMainloop(TokenScales, Widening):
                     widen = len(self.spec.widening_crews[which]) * widen + LANES * (which == 0 and self.spec.settles_scales)
                     cute.arch.mbarrier_init(widened_barrier(self.spec, shared, stage, which), widen)
                     cute.arch.mbarrier_init(narrow_barrier(self.spec, shared, stage, which), self.spec.readers * read)
+            for stage in cutlass.range_constexpr(self.spec.factor_barriers):
+                cute.arch.mbarrier_init(factor_barrier(self.spec, shared, stage), LANES)
             if cutlass.const_expr(self.spec.query_warps > 0):
                 make_query_barriers(self.spec, shared)
             for news in (crew_barrier, announced_barrier):
@@ -242,7 +245,7 @@ class TmaMainloop(TokenScales, Widening):
         parts, begin = cutlass.const_expr(spec.tile_producers), self.own_tile(piece, part)
         middle = cutlass.const_expr(min(tiles_ahead // 2, tiles_ahead - parts))
         settles = cutlass.const_expr(scales and spec.settles_scales)
-        coming = (make_coming(spec), make_coming(spec)) if settles else None
+        coming = make_coming(spec) if settles else None
         # tiles by which K goes ahead of V, or loads of scales ahead of their stores
         lead = cutlass.const_expr(1 if spec.overlaps and (settles or not scales) else 0)
         behind = pages  # those of the tile before

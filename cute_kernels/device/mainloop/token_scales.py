@@ -5,14 +5,14 @@ import cutlass.cute as cute
 from cutlass import Int32
 
 from ...config.decode import KernelSpec
-from ..kv.scale import fetch_scales, find_scales
+from ..kv.scale import SMALLEST_UNIT, fetch_scales, find_scales
 from ..kv.source import is_seen, slot_start
 from ..kv.wide_scales import read_scales, store_scales
 from ..problem import Problem
 from ..ptx.registers import remainder
 from ..schedule.work_scheduler import Piece
 from .boxes import arrive_after_copies
-from .shared import Shared, full_barrier, narrow_barrier, widened_barrier
+from .shared import Shared, factor_barrier, full_barrier, narrow_barrier, widened_barrier
 
 
 class TokenScales:
@@ -44,16 +44,21 @@ class TokenScales:
         """Reads the scales of the piece's tile i, if it has one, and stores those of the tile before as f32 for its readers.
 
         They are stored once K's wide stage is free: then all tiles whose scales lay in that place have been attended to.
-        place: see issue_boxes. coming: registers for the scales of both tiles (make_coming).
+        place: see issue_boxes. coming: registers for the scales of both tiles and for the unit of V's (make_coming).
         """
-        spec, ordinal, (later, earlier) = self.spec, piece.issued + i - 1, coming
+        spec, ordinal, (later, earlier, unit) = self.spec, piece.issued + i - 1, coming
         earlier.store(later.load())
         if i < piece.stop - piece.first:
             read_scales(spec, self.find_scales(problem, piece, i, 0, *place), later)
         if i > 0:
             wide, turn = self.place_in_wide(ordinal)
             cute.arch.mbarrier_wait(narrow_barrier(spec, shared, wide), turn ^ 1)
-            store_scales(spec, *self.token_scales(shared, ordinal), earlier)
+            if i == 1:
+                unit[0] = Int32(SMALLEST_UNIT)
+            rings, wide_stage = self.token_scales(shared, ordinal)
+            store_scales(spec, rings, wide_stage, earlier, unit)
+            if cutlass.const_expr(spec.scales_values):
+                cute.arch.mbarrier_arrive(factor_barrier(spec, shared, wide_stage))
             cute.arch.mbarrier_arrive(widened_barrier(spec, shared, wide))
 
     def find_scales(self, problem: Problem, piece: Piece, i: Int32, head: int, pages: Int32, lane: Int32) -> list:

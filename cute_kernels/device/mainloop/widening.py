@@ -2,18 +2,20 @@
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Boolean, Int32
 
 from ...config.decode import KernelSpec
 from ..attend.query_rows import place_of_tile
-from ..attend.widen import widen_tile, zero_widened
+from ..attend.widen import scale_in_f32, widen_tile, zero_widened
 from ..kv.source import open_row_or_nothing
+from ..kv.value_scales import is_far, open_keys
 from ..kv.wide_scales import load_scales, no_scales, widen_scales
 from ..problem import Problem
+from ..ptx.barriers import CREWS, sync_branches
 from ..ptx.registers import LANES, quotient, remainder
 from ..schedule.opening import meet, read_opening
 from ..schedule.work_scheduler import Piece, following, make_piece, unfinished
-from .shared import Shared, empty_barrier, full_barrier, narrow_barrier, widened_barrier
+from .shared import Shared, empty_barrier, factor_barrier, full_barrier, narrow_barrier, widened_barrier
 
 
 class Widening:
@@ -36,6 +38,7 @@ class Widening:
         spec, rows, issued = self.spec, problem.rows, Int32(0)
         cute.arch.griddepcontrol_wait()
         meet(spec)
+        self.open_factors(shared, warp)
         opening = read_opening(spec, problem, shared)[0]
         share, row = opening.share, opening.row
         index, tile = share.row, share.tile
@@ -80,7 +83,10 @@ class Widening:
             shapes, stored = (spec.rings[like], spec.wide[like], threads), (spec.k_type, spec.v_type)[like]
             source, target = (address_of(tiles, which) for tiles in (shared.rings, shared.wide))
             source, target = source + stage * shapes[0].tile_bytes, target + wide * shapes[1].tile_bytes
-            widen_tile(stored, shapes, source, target, thread)
+            if cutlass.const_expr(spec.scales_values and (like == 1 or spec.scales_keys)):
+                self.scale_tile(shared, ordinal, which, shapes, (source, target), thread)
+            else:
+                widen_tile(stored, shapes, source, target, thread)
             if which == 1:
                 zero_widened(shapes, target, place, thread)
         if cutlass.const_expr(scales) and keys:
@@ -90,6 +96,41 @@ class Widening:
         if (cute.arch.lane_idx() == 0) | (keys & (self.lanes_widen > 1)):
             cute.arch.mbarrier_arrive(empty_barrier(spec, shared, stage, which))
             cute.arch.mbarrier_arrive(widened_barrier(spec, shared, wide, which))
+
+    @cute.jit
+    def scale_tile(
+        self,
+        shared: Shared,
+        ordinal: Int32,
+        which: Int32,
+        shapes: cutlass.Constexpr,
+        places: tuple[Int32, Int32],
+        thread: Int32,
+    ):
+        """widen_tile of V, times its tokens' scales, once the factors of the share's tile `ordinal` are there; or of K.
+
+        places: (source, target).
+        """
+        spec, stages, (of_keys, ring) = self.spec, self.spec.wide_scale_stages, shared.wide_scales
+        stage, far = remainder(ordinal, stages), Boolean(False)
+        factors = Int32((ring.factors.iterator + cute.crd2idx((0, stage), ring.factors.layout)).toint())
+        if which == 1:
+            cute.arch.mbarrier_wait(factor_barrier(spec, shared, stage), quotient(ordinal, stages) & 1)
+            far = is_far(ring.upper[0, stage])
+        elif cutlass.const_expr(spec.scales_keys):
+            factors = Int32(of_keys.factors.iterator.toint())
+        if far:
+            scale_in_f32(spec.v_type, shapes, *places, thread, ring.words[None, stage])
+        else:
+            widen_tile(spec.v_type, shapes, *places, thread, factors)
+
+    @cute.jit
+    def open_factors(self, shared: Shared, warp: Int32):
+        """The widening warps store the constant factors of K's tokens. warp: as in widen."""
+        if cutlass.const_expr(self.spec.scales_keys):
+            warps = self.spec.widening_warps
+            open_keys(self.spec, shared.wide_scales[0], warp * LANES + cute.arch.lane_idx(), LANES * warps)
+            sync_branches(CREWS, warps)
 
 
 def address_of(tiles: tuple, which: Int32) -> Int32:

@@ -10,6 +10,7 @@ PRODUCTS = 4  # from here on, one barrier per warpgroup: it may start its produc
 ROWS = 8  # from here on, one per warpgroup: its query has come, or may be overwritten (kernels/long_queries.py)
 BETWEEN = 12  # all warps that have work meet between the phases of a mixed kernel (kernels/mixed.py)
 ATTENDING = 13  # the attending warps among them meet once more
+CREWS = 14  # the warps that widen tiles
 
 
 def sync_branches(barrier_id: int, warps: int):

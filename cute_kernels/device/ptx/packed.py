@@ -3,6 +3,7 @@
 import cutlass.cute as cute
 from cutlass import BFloat16, Float16, Float32, Int32
 
+from ...config.problem import ElementType
 from .registers import as_float
 
 SUFFIX = {BFloat16: "bf16x2", Float16: "f16x2"}  # of instructions
@@ -51,3 +52,9 @@ def select_bytes(first: Int32, second: Int32, which: int) -> Int32:
     return cute.arch.inline_ptx(
         f"prmt.b32 {{$w0}}, {{$r0}}, {{$r1}}, {which};", write_only_types=[Int32], read_only_args=[first, second]
     )
+
+
+def pack(element_type: ElementType, first: Float32, second: Float32) -> Int32:
+    """Two f32 rounded into one word."""
+    text = f"cvt.rn.{element_type}x2.f32 {{$w0}}, {{$r1}}, {{$r0}};"
+    return cute.arch.inline_ptx(text, write_only_types=[Int32], read_only_args=[first, second])

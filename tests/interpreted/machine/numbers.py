@@ -74,6 +74,12 @@ def f16x2_of(upper: np.ndarray, lower: np.ndarray) -> np.ndarray:
     return packed(upper.astype(F16).view(U16), lower.astype(F16).view(U16))
 
 
+def fma_f16x2(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
+    """a b + c in f16, half by half, rounded once: f64 holds a product of two f16 and its sum with a third one."""
+    a, b, c = (word.view(F16).astype(F64) for word in (a, b, c))
+    return (a * b + c).astype(F16).view(U32)
+
+
 @cache
 def _fp8_values(name: str) -> np.ndarray:
     stored = torch.arange(256, dtype=torch.uint8).view(getattr(torch, name))
