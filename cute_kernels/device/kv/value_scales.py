@@ -25,7 +25,6 @@ OF_KEYS, INVERSE_OF_KEYS = 0x78007800, 2.0**9  # a factor of 2**15 in f16, twice
 OFFSET = "0x80808080"  # -2**-17 in f16, twice
 
 
-@cute.jit
 def raise_unit(unit: Int32, peak: Int32, least: Int32) -> tuple[Int32, Boolean]:
     """(the unit, an f32's exponent, for a tile and all after it, whether a scale of the tile is far below it).
 
