@@ -166,12 +166,16 @@ def test_scores_below_zero_that_rise(rows: dict[str, Any], config: DecodeConfig)
 
 
 @pytest.mark.parametrize("pattern", ["rising", "spread", "bursts"])
-def test_scales_of_values_far_apart(pattern: str) -> None:
-    """A unit that grows from tile to tile, and tiles in which V's scales differ by 2**20 or 2**16, all or some of them."""
-    scales = {"k_scale": KVScale.TOKEN_F16, "v_scale": KVScale.TOKEN}
-    problem = case("far", {**ONE_HEAD, "lengths": (600, 0, 40), "kv_dtype": KVDtype.INT8, **scales}, **ROWS_128)
+@pytest.mark.parametrize("keys", [(KVDtype.INT8, KVScale.TOKEN_F16), (E4M3, KVScale.HEAD)], ids=["int8", "e4m3"])
+def test_scales_of_values_far_apart(keys: tuple[KVDtype, KVScale], pattern: str) -> None:
+    """A unit that grows from tile to tile, and tiles in which V's scales differ by 2**20 or 2**16, all or some of them.
+
+    K and V are widened by the same code, or by code of their own.
+    """
+    stored = {"kv_dtype": keys[0], "k_scale": keys[1], "v_dtype": KVDtype.INT8, "v_scale": KVScale.TOKEN}
+    problem = case("far", {**ONE_HEAD, "lengths": (600, 0, 40), **stored}, **ROWS_128)
     descriptor = problem.descriptor()
     kernel = kernel_of(descriptor.problem, WIDENED, "balanced", SLICES, descriptor=descriptor)
-    assert kernel.spec.scales_values and kernel.spec.scales_keys
+    assert kernel.spec.scales_values and kernel.spec.scales_keys == (keys[0] is KVDtype.INT8)
     inputs = follow_pattern(make_attention(problem), pattern)
     assert_close(inputs, run_attention(kernel, inputs))
