@@ -248,7 +248,12 @@ def widen_unit(unit: cute.Tensor, peak: Int32) -> tuple[Float32, Float32]:
     """
     before = unit[0]
     unit[0] = cutlass.max(before, cutlass.min(warp_max(peak) & EXPONENT, LARGEST_UNIT))
-    return as_float((127 << 23) + before - unit[0]), (127 - (unit[0] >> 23)).to(Float32)
+    return shrink_of(before, unit[0]), (127 - (unit[0] >> 23)).to(Float32)
+
+
+def shrink_of(before: Int32, after: Int32) -> Float32:
+    """What a number of units is multiplied by when its unit changes: the old unit divided by the new one."""
+    return as_float((127 << 23) + before - after)
 
 
 def unit_of(unit: cute.Tensor) -> Float32:

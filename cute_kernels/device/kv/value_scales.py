@@ -14,7 +14,7 @@ from cutlass import Boolean, Float32, Int32
 
 from ..ptx.packed import pack
 from ..ptx.registers import LANES, MAGNITUDE, as_bits, as_float, warp_max
-from .scale import EXPONENT, ScaleRing
+from .scale import EXPONENT, ScaleRing, shrink_of
 
 FIELD = 23  # the place of an f32's exponent
 ABOVE = 1 + 8 << FIELD  # from the power of two below the largest scale to the unit
@@ -67,7 +67,7 @@ def follow_unit(unit: cute.Tensor, word: Int32) -> Float32:
     """Takes over the unit of a tile (Int32 [1]); returns the old one divided by it. word: word_of."""
     before = unit[0]
     unit[0] = word & EXPONENT
-    return as_float((127 << FIELD) + before - unit[0])
+    return shrink_of(before, unit[0])
 
 
 def is_far(word: Int32) -> Boolean:
