@@ -10,7 +10,8 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from .tiling import TILE_M, MmaScope, RingShape, TilingSpec
+from .tiling import TILE_M, MmaScope, RingShape
+from .warps import WarpSpec
 
 Partition = Literal["whole", "balanced", "invariant", "dealt", "dealt_pieces"]
 DEALT: tuple[Partition, ...] = ("dealt", "dealt_pieces")  # query blocks of long queries, whole or in pieces
@@ -71,10 +72,10 @@ class DecodeConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class KernelSpec(TilingSpec):
+class KernelSpec(WarpSpec):
     """Everything that changes the generated code of an attention kernel. Hashable; the compile cache's key.
 
-    Its fields come in three groups: the problem (problem.py), tiles and warps (tiling.py), and the schedule.
+    Its fields come in three groups: the problem (problem.py), tiles and warps (tiling.py, warps.py), and the schedule.
     partition: how rows are divided between CTAs. "whole": not at all; "balanced": wherever the shares (the CTAs' equal parts of
     the work) end; "invariant": at places that depend on the row's length only. The parts (partial results) of a cut row meet in
     the workspace. "dealt": rows are not cut, and query blocks of long queries go to the CTAs one by one

@@ -1,4 +1,4 @@
-"""How a kernel divides a problem: tiles of keys, rows of a tensor-core tile, and the warps that work on them.
+"""How a kernel divides a problem: tiles of keys, rows of a tensor-core tile, and the warps that attend to them.
 
 A unit (head block) is one or two KV heads and a block of their packed query rows; a turn is the warps that read one tile.
 """
@@ -20,21 +20,7 @@ TILE_M = 16  # packed query rows of one tensor-core tile
 HALF_TILE_M = 8  # packed query rows of half a tile: each lane then has one row to work on instead of two
 WARPGROUP = 4  # warps that issue a wgmma together
 WARPGROUP_M = WARPGROUP * TILE_M  # packed query rows of a warpgroup's tile, 16 per warp
-# warps that widen 8-bit tiles to 16 bits for a warpgroup's products: two beside the producers and four alone, or all but one
-# producer of the only warpgroup that three others leave
-WIDENING_WARPS, WIDENING_WARPS_OF_ONE = 6, 3
-# (registers of a thread that attends, of any other thread), by the number of warps that attend
-WIDENING_REGISTERS = {4: (232, 136), 8: (200, 56), 12: (152, 56)}  # if other warps widen tiles
-OVERLAP_REGISTERS = {8: (224, 56), 12: (160, 32)}  # if products overlap, operands are f32, or 8 warps have two m-tiles each
-GATHER_REGISTERS = {4: (216, 72), 8: (216, 72)}  # if the producers bring tiles token by token
-# of weights in f16 where bases move lazily, one more beside scales of V's tokens, which take a bit of the weights: few tiles move
-# a base if a score may lie 4.75 or 2.75 bits past it, and not 1.75 or 0.75. With a bit less, rows whose output is of weights of
-# e ** -20 alone miss bf16's precision in some batches with token scales, and with 8 bits in all
-LAZY_WEIGHT_BITS = 11
-OTHER_REGISTERS, OF_MODIFIERS = 32, 24  # of a warpgroup's thread, beside those that registers_with_query counts
-MOST_BOXES = 8  # of a tile that four producers take in turn: 32 pages are then those of four tiles
 MIN_BOX_ROWS = 8  # rows of one 128-byte swizzle atom: the smallest page part that one TMA box may bring
-PRODUCER_WARPS: dict[Arch, int] = {"sm90": 2, "sm80": 0}  # one brings K and V; one brings tokens' scales, or looks ahead
 
 
 @dataclass(frozen=True)
@@ -117,15 +103,6 @@ class TilingSpec(ProblemSpec):
         return self.overlaps and self.turns > 1 and self.q_lens is None
 
     @property
-    def lazy_bases(self) -> bool:
-        """Whether the bases of weights move lazily (device/attend/bases.py): where instructions set the pace.
-
-        Not in warps of two m-tiles whose weights V's scales multiply, where nine tiles of ten would move one: there they follow
-        the maxima.
-        """
-        return self.overlaps or (self.paired and not self.scales_weights)
-
-    @property
     def rounds_bases(self) -> bool:
         """Whether weights are relative to rounded bases, which a multiply-add subtracts, and not to maxima of unscaled scores."""
         return self.overlaps or self.paired
@@ -134,25 +111,6 @@ class TilingSpec(ProblemSpec):
     def merges_bases(self) -> bool:
         """Whether states merge by the bases of their weights, which need not be maxima (device/attend/bases.py)."""
         return self.rounds_bases and self.turns > 1
-
-    @property
-    def scales_values(self) -> bool:
-        """Whether scales of V's tokens go into int8 elements of V as these are widened (device/kv/value_scales.py).
-
-        Only where a warp of its own brings the scales: where crews convert them too, their tiles would come later.
-        """
-        return self.v_token_scale and self.v_type == "int8" and self.settles_scales
-
-    @property
-    def scales_weights(self) -> bool:
-        """Whether weights are multiplied by scales of V's tokens (device/kv/scale.py)."""
-        return self.v_token_scale and not self.scales_values
-
-    @property
-    def weight_bits(self) -> int:
-        """As ProblemSpec.weight_bits, but fewer where bases move lazily (device/attend/bases.py)."""
-        lazy = self.lazy_bases and self.v_math == "f16"
-        return LAZY_WEIGHT_BITS + self.scales_weights if lazy else super().weight_bits
 
     @property
     def gathers(self) -> bool:
@@ -212,109 +170,6 @@ class TilingSpec(ProblemSpec):
         num_stages is a multiple of it.
         """
         return self.turns if None in self.wide else 1
-
-    @property
-    def warps(self) -> int:
-        """Warps of a CTA: the warps that attend, bring tiles and widen tiles."""
-        if not self.widens_tiles and not self.register_shares:
-            return self.num_warps + PRODUCER_WARPS[self.arch]
-        return self.num_warps + WARPGROUP * (2 if self.widens_tiles and not self.one_crew else 1)
-
-    @property
-    def one_crew(self) -> bool:
-        """Whether one crew widens both K and V, beside one producer: three warpgroups attend, and leave a fourth alone."""
-        return self.widens_tiles and self.num_warps > 2 * WARPGROUP
-
-    @property
-    def widens_alike(self) -> bool:
-        """Whether the crews of K and V have the same work, and so the same code: an SM's cache of code is small."""
-        alike = (self.rings[0], self.wide[0], self.k_type) == (self.rings[1], self.wide[1], self.v_type)
-        return self.widens_tiles and alike and not self.one_crew and (self.k_token_scale or not self.scales_values)
-
-    @property
-    def scales_keys(self) -> bool:
-        """Whether elements of K are decoded with a constant factor, by the code that scales V's."""
-        return self.scales_values and self.widens_alike
-
-    @property
-    def widening_warps(self) -> int:
-        """Warps that widen tiles."""
-        if not self.widens_tiles:
-            return 0
-        return WIDENING_WARPS_OF_ONE if self.one_crew else WIDENING_WARPS
-
-    @property
-    def first_widening(self) -> int:
-        """The number of the first warp that widens tiles, after those that attend."""
-        return 1 if self.one_crew else PRODUCER_WARPS[self.arch]
-
-    @property
-    def widening_crews(self) -> tuple[range, range]:
-        """The numbers, among the widening warps, of those for K and of those for V; all of them if there is one crew for both."""
-        if None in self.wide or self.one_crew:
-            return range(self.widening_warps), range(self.widening_warps)
-        half = self.widening_warps // 2
-        return range(half), range(half, self.widening_warps)
-
-    @property
-    def producers(self) -> int:
-        """Warps that bring tiles and scales: one brings K and V, another one the scales of tokens; or all bring both."""
-        return self.gatherers or max(self.tile_producers, 2 if self.token_scales and not self.brings_scales else 1)
-
-    @property
-    def tile_producers(self) -> int:
-        """Warps that take tiles in turn, and bring K, V and scales of theirs: four if paired warps read scales of tokens, else 1.
-
-        Each of an SM's schedulers then has one: a scheduler with more work holds up its consumers, and with them all others
-        (docs/notes/kernel-log.md). num_stages is a multiple of four, so a stage always has the same producer. The pages that a
-        producer looks up at a time are those of four tiles or more.
-        """
-        few = self.tile_n <= MOST_BOXES * MIN_BOX_ROWS
-        return WARPGROUP if self.paired and self.token_scales and few else 1
-
-    @property
-    def brings_scales(self) -> bool:
-        """Whether the warps that bring K and V bring the scales of tokens as well."""
-        return self.token_scales > 0 and (self.tile_producers > 1 or self.one_crew)
-
-    @property
-    def settles_scales(self) -> bool:
-        """Whether the warp that brings scales of tokens leaves them as f32 for the readers of widened tiles.
-
-        Otherwise the warps that widen K convert them, for which a long query's products wait. Not where warpgroups take turns:
-        there a tile takes no longer than such a warp's chain of loads and stores (docs/notes/kernel-log.md).
-        """
-        return self.widens_tiles and self.token_scales > 0 and self.turns == 1 and not self.brings_scales
-
-    @property
-    def query_warps(self) -> int:
-        """Warps that bring queries and settle them beside the loop, if warps are paired: assistants, or the tiles' producers.
-
-        If there are none, the warps that attend fetch and settle queries between pieces.
-        """
-        return (self.assistants or self.producers) if self.paired else 0
-
-    @property
-    def assistants(self) -> int:
-        """Warps beside the loop, after the producers: they bring queries, and may store pieces (KernelSpec.stores_beside)."""
-        return WARPGROUP - self.producers if self.paired else 0
-
-    @property
-    def busy_warps(self) -> frozenset[int]:
-        """The numbers of the warps that have work; all other warps only hand over their registers."""
-        further = self.num_warps + self.first_widening
-        busy = range(self.num_warps + self.producers + self.assistants)
-        return frozenset((*busy, *range(further, further + self.widening_warps)))
-
-    @property
-    def register_shares(self) -> tuple[int, int] | None:
-        """(registers of a thread that attends, of any other) if warpgroups exchange registers; None if all have equally many."""
-        if self.widens_tiles:
-            return WIDENING_REGISTERS.get(self.num_warps)
-        if self.gathers:
-            return GATHER_REGISTERS.get(self.num_warps)
-        exchanged = self.overlaps or (self.arch == "sm90" and (self.splits or self.paired))
-        return OVERLAP_REGISTERS.get(self.num_warps) if exchanged else None
 
     @property
     def reread(self) -> bool:
@@ -420,26 +275,6 @@ class TilingSpec(ProblemSpec):
     def token_groups(self) -> int:
         """Groups of 32 tokens of a tile: one token per lane of a warp."""
         return -(-self.tile_n // 32)
-
-    @property
-    def holds_query(self) -> bool:
-        """Whether the query stays in registers, which else spill (read from SASS): at head_dim 256, or 128 with one packed row.
-
-        Warpgroups hold it over 8 bits, where shared memory's bandwidth is the limit, but not in turns in a phase.
-        """
-        if self.by_warpgroup:
-            shares = self.register_shares if self.widens_tiles and (self.q_lens is None or self.turns == 1) else None
-            return shares is not None and self.registers_with_query <= shares[0]
-        if self.splits or self.warp_tiles > 1:
-            return False
-        return self.padded_head_dim <= (192 if self.packed_rows > 1 else 96)
-
-    @property
-    def registers_with_query(self) -> int:
-        """Registers of a thread whose warpgroup holds its query: O, scores, weights, K's scales, the query, and others."""
-        tile = self.tile_n // 2 + self.tile_n // 4 * (1 + self.k_token_scale)
-        others = OTHER_REGISTERS + (OF_MODIFIERS if self.modifiers.functions or self.modifiers.tree_mask else 0)
-        return self.padded_v_head_dim // 2 + tile + self.padded_head_dim // 4 + others
 
     @property
     def query_fragment(self) -> tuple[int, int]:

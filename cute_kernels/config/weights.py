@@ -8,7 +8,8 @@ from typing import Literal
 from .decode import SCALE_BYTES, SMEM_BYTES
 from .limits import cp_async_reasons, tma_reasons
 from .problem import UNIT_BYTES
-from .tiling import RingShape, TilingSpec
+from .tiling import RingShape
+from .warps import WarpSpec
 
 WeightsType = Literal["none", "f32", "f16", "bf16"]
 
@@ -28,7 +29,7 @@ WEIGHT_BYTES = {"none": 0, "f32": 4, "f16": 2, "bf16": 2}
 
 
 @dataclass(frozen=True, kw_only=True)
-class WeightsSpec(TilingSpec):
+class WeightsSpec(WarpSpec):
     """Everything that changes the generated code of a kernel of attention weights. Hashable; the compile cache's key.
 
     num_kv_heads: KV heads that a CTA walks for each tile of keys. chunk: keys of a row that a CTA takes, whole pages if page

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..checks.fields import is_int
-from ..config.tiling import PRODUCER_WARPS, Arch
+from ..config.tiling import Arch
+from ..config.warps import PRODUCER_WARPS
 from ..errors import InvalidProblem, MisalignedOperand
 
 TMA_BYTES = 16  # a TMA box's inner extent, its strides and its base are multiples of this

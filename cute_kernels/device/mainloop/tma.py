@@ -19,7 +19,8 @@ from cutlass import Boolean, Int32, Int64
 from cutlass.cute.nvgpu import cpasync
 
 from ...config.decode import KernelSpec
-from ...config.tiling import PRODUCER_WARPS, RingShape
+from ...config.tiling import RingShape
+from ...config.warps import PRODUCER_WARPS
 from ..attend.attend import Attention, attend_tile
 from ..attend.mask import has_outside, zero_outside
 from ..attend.pack_gqa import prefetch_query, reader_of, turn_of
