@@ -75,13 +75,13 @@ class TmaMainloop(TokenScales, Widening):
         readers = spec.readers
         widening = [len(crew) for crew in spec.widening_crews]
         self.lanes_read = LANES if spec.widens_tiles and spec.token_scales else 1  # a lane arrives for its own scales
-        self.lanes_widen = 1 if spec.settles_scales else self.lanes_read
+        self.lanes_widen = 1 if spec.settles_scales else self.lanes_read, LANES if spec.scales_values else 1
         self.zeroes_alone = readers > 1 and spec.wide[1] is None
         # arrivals at an empty barrier: each lane, if it read scales or V's elements itself; one lane, if ldmatrix reads for all
         self.all_release = (spec.token_scales > 0 and not spec.widens_tiles) or (spec.splits and self.zeroes_alone)
         of_values = readers if spec.wide[1] is None else 0  # a widened V is done with once it is widened
         of_keys = readers * (LANES if self.all_release else 1) if spec.wide[0] is None else 0
-        self.releases = of_keys + widening[0] * self.lanes_widen, of_values + widening[1]
+        self.releases = of_keys + widening[0] * self.lanes_widen[0], of_values + widening[1]
 
     def operands(self, k: cute.Tensor, v: cute.Tensor) -> tuple:
         """(K atom, K coordinates, V atom, V coordinates) of caches [pages, heads, slots, head_dim] in any strides."""
@@ -119,8 +119,8 @@ class TmaMainloop(TokenScales, Widening):
                     cute.arch.mbarrier_init(zeroed_barrier(self.spec, shared, stage), LANES)
             for stage in cutlass.range_constexpr(self.spec.wide_stages):
                 for which in cutlass.range_constexpr(2):
-                    widen, read = (self.lanes_widen, self.lanes_read) if which == 0 else (1, 1)
-                    widen = len(self.spec.widening_crews[which]) * widen + LANES * (which == 0 and self.spec.settles_scales)
+                    widen = len(self.spec.widening_crews[which]) * self.lanes_widen[which]
+                    widen, read = widen + LANES * (which == 0 and self.spec.settles_scales), (self.lanes_read, 1)[which]
                     cute.arch.mbarrier_init(widened_barrier(self.spec, shared, stage, which), widen)
                     cute.arch.mbarrier_init(narrow_barrier(self.spec, shared, stage, which), self.spec.readers * read)
             for stage in cutlass.range_constexpr(self.spec.factor_barriers):

@@ -21,11 +21,13 @@ from .shared import Shared, empty_barrier, factor_barrier, full_barrier, narrow_
 class Widening:
     """The part of a mainloop that widens tiles.
 
-    lanes_widen, lanes_read: lanes of a warp that arrive for a widened K, and once they have attended with one.
+    lanes_widen: lanes of a warp that arrive for a widened K, and for a widened V. lanes_read: once they have attended with a K.
+
+    A lane that has read scales, or factors of them, arrives itself: racecheck takes no order from one lane for its warp.
     """
 
     spec: KernelSpec
-    lanes_widen: int
+    lanes_widen: tuple[int, int]
     lanes_read: int
 
     def place_in_wide(self, ordinal: Int32) -> tuple[Int32, Int32]:
@@ -93,8 +95,10 @@ class Widening:
             widen_scales(spec, shared.scales, stage, *self.token_scales(shared, ordinal), warp, found)
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.sync_warp()
-        if (cute.arch.lane_idx() == 0) | (keys & (self.lanes_widen > 1)):
+        first = (cute.arch.lane_idx() == 0) | (keys & (self.lanes_widen[0] > 1))
+        if first:
             cute.arch.mbarrier_arrive(empty_barrier(spec, shared, stage, which))
+        if first | ((which == 1) & (self.lanes_widen[1] > 1)):
             cute.arch.mbarrier_arrive(widened_barrier(spec, shared, wide, which))
 
     @cute.jit
