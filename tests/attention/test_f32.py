@@ -239,9 +239,10 @@ def test_a_thousand_repeats_and_replays_are_bitwise_equal(backend: str) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.exclusive
 @pytest.mark.parametrize("backend", KERNELS)
 def test_offsets_past_2_31_elements(backend: str) -> None:
-    """A pool of 2.2e9 elements a cache; the rows' pages lie at its very end."""
+    """A pool of 2.2e9 elements a cache, 18 GB for both; the rows' pages lie at its very end."""
     shape = Shape(num_heads=32, num_kv_heads=8, page_size=64, lengths=(200, 1000), max_seq_len=1000, dtype=F32)
     inputs = make_inputs(shape, "cuda")
     pages = -(-2_200_000_000 // inputs.k[0].numel())
