@@ -119,8 +119,9 @@ class TmaMainloop(TokenScales, Widening):
                     cute.arch.mbarrier_init(zeroed_barrier(self.spec, shared, stage), LANES)
             for stage in cutlass.range_constexpr(self.spec.wide_stages):
                 for which in cutlass.range_constexpr(2):
-                    widen = len(self.spec.widening_crews[which]) * self.lanes_widen[which]
-                    widen, read = widen + LANES * (which == 0 and self.spec.settles_scales), (self.lanes_read, 1)[which]
+                    settle = LANES if which == 0 and self.spec.settles_scales else 0
+                    widen = len(self.spec.widening_crews[which]) * self.lanes_widen[which] + settle
+                    read = self.lanes_read if which == 0 else 1
                     cute.arch.mbarrier_init(widened_barrier(self.spec, shared, stage, which), widen)
                     cute.arch.mbarrier_init(narrow_barrier(self.spec, shared, stage, which), self.spec.readers * read)
             for stage in cutlass.range_constexpr(self.spec.factor_barriers):
