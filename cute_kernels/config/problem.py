@@ -110,13 +110,17 @@ class ProblemSpec:
 
     @property
     def k_math(self) -> ElementType:
-        """The type of the operands of Q K^T: f16 holds every 8-bit element exactly, three bf16 hold an f32."""
-        return math_type(self.k_bytes, self.element_type)
+        """The type of the operands of Q K^T."""
+        return self.math_of(self.k_type)
 
     @property
     def v_math(self) -> ElementType:
         """The type of the operands of P V."""
-        return math_type(self.v_bytes, self.element_type)
+        return self.math_of(self.v_type)
+
+    def math_of(self, stored: StoredType) -> ElementType:
+        """The type of a product's operands for elements of a cache: f16 holds each of 8 bits exactly, three bf16 an f32."""
+        return {1: "f16", 2: self.element_type, 4: "bf16"}[ELEMENT_BYTES[stored]]
 
     @property
     def splits(self) -> bool:
@@ -126,7 +130,12 @@ class ProblemSpec:
     @property
     def rescales_query(self) -> bool:
         """Whether rows of the query are multiplied by a power of two and a sign (device/attend/query_range.py)."""
-        return self.k_bytes == 1 or self.k_scale == "head"
+        return self.limits_query or self.k_scale == "head"
+
+    @property
+    def limits_query(self) -> bool:
+        """Whether rows of the query are brought into f16's range (device/attend/query_range.py)."""
+        return self.k_bytes == 1 and self.k_math == "f16"
 
     @property
     def k_token_scale(self) -> bool:
@@ -147,11 +156,6 @@ class ProblemSpec:
     def weight_bits(self) -> int:
         """Softmax weights are at most 2 ** weight_bits."""
         return WEIGHT_BITS if self.v_math == "f16" else 0
-
-
-def math_type(element_bytes: int, element_type: ElementType) -> ElementType:
-    """The type of a product's operands, for cache elements of `element_bytes` and queries of `element_type`."""
-    return {1: "f16", 2: element_type, 4: "bf16"}[element_bytes]
 
 
 def step_columns(element_bytes: int) -> int:

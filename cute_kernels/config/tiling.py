@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from .problem import LDMATRIX_BYTES, UNIT_BYTES, ProblemSpec
+from .problem import LDMATRIX_BYTES, UNIT_BYTES, ElementType, ProblemSpec, StoredType
 
 Arch = Literal["sm90", "sm80"]
 Target = Literal["sm_90a", "sm_80"]
@@ -20,6 +20,7 @@ TILE_M = 16  # packed query rows of one tensor-core tile
 HALF_TILE_M = 8  # packed query rows of half a tile: each lane then has one row to work on instead of two
 WARPGROUP = 4  # warps that issue a wgmma together
 WARPGROUP_M = WARPGROUP * TILE_M  # packed query rows of a warpgroup's tile, 16 per warp
+INT8_POWER = 7  # an int8 in bf16 is 2 ** -7 of its value (device/kv/codec.py)
 MIN_BOX_ROWS = 8  # rows of one 128-byte swizzle atom: the smallest page part that one TMA box may bring
 
 
@@ -77,6 +78,23 @@ class TilingSpec(ProblemSpec):
     def by_warpgroup(self) -> bool:
         """Whether warpgroups issue the tensor-core steps."""
         return self.mma == "warpgroup"
+
+    def math_of(self, stored: StoredType) -> ElementType:
+        """As ProblemSpec.math_of, but bf16 for int8 where warpgroups multiply bf16 queries: it holds each int8 exactly, too.
+
+        So its range leaves the query, weights and units alone, and multipliers of fewer bits take less power. P then has bf16's
+        precision, as over 16 bits.
+        """
+        if stored == "int8" and self.element_type == "bf16" and self.by_warpgroup:
+            return "bf16"
+        return super().math_of(stored)
+
+    @property
+    def decoded_powers(self) -> tuple[int, int]:
+        """K's and V's elements are decoded as 2 ** -power of their values (device/kv/codec.py)."""
+        every = (self.k_type, self.k_math), (self.v_type, self.v_math)
+        k_power, v_power = (INT8_POWER if both == ("int8", "bf16") else 0 for both in every)
+        return k_power, v_power
 
     @property
     def widens_tiles(self) -> bool:

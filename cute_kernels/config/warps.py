@@ -11,6 +11,8 @@ from .tiling import MIN_BOX_ROWS, WARPGROUP, Arch, TilingSpec
 WIDENING_WARPS, WIDENING_WARPS_OF_ONE = 6, 3
 # (registers of a thread that attends, of any other thread), by the number of warps that attend
 WIDENING_REGISTERS = {4: (232, 136), 8: (200, 56), 12: (152, 56)}  # if other warps widen tiles
+# the same of 8 warps whose scores are related: tiles of 96 then leave room for the query. In a mixed kernel others would spill
+RELATING_REGISTERS = 208, 48
 OVERLAP_REGISTERS = {8: (224, 56), 12: (160, 32)}  # if products overlap, operands are f32, or 8 warps have two m-tiles each
 GATHER_REGISTERS = {4: (216, 72), 8: (216, 72)}  # if the producers bring tiles token by token
 # of weights in f16 where bases move lazily, one more beside scales of V's tokens, which take a bit of the weights: few tiles move
@@ -18,6 +20,7 @@ GATHER_REGISTERS = {4: (216, 72), 8: (216, 72)}  # if the producers bring tiles 
 # e ** -20 alone miss bf16's precision in some batches with token scales, and with 8 bits in all
 LAZY_WEIGHT_BITS = 11
 OTHER_REGISTERS, OF_MODIFIERS = 32, 24  # of a warpgroup's thread, beside those that registers_with_query counts
+RELATING_OTHERS = 16  # the same where scores are related: K's scales are read late, and no row has factors
 MOST_BOXES = 8  # of a tile that four producers take in turn: 32 pages are then those of four tiles
 PRODUCER_WARPS: dict[Arch, int] = {"sm90": 2, "sm80": 0}  # one brings K and V; one brings tokens' scales, or looks ahead
 
@@ -47,6 +50,25 @@ class WarpSpec(TilingSpec):
     def scales_weights(self) -> bool:
         """Whether weights are multiplied by scales of V's tokens (device/kv/scale.py)."""
         return self.v_token_scale and not self.scales_values
+
+    @property
+    def keeps_unit(self) -> bool:
+        """Whether sums and O are multiples of a unit, as V's scales of tokens may leave f16's range (device/kv/scale.py).
+
+        Or O alone, whatever the type, if these scales go into V.
+        """
+        return self.v_token_scale and (self.v_math == "f16" or self.scales_values)
+
+    @property
+    def relates_scores(self) -> bool:
+        """Whether K's scales of tokens hold the softmax factor, so that one step scales a score and subtracts its base.
+
+        Rows then have no factors of their own, and weights no bits on top (device/attend/relative.py). Not where warpgroups take
+        turns: there it was 1% later.
+        """
+        if self.k_type != "int8" or not self.k_token_scale or self.modifiers.functions:
+            return False
+        return self.overlaps and self.turns == 1 and self.k_math == self.v_math == "bf16"
 
     @property
     def weight_bits(self) -> int:
@@ -151,7 +173,8 @@ class WarpSpec(TilingSpec):
     def register_shares(self) -> tuple[int, int] | None:
         """(registers of a thread that attends, of any other) if warpgroups exchange registers; None if all have equally many."""
         if self.widens_tiles:
-            return WIDENING_REGISTERS.get(self.num_warps)
+            related = self.relates_scores and self.num_warps == 2 * WARPGROUP and self.q_lens is None
+            return RELATING_REGISTERS if related else WIDENING_REGISTERS.get(self.num_warps)
         if self.gathers:
             return GATHER_REGISTERS.get(self.num_warps)
         exchanged = self.overlaps or (self.arch == "sm90" and (self.splits or self.paired))
@@ -174,5 +197,6 @@ class WarpSpec(TilingSpec):
     def registers_with_query(self) -> int:
         """Registers of a thread whose warpgroup holds its query: O, scores, weights, K's scales, the query, and others."""
         tile = self.tile_n // 2 + self.tile_n // 4 * (1 + self.k_token_scale)
-        others = OTHER_REGISTERS + (OF_MODIFIERS if self.modifiers.functions or self.modifiers.tree_mask else 0)
+        others = RELATING_OTHERS if self.relates_scores else OTHER_REGISTERS
+        others += OF_MODIFIERS if self.modifiers.functions or self.modifiers.tree_mask else 0
         return self.padded_v_head_dim // 2 + tile + self.padded_head_dim // 4 + others

@@ -300,7 +300,8 @@ def test_what_several_query_rows_cannot_have(change: dict[str, Any], reason: str
     [
         ({"max_q_len": 16}, False, True),  # 64 packed rows: two warpgroups take turns
         ({"max_q_len": 32}, True, True),  # 128: both attend to every tile
-        ({"max_q_len": 8192}, False, False),  # a prompt: three do, and one crew widens for them
+        ({"max_q_len": 8192}, True, True),
+        ({"max_q_len": 512, "max_seq_len": 2048}, False, False),  # short chunks: three do, and one crew widens for them
         ({"max_q_len": 8192, "query_format": "ragged"}, True, True),
         ({"max_q_len": 32, "v_dtype": ck.KVDtype.E4M3}, True, False),
         ({"max_q_len": 32, "k_scale": None, "v_scale": None}, False, True),

@@ -201,6 +201,18 @@ def test_a_multiply_add_of_halves_scales_an_int8() -> None:
             assert (half.view(np.float16) == expected).all()
 
 
+def test_a_multiply_add_of_bf16_scales_an_int8() -> None:
+    """The same of the subnormal (k + 128) 2**-133 in bf16, where a factor of 2**126 leaves k 2**-7."""
+    k = np.arange(-128, 128)
+    for factor in (1.0, *np.random.default_rng(0).uniform(2.0**-20, 2.0, 16)):
+        scale = torch.tensor(factor, dtype=torch.bfloat16).double()
+        wanted = (k + 128) * 2.0**-133, float(scale) * 2.0**126 + 0.0 * k, -float(scale) + 0.0 * k
+        halves = [numbers.bf16_of(values.astype(np.float32)) for values in wanted]
+        expected = (torch.tensor(k, dtype=torch.float64) * scale * 2.0**-7).to(torch.bfloat16).view(torch.int16).numpy()
+        for half in numbers.halves(numbers.fma_bf16x2(*(numbers.packed(one, one) for one in halves))):
+            assert (half.view(np.int16) == expected).all()
+
+
 @pytest.mark.parametrize("selector", [0x3210, 0x7654, 0x5140, 0x0000, 0xBA98, 0x4321])
 def test_bytes_by_a_selector(selector: int) -> None:
     a, b = 0x8311F055, 0x7E9901C2

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from cute_kernels.config.decode import DecodeConfig
 from cute_kernels.kv.scale import KVScale
@@ -66,6 +67,30 @@ CASES: dict[str, tuple[Case, DecodeConfig, Any]] = {
         "whole",
     ),
     "int8 token, 128 rows, cut": (case("int8 cut", {**ONE_HEAD, **CUT, **TOKEN_SCALES}, **ROWS_128), WIDENED, "balanced"),
+    "int8 token, f16 queries, 64 rows, cut": (
+        case("int8 64 f16", {**ONE_HEAD, **CUT, **TOKEN_SCALES, "dtype": torch.float16}, **ROWS_64),
+        ALTERNATING_BESIDE_SCALES,
+        "balanced",
+    ),
+    "int8 token, f16 queries, 128 rows": (
+        case("int8 f16", {**ONE_HEAD, **WHOLE, **TOKEN_SCALES, "dtype": torch.float16}, **ROWS_128),
+        WIDENED,
+        "balanced",
+    ),
+    "int8 token, 128 rows, soft cap": (
+        case("int8 cap", {**ONE_HEAD, **WHOLE, **TOKEN_SCALES}, **ROWS_128, softcap=20.0),
+        WIDENED,
+        "balanced",
+    ),
+    "int8 of heads, 128 rows": (
+        case(
+            "int8 head",
+            {**ONE_HEAD, **WHOLE, "kv_dtype": KVDtype.INT8, "k_scale": KVScale.HEAD, "v_scale": KVScale.HEAD},
+            **ROWS_128,
+        ),
+        WIDENED,
+        "balanced",
+    ),
     "V of e4m3 and token scales, 128 rows": (
         case("v e4m3", {**ONE_HEAD, **WHOLE, "v_dtype": E4M3, "v_scale": KVScale.TOKEN_F16}, **ROWS_128),
         WIDENED,
@@ -166,13 +191,14 @@ def test_scores_below_zero_that_rise(rows: dict[str, Any], config: DecodeConfig)
 
 
 @pytest.mark.parametrize("pattern", ["rising", "spread", "bursts"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "f16"])
 @pytest.mark.parametrize("keys", [(KVDtype.INT8, KVScale.TOKEN_F16), (E4M3, KVScale.HEAD)], ids=["int8", "e4m3"])
-def test_scales_of_values_far_apart(keys: tuple[KVDtype, KVScale], pattern: str) -> None:
+def test_scales_of_values_far_apart(keys: tuple[KVDtype, KVScale], dtype: torch.dtype, pattern: str) -> None:
     """A unit that grows from tile to tile, and tiles in which V's scales differ by 2**20 or 2**16, all or some of them.
 
-    K and V are widened by the same code, or by code of their own.
+    K and V are widened by the same code, or by code of their own; to bf16, or to f16, whose range does not hold such scales.
     """
-    stored = {"kv_dtype": keys[0], "k_scale": keys[1], "v_dtype": KVDtype.INT8, "v_scale": KVScale.TOKEN}
+    stored = {"kv_dtype": keys[0], "k_scale": keys[1], "v_dtype": KVDtype.INT8, "v_scale": KVScale.TOKEN, "dtype": dtype}
     problem = case("far", {**ONE_HEAD, "lengths": (600, 0, 40), **stored}, **ROWS_128)
     descriptor = problem.descriptor()
     kernel = kernel_of(descriptor.problem, WIDENED, "balanced", SLICES, descriptor=descriptor)

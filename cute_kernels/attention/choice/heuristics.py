@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import product
 
-from ...config.decode import DEALT, MAX_CP_ASYNC_TILE_N, SMEM_BYTES, TWO_CTAS_HEAD_DIM, DecodeConfig, Partition
+from ...config.decode import DEALT, MAX_CP_ASYNC_TILE_N, SMEM_BYTES, TWO_CTAS_HEAD_DIM, DecodeConfig, KernelSpec, Partition
 from ...config.limits import most_tile_n, supports
 from ...config.mixed import BETWEEN_BYTES
 from ...config.tiling import TILE_M, WARPGROUP, WARPGROUP_M, Arch, MmaScope, Target, most_warp_tiles, packed_rows
@@ -48,6 +48,8 @@ LONG_STAGES = 2
 # the same with scales of tokens, where three warpgroups are ahead if SMs have enough blocks, and keys are not too many: a block
 # of their 192 rows takes THREE_COST of one of 128 rows, whose turn takes as long as TURN_OF_TWO keys (H100: 512 over 64k, 8k)
 LONG_SHAPES_OF_THREE, THREE_COST, TURN_OF_TWO = ((96, 12), (80, 12), (64, 12)), 1.53, 670
+# the same where two warpgroups relate scores, on an H200 (16 x 512 over 2k, 8k), above the largest head_dim that was not timed
+RELATED_COST, RELATED_TURN, UNTIMED_HEAD_DIM = 1.65, 295, 96
 # over 8 bits shared memory's bandwidth is the limit, of which a query in registers takes none: beside tiles of 112, prompts over
 # e4m3 2 to 10% sooner by card, 128 rows 1 to 6% at 8 x 8k and 64 x 1k, and at 64 x 8k up to 1.5% later (H100)
 HOLDING = 96, 8
@@ -184,20 +186,24 @@ def three_beside_scales(problem: DecodeProblem, sm_count: int, partition: Partit
     first = LONG_SHAPES_OF_THREE[0], LONG_SHAPES_OF_8_BITS[0]
     specs = [kernel_spec(problem, "sm90", "sm_90a", config_of(shape), partition=partition) for shape in first]
     three, two = (deal(problem, spec, sm_count).blocks for spec in specs)
-    return THREE_COST * three * mean_keys(problem) < two * (mean_keys(problem) + TURN_OF_TWO)
+    related = specs[1].relates_scores and problem.padded_head_dim > UNTIMED_HEAD_DIM
+    cost, turn = (RELATED_COST, RELATED_TURN) if related else (THREE_COST, TURN_OF_TWO)
+    return cost * three * mean_keys(problem) < two * (mean_keys(problem) + turn)
 
 
 def holding_first(problem: DecodeProblem, shapes: Shapes, partition: Partition) -> Shapes:
     """Shapes for warpgroups over 8 bits: HOLDING first, if registers hold the query with it and with no larger tile.
 
-    Not with token scales, where it was up to 1.4% later (head_dim 96): shared memory is not their limit.
+    Not with token scales where scores are not related: up to 1.4% later (head_dim 96), as shared memory is not their limit.
     """
 
-    def holds(shape: tuple[int, int]) -> bool:
-        return kernel_spec(problem, "sm90", "sm_90a", config_of(shape), partition=partition).holds_query
+    def spec_of(shape: tuple[int, int]) -> KernelSpec:
+        return kernel_spec(problem, "sm90", "sm_90a", config_of(shape), partition=partition)
 
     larger = [shape for shape in shapes if shape[0] > HOLDING[0]]
-    wanted = not problem.has_token_scales and holds(HOLDING) and not any(map(holds, larger))
+    related = spec_of(HOLDING).relates_scores and problem.query != "ragged"  # mixed kernels have no registers for it
+    limited = related or not problem.has_token_scales
+    wanted = limited and spec_of(HOLDING).holds_query and not any(spec_of(shape).holds_query for shape in larger)
     return (HOLDING, *shapes) if wanted else shapes
 
 

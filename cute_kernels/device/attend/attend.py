@@ -80,7 +80,7 @@ def make_state(spec: KernelSpec, thr_mma: cute.ThrMma) -> WarpState:
     """A state in registers; reset_state gives it values."""
     acc_o = cute.make_rmem_tensor(thr_mma.partition_shape_C((TILE_M, spec.padded_v_head_dim)), Float32)
     row_max, row_sum = (cute.make_rmem_tensor(spec.lane_rows, Float32) for _ in range(2))
-    return WarpState(acc_o, row_max, row_sum, cute.make_rmem_tensor(1, Int32) if spec.v_token_scale else None)
+    return WarpState(acc_o, row_max, row_sum, cute.make_rmem_tensor(1, Int32) if spec.keeps_unit else None)
 
 
 def reset_state(state: WarpState):
@@ -208,7 +208,7 @@ def weights_up(spec: KernelSpec, state: WarpState, peak: Int32) -> WeightsUp | N
     """How the tile's scales of V change weights, sums and O; None if nothing does. peak: from settle_scales."""
     if spec.scales_values:
         return WeightsUp(Float32(spec.weight_bits), Float32(1.0), follow_unit(state.unit, peak))
-    if spec.v_token_scale:
+    if spec.keeps_unit:
         shrink, up = widen_unit(state.unit, peak)
         return WeightsUp(up + spec.weight_bits, shrink, shrink)
     return WeightsUp(Float32(spec.weight_bits), Float32(1.0), Float32(1.0)) if spec.weight_bits > 0 else None

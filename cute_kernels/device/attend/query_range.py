@@ -22,11 +22,11 @@ INVERSE = 254  # what the exponent fields of a power of two and of its inverse a
 def rescale(spec: KernelSpec, pairs: cute.Tensor, sign: Float32) -> Float32:
     """A warp multiplies a row by its factor and a sign (1, 0 or -1); returns the factor's inverse.
 
-    The factor is 1 unless K has 8 bits. pairs: this lane's pairs of elements, Int32 words; they are rounded in place to the type
-    in which Q K^T is computed.
+    The factor is 1 unless the query goes into f16's range. pairs: this lane's pairs of elements, Int32 words; they are rounded in
+    place to the type in which Q K^T is computed.
     """
     factor = inverse = Float32(1.0)
-    if spec.k_bytes == 1:
+    if spec.limits_query:
         peaks = Int32(0)
         for i in range(cute.size(pairs)):
             peaks = larger_magnitudes(spec, peaks, pairs[i])

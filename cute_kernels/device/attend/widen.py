@@ -12,7 +12,7 @@ from cutlass import Boolean, Float16, Int32
 
 from ...config.problem import UNIT_BYTES
 from ...config.tiling import RingShape
-from ..kv.codec import HALVES, decode, decode_scaled
+from ..kv.codec import HALVES, decode, decode_scaled, decode_to_bf16
 from ..mainloop.tile import SWIZZLE_ROWS, swizzled
 from ..ptx.packed import pack, widen_pair
 from ..ptx.registers import as_float, quotient, remainder
@@ -103,14 +103,14 @@ def load_words(address: Int32) -> cute.Tensor:
 
 @cute.jit
 def widen_tile(
-    stored: cutlass.Constexpr,
+    types: cutlass.Constexpr,
     shapes: cutlass.Constexpr,
     source: Int32,
     target: Int32,
     thread: Int32,
     factors: Int32 | None = None,
 ):
-    """Writes a tile of 8-bit elements as one of f16. Operands as in Places.
+    """Writes a tile of 8-bit elements as one of 16 bits. Operands as in Places. types: (stored, of the products).
 
     factors: the address of what each token's elements are multiplied by (kv/value_scales.py), if by anything.
     """
@@ -122,7 +122,7 @@ def widen_tile(
         loaded = [places.load(turn) for turn in some]
         scales = [None if factors is None else load_factor(factors, places.token(turn)) for turn in some]
         for turn, words, scale in zip(some, loaded, scales, strict=True):
-            store(widened(stored, words, scale), places.target(turn), places.inside(turn))
+            store(widened(types, words, scale), places.target(turn), places.inside(turn))
 
 
 @cute.jit
@@ -134,7 +134,7 @@ def scale_in_f32(
     for index in cutlass.range(thread, narrow.tile_n * per_row(narrow), threads, unroll=1):
         row, place = quotient(index, per_row(narrow)), remainder(index, per_row(narrow))
         scale, words = as_float(scales[row]), load_words(source + swizzled(narrow, 0, row, place * NARROW_BYTES))
-        pairs = [widen_pair(Float16, half) for half in widened(stored, words)]
+        pairs = [widen_pair(Float16, half) for half in widened((stored, "f16"), words)]
         scaled = [pack("f16", first * scale, second * scale) for first, second in pairs]
         store(scaled, target + swizzled(wide, 0, row, place * WIDE_BYTES), Boolean(True))
 
@@ -159,12 +159,14 @@ def load_factor(factors: Int32, token: Int32) -> tuple[Int32, Int32]:
     return cute.arch.inline_ptx(text, write_only_types=[Int32, Int32], read_only_args=[factors + 8 * token])
 
 
-def widened(stored: str, words: cute.Tensor, scale: tuple[Int32, Int32] | None = None) -> list[Int32]:
-    """8-bit elements, four per word, as words of two f16. scale: load_factor of their token, if it scales them."""
+def widened(types: tuple[str, str], words: cute.Tensor, scale: tuple[Int32, Int32] | None = None) -> list[Int32]:
+    """8-bit elements, four per word, as words of two. types: as in widen_tile; scale: load_factor of their token, if scaled."""
     every = [words[i] for i in range(cute.size(words))]
     if scale is not None:
-        return [half for word in every for half in decode_scaled(word, HALVES, *scale)]
-    return [half for word in every for half in decode(stored, True, word, HALVES)]
+        return [half for word in every for half in decode_scaled(types[1], word, HALVES, *scale)]
+    if types == ("int8", "bf16"):
+        return [half for word in every for half in decode_to_bf16(word, HALVES)]
+    return [half for word in every for half in decode(types[0], True, word, HALVES)]
 
 
 @cute.jit

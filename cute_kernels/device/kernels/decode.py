@@ -113,7 +113,7 @@ class DecodeKernel(PieceResults):
         """One CTA's share: a producer warp runs ahead, consumer warps attend, merge and store piece by piece."""
         shared = allocate(self.spec, cutlass.memory.SmemAllocator())
         queries, scores = self.name_further(q, further)
-        problem = Problem(q, caches, scales, Rows(tables, k, queries), out, lse, workspace, status, scores)
+        problem = Problem(q, caches, scales, Rows(tables, k, queries), out, lse, workspace, status, scores, scale_log2=scale_log2)
         if cutlass.const_expr(self.overlap):
             cute.arch.griddepcontrol_launch_dependents()
         if cutlass.const_expr(self.mainloop.producer_warps > 0):

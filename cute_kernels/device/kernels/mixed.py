@@ -81,7 +81,7 @@ class MixedKernel(AttentionKernel):
             if cutlass.const_expr(phase.spec.split):
                 own = workspace_from(workspace, begin)
                 begin += state_bytes(phase.spec)
-            problems.append(Problem(q, brought, scales, rows, out, lse, own, status, scores, claims))
+            problems.append(Problem(q, brought, scales, rows, out, lse, own, status, scores, claims, scale_log2))
         cute.arch.griddepcontrol_launch_dependents()
         warp, shares = cute.arch.make_warp_uniform(warp_number()), cutlass.const_expr(spec.register_shares)
         busy = (Int32(sum(1 << warp for warp in spec.busy_warps)) >> warp) & 1 != 0

@@ -11,6 +11,7 @@ from cutlass import Int32
 
 HALVES, PARITIES = ("10", "32"), ("20", "31")  # bytes of each register, the upper first
 E4M3_TO_F16 = "0x5C005C00"  # 2 ** (15 - 7), twice: for the difference of the exponent biases
+INT8_TO_BF16, INT8_OFFSET = "0x7E807E80", "0xBF80BF80"  # 2 ** 126 and -1 in bf16, twice (decode_to_bf16)
 INT8_BIAS = "0x64806480"  # 1024 + 128, twice: subtracted from 1024 + an int8 whose sign bit is flipped, it leaves the int8
 
 
@@ -27,11 +28,21 @@ def decode(stored_type: str, by_instruction: bool, word: Int32, pairs: tuple[str
     return cute.arch.inline_ptx(f"{{ {text} }}", write_only_types=[Int32, Int32], read_only_args=[word])
 
 
-def decode_scaled(word: Int32, pairs: tuple[str, str], factor: Int32, offset: Int32) -> tuple[Int32, Int32]:
-    """As `decode` of int8, times scales. factor, offset: f16 for each half of both results (value_scales.py)."""
+def decode_to_bf16(word: Int32, pairs: tuple[str, str]) -> tuple[Int32, Int32]:
+    """As `decode` of int8, but bf16, and times 2 ** -INT8_POWER.
+
+    An int8 k with its sign bit flipped, as the lowest byte of a bf16, is (k + 128) 2**-133: up to 2**-126 bf16 has equal steps.
+    """
+    text = f"mov.b32 {{$w0}}, {INT8_TO_BF16}; mov.b32 {{$w1}}, {INT8_OFFSET};"
+    constants = cute.arch.inline_ptx(text, write_only_types=[Int32, Int32], read_only_args=[])
+    return decode_scaled("bf16", word, pairs, *constants)
+
+
+def decode_scaled(math: str, word: Int32, pairs: tuple[str, str], factor: Int32, offset: Int32) -> tuple[Int32, Int32]:
+    """As `decode` of int8, times scales. factor, offset: of type `math` for each half of both results (value_scales.py)."""
     lines = [".reg .b32 x, y;", "xor.b32 x, {$r0}, 0x80808080;"]
     for i, (upper, lower) in enumerate(pairs):
-        lines.append(f"prmt.b32 y, x, 0, 0x4{upper}4{lower}; fma.rn.f16x2 {{$w{i}}}, y, {{$r1}}, {{$r2}};")
+        lines.append(f"prmt.b32 y, x, 0, 0x4{upper}4{lower}; fma.rn.{math}x2 {{$w{i}}}, y, {{$r1}}, {{$r2}};")
     text = f"{{ {' '.join(lines)} }}"
     return cute.arch.inline_ptx(text, write_only_types=[Int32, Int32], read_only_args=[word, factor, offset])
 

@@ -5,8 +5,8 @@ output. With one scale per token and KV head, K's scales fold into the columns o
 travels with its tile: the producer copies the 32-bit word that holds the scale by cp.async, and the warp that reads the tile
 converts the scale to f32. If tiles are widened, one warp converts a scale for all readers (kv/wide_scales.py).
 
-P is f16, but V's scales have any size. So softmax weights, their sums and O are multiples of a unit, the power of two below the
-largest scale that the warp has met, at least 2**-26. A token whose scale is below 2**-28 of that unit therefore loses bits.
+Where P is f16, V's scales may leave its range. So softmax weights, their sums and O are multiples of a unit, the power of two
+below the largest scale that the warp has met, at least 2**-26. A token whose scale is below 2**-28 of that unit loses bits.
 """
 
 import math
@@ -73,14 +73,20 @@ def make_scale_rings(spec: KernelSpec, smem, stages: int, widened: bool = False)
 @cute.jit
 def open_scaling(spec: cutlass.Constexpr, scales: tuple, kv_head: Int32, scale_log2: Float32) -> Scaling:
     """The scaling of a KV head. scales: (K's, V's), [1] or [num_kv_heads] if they are not per token."""
-    value, sign = Float32(1.0), Float32(1.0)
+    value, sign = Float32(1.0 if spec.scales_values else 2.0 ** spec.decoded_powers[1]), Float32(1.0)
+    scale_log2 = Float32(1.0) if spec.relates_scores else key_factor(spec, scale_log2)
     if cutlass.const_expr(spec.k_scale == "head"):
         scale = head_scale(scales[0], kv_head)
         sign = cutlass.select_(scale > 0.0, Float32(1.0), cutlass.select_(scale < 0.0, Float32(-1.0), Float32(0.0)))
         scale_log2 = scale_log2 * cutlass.select_(scale == 0.0, Float32(1.0), cute.arch.fmax(scale, -scale))
     if cutlass.const_expr(spec.v_scale == "head"):
-        value = head_scale(scales[1], kv_head)
+        value = value * head_scale(scales[1], kv_head)
     return Scaling(scale_log2, value, sign)
+
+
+def key_factor(spec: KernelSpec, scale_log2: Float32) -> Float32:
+    """The factor on Q K^T, of K as it is decoded, that makes it a logit to base 2."""
+    return scale_log2 * 2.0 ** spec.decoded_powers[0]
 
 
 def merge_scaling(spec: KernelSpec, scaling: Scaling) -> Scaling:
@@ -143,7 +149,7 @@ def settle_scales(spec: cutlass.Constexpr, rings: tuple, stage: Int32) -> Int32:
     """
     peak, alone = Int32(0), cutlass.const_expr(spec.readers == 1)
     if cutlass.const_expr(spec.widens_tiles):
-        if cutlass.const_expr(spec.v_token_scale):
+        if cutlass.const_expr(spec.keeps_unit):
             for group in cutlass.range_constexpr(1 if spec.settles_scales else spec.token_groups):
                 peak = cutlass.max(peak, rings[1].upper[group, stage])
         return peak

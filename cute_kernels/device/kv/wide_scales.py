@@ -7,12 +7,12 @@ sooner than a chain of loads and stores (docs/notes/kernel-log.md).
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Int32, Int64
+from cutlass import Boolean, Float32, Int32, Int64
 
 from ...config.decode import KernelSpec
 from ...config.problem import ScaleForm
 from ..ptx.registers import LANES, MAGNITUDE, as_bits, as_float, warp_max
-from .scale import ScaleRing, half_to_float, own_half
+from .scale import ScaleRing, half_to_float, key_factor, own_half
 from .value_scales import INVERSE_OF_KEYS, store_factors
 
 
@@ -44,32 +44,40 @@ def read_scale(form: ScaleForm, address: Int64, inside: Boolean) -> Int32:
 
 
 @cute.jit
-def store_scales(spec: cutlass.Constexpr, wide: tuple, stage: Int32, coming: cute.Tensor, unit: cute.Tensor):
+def store_scales(spec: cutlass.Constexpr, wide: tuple, stage: Int32, coming: cute.Tensor, unit: cute.Tensor, scale_log2: Float32):
     """Stores the scales of a tile as f32 for all its readers, and the largest magnitude of V's, or factors of V's.
 
-    wide: rings of K's and V's scales for widened tiles; unit: that of earlier factors of the piece, which becomes the tile's.
+    wide: rings of K's and V's scales for widened tiles; unit: that of earlier factors of the piece, which becomes the tile's;
+    scale_log2: of the softmax.
     """
     lane = cute.arch.lane_idx()
     for which, ring in [(which, ring) for which, ring in enumerate(wide) if ring is not None]:
-        bits = [scale_bits(spec, which, coming[group, which]) for group in range(spec.token_groups)]
+        bits = [scale_bits(spec, which, coming[group, which], scale_log2) for group in range(spec.token_groups)]
         if cutlass.const_expr(which == 1 and spec.scales_values):
             store_factors(spec, ring, stage, bits, unit)
         else:
             peak = Int32(0)
             for group in cutlass.range_constexpr(spec.token_groups):
                 peak = cutlass.max(peak, store_scale(spec, ring, stage, group, bits[group]))
-            if cutlass.const_expr(which == 1):
+            if cutlass.const_expr(which == 1 and spec.keeps_unit):
                 peak = warp_max(peak)
                 if lane == 0:
                     ring.upper[0, stage] = peak
 
 
-def scale_bits(spec: KernelSpec, which: int, found: Int32) -> Int32:
-    """The bits, as f32, of a scale of K (0) or V (1) as read_scale found it; K's times what its constant factor takes off."""
+def scale_bits(spec: KernelSpec, which: int, found: Int32, scale_log2: Float32) -> Int32:
+    """The bits, as f32, of a scale of K (0) or V (1) as read_scale found it; K's with what else it holds."""
     form, bits = (spec.k_scale, spec.v_scale)[which], found
     if form == "token_f16":
         bits = as_bits(half_to_float(bits))
-    return as_bits(as_float(bits) * INVERSE_OF_KEYS) if which == 0 and spec.scales_keys else bits
+    return key_bits(spec, bits, scale_log2) if which == 0 else bits
+
+
+def key_bits(spec: KernelSpec, bits: Int32, scale_log2: Float32) -> Int32:
+    """The bits of a scale of K, times the softmax factor (relates_scores), or times what K's constant factor takes off."""
+    if spec.relates_scores:
+        return as_bits(as_float(bits) * key_factor(spec, scale_log2))
+    return as_bits(as_float(bits) * INVERSE_OF_KEYS) if spec.scales_keys and spec.k_math == "f16" else bits
 
 
 @cute.jit
@@ -98,10 +106,20 @@ def no_scales(rings: tuple) -> list:
 
 
 @cute.jit
-def widen_scales(spec: cutlass.Constexpr, rings: tuple, stage: Int32, wide: tuple, wide_stage: Int32, warp: Int32, found: list):
+def widen_scales(
+    spec: cutlass.Constexpr,
+    rings: tuple,
+    stage: Int32,
+    wide: tuple,
+    wide_stage: Int32,
+    warp: Int32,
+    found: list,
+    scale_log2: Float32,
+):
     """A warp that widens K stores scales as f32 for all readers of the tile, with the largest magnitude of 32 tokens' of V.
 
-    found: load_scales of the warp; what further groups have is loaded here, as registers do not suffice for all.
+    found: load_scales of the warp; what further groups have is loaded here, as registers do not suffice for all. scale_log2: of
+    the softmax.
     """
     lane, crew = cute.arch.lane_idx(), len(spec.widening_crews[0])
     every = zip(rings, wide, (spec.k_scale, spec.v_scale), found, (False, True), strict=True)
@@ -111,8 +129,10 @@ def widen_scales(spec: cutlass.Constexpr, rings: tuple, stage: Int32, wide: tupl
             bits, upper = early if cutlass.const_expr(turn == 0) else load_scale(spec, ring, stage, group)
             if cutlass.const_expr(form == "token_f16"):
                 bits = own_half(bits, upper)
+            if cutlass.const_expr(not of_values):
+                bits = key_bits(spec, bits, scale_log2)
             magnitude = store_scale(spec, target, wide_stage, group, bits)
-            if cutlass.const_expr(of_values):
+            if cutlass.const_expr(of_values and spec.keeps_unit):
                 peak = warp_max(magnitude)
                 if (lane == 0) & (group < spec.token_groups):
                     target.upper[group, wide_stage] = peak

@@ -109,7 +109,7 @@ class DealtMainloop(OverlapMainloop):
         while item.index < batch:
             piece = piece_of(spec, problem.rows, item, issued)
             for i in cutlass.range(piece.stop - piece.first, unroll=1):
-                self.widen_stage(shared, piece, i, warp)
+                self.widen_stage(problem, shared, piece, i, warp)
             issued += piece.stop - piece.first
             turn += 1
             item = take_item(spec, shared, turn)

@@ -56,7 +56,7 @@ class TokenScales:
             if i == 1:
                 unit[0] = Int32(SMALLEST_UNIT)
             rings, wide_stage = self.token_scales(shared, ordinal)
-            store_scales(spec, rings, wide_stage, earlier, unit)
+            store_scales(spec, rings, wide_stage, earlier, unit, problem.scale_log2)
             if cutlass.const_expr(spec.scales_values):
                 cute.arch.mbarrier_arrive(factor_barrier(spec, shared, wide_stage))
             cute.arch.mbarrier_arrive(widened_barrier(spec, shared, wide))

@@ -49,23 +49,32 @@ class Widening:
             index, tile = following(spec, rows, problem.batch(spec), piece)
             row = open_row_or_nothing(spec, rows, index, problem.batch(spec))
             for i in cutlass.range(piece.stop - piece.first, unroll=1):
-                self.widen_stage(shared, piece, i, warp)
+                self.widen_stage(problem, shared, piece, i, warp)
             issued += piece.stop - piece.first
 
     @cute.jit
-    def widen_stage(self, shared: Shared, piece: Piece, i: Int32, warp: Int32):
+    def widen_stage(self, problem: Problem, shared: Shared, piece: Piece, i: Int32, warp: Int32):
         """Widens K, V or both of the piece's tile i. warp: as in widen."""
         crews = self.spec.widening_crews
         if cutlass.const_expr(self.spec.widens_alike):
             which = cutlass.select_(warp < crews[1].start, Int32(0), Int32(1))
-            self.widen_part(shared, piece, i, which, 0, warp - which * crews[1].start)
+            self.widen_part(problem, shared, piece, i, which, 0, warp - which * crews[1].start)
         else:
             for like in cutlass.range_constexpr(2):
                 if warp >= crews[like].start and warp < crews[like].stop:
-                    self.widen_part(shared, piece, i, Int32(like), like, warp - crews[like].start)
+                    self.widen_part(problem, shared, piece, i, Int32(like), like, warp - crews[like].start)
 
     @cute.jit
-    def widen_part(self, shared: Shared, piece: Piece, i: Int32, which: Int32, like: cutlass.Constexpr, warp: Int32):
+    def widen_part(
+        self,
+        problem: Problem,
+        shared: Shared,
+        piece: Piece,
+        i: Int32,
+        which: Int32,
+        like: cutlass.Constexpr,
+        warp: Int32,
+    ):
         """Widens K (0) or V (1) of the piece's tile i, once it has come and a wide stage is free. warp: its number in its crew.
 
         like: the one of them whose shapes this code is for. Where both have these, one code serves both crews: an SM's cache of
@@ -82,17 +91,19 @@ class Widening:
             found = load_scales(spec, shared.scales, stage, warp)
         if cutlass.const_expr(spec.wide[like] is not None):
             thread, threads = warp * LANES + cute.arch.lane_idx(), LANES * len(spec.widening_crews[like])
-            shapes, stored = (spec.rings[like], spec.wide[like], threads), (spec.k_type, spec.v_type)[like]
+            shapes = (spec.rings[like], spec.wide[like], threads)
+            types = ((spec.k_type, spec.k_math), (spec.v_type, spec.v_math))[like]
             source, target = (address_of(tiles, which) for tiles in (shared.rings, shared.wide))
             source, target = source + stage * shapes[0].tile_bytes, target + wide * shapes[1].tile_bytes
             if cutlass.const_expr(spec.scales_values and (like == 1 or spec.scales_keys)):
                 self.scale_tile(shared, ordinal, which, shapes, (source, target), thread)
             else:
-                widen_tile(stored, shapes, source, target, thread)
+                widen_tile(types, shapes, source, target, thread)
             if which == 1:
                 zero_widened(shapes, target, place, thread)
         if cutlass.const_expr(scales) and keys:
-            widen_scales(spec, shared.scales, stage, *self.token_scales(shared, ordinal), warp, found)
+            wide_scales = self.token_scales(shared, ordinal)
+            widen_scales(spec, shared.scales, stage, *wide_scales, warp, found, problem.scale_log2)
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.sync_warp()
         first = (cute.arch.lane_idx() == 0) | (keys & (self.lanes_widen[0] > 1))
@@ -120,13 +131,16 @@ class Widening:
         factors = Int32((ring.factors.iterator + cute.crd2idx((0, stage), ring.factors.layout)).toint())
         if which == 1:
             cute.arch.mbarrier_wait(factor_barrier(spec, shared, stage), quotient(ordinal, stages) & 1)
-            far = is_far(ring.upper[0, stage])
+            far = is_far(ring.upper[0, stage]) if cutlass.const_expr(spec.v_math == "f16") else far
         elif cutlass.const_expr(spec.scales_keys):
             factors = Int32(of_keys.factors.iterator.toint())
-        if far:
+        types = spec.v_type, spec.v_math
+        if cutlass.const_expr(spec.v_math == "bf16"):
+            widen_tile(types, shapes, *places, thread, factors)
+        elif far:
             scale_in_f32(spec.v_type, shapes, *places, thread, ring.words[None, stage])
         else:
-            widen_tile(spec.v_type, shapes, *places, thread, factors)
+            widen_tile(types, shapes, *places, thread, factors)
 
     @cute.jit
     def open_factors(self, shared: Shared, warp: Int32):

@@ -36,6 +36,8 @@ PACKED = {  # expressions on words of two halves, by opcode
     "sub.f16x2": "({a}.view(float16) - {b}.view(float16)).view(uint32)",
     "mul.f16x2": "({a}.view(float16) * {b}.view(float16)).view(uint32)",
     "fma.rn.f16x2": "fma_f16x2({a}, {b}, {c})",
+    "mul.bf16x2": "fma_bf16x2({a}, {b}, {a} & U32(0) | U32(0x80008000))",
+    "fma.rn.bf16x2": "fma_bf16x2({a}, {b}, {c})",
     "max.f16x2": "np.fmax({a}.view(float16), {b}.view(float16)).view(uint32)",
     "max.NaN.f16x2": "np.maximum({a}.view(float16), {b}.view(float16)).view(uint32)",
     "max.NaN.xorsign.abs.f16x2": "max_nan_xorsign_abs_f16x2({a}, {b})",

@@ -80,6 +80,21 @@ def fma_f16x2(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
     return (a * b + c).astype(F16).view(U32)
 
 
+def fma_bf16x2(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
+    """a b + c in bf16, half by half, rounded once, except where f64 does not hold the sum."""
+    a, b, c = (_bf16_pairs(word).astype(F64) for word in (a, b, c))
+    with np.errstate(over="ignore", invalid="ignore"):
+        return bf16_of(_to_odd(a * b + c)).view(U32)
+
+
+def _to_odd(values: np.ndarray) -> np.ndarray:
+    """f64 as f32, where what does not fit makes the last bit 1: rounded further to 16 bits, they are as if rounded once."""
+    cut = values.astype(F32)
+    cut = np.where(np.abs(cut) > np.abs(values), np.nextafter(cut, F32(0)), cut)
+    inexact = np.isfinite(values) & (cut != values)
+    return (cut.view(U32) | inexact.astype(U32)).view(F32)
+
+
 @cache
 def _fp8_values(name: str) -> np.ndarray:
     stored = torch.arange(256, dtype=torch.uint8).view(getattr(torch, name))
