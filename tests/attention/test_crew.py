@@ -75,7 +75,7 @@ FORCED = {  # few warps, which only a tuned plan has, merge more in the combine 
 def test_a_row_in_any_number_of_pieces(config: DecodeConfig, heads: dict[str, int]) -> None:
     """Beside each other on a line of columns, threads take turns at the pieces: no number of turns may leave lanes behind.
 
-    Slices of the smallest share, then as many as there are CTAs, of more; cuts in what opening the row costs are none.
+    Slices of the smallest share, then as many as there are CTAs, of more.
     """
     shape = replace(SHAPES["8/1"], lengths=(128_000,), max_seq_len=128_000, **heads)
     plan = select_forced(shape, config)
@@ -83,7 +83,7 @@ def test_a_row_in_any_number_of_pieces(config: DecodeConfig, heads: dict[str, in
     costs = [slices * spec.min_share for slices in (5, 9, 33, *range(63, 82), *range(127, plan.num_ctas + 1))]
     costs += [plan.num_ctas * step for step in range(spec.min_share + 1, spec.min_share + 12)]
     for cost in costs:
-        length = spec.tile_n * (cost - spec.piece_cost)
+        length = spec.tile_n * cost
         inputs = make_inputs(replace(shape, lengths=(length,)), "cuda", seed=cost)
         assert_close(inputs, *run(plan, inputs))
 

@@ -162,7 +162,7 @@ def test_blocks_beside_decode_rows_may_be_cut(described: Case) -> None:
         ((32, 8), 256, 65_536, "16 bits", "balanced", 8),  # 64, each divided between two CTAs
         ((32, 8), 192, 65_536, "16 bits", "dealt_pieces", 8),  # 48: divided they would have 96 CTAs
         ((32, 8), 192, 32_768, "16 bits", "balanced", 8),
-        ((32, 8), 8_192, 8_192, "int8 token", "dealt", 12),
+        ((32, 8), 8_192, 8_192, "int8 token", "dealt", 8),  # 2,048 blocks of two warpgroups whose scores are related
         ((32, 8), 512, 65_536, "int8 token", "dealt", 8),  # to a key, three warpgroups are no faster
     ],
 )

@@ -319,8 +319,13 @@ def expected_schedule(problem: DecodeProblem, spec: KernelSpec, grid: int) -> tu
     If rows stay whole, slices past the batch have no work and are not counted.
     """
     batch, tiles = problem.batch_size, -(-row_tokens(problem) // spec.tile_n)
+    most = grid // units_of(problem, spec)
+    even = max(1, min(batch * tiles // spec.min_share, most))
+    alike = batch == 1 or (even == most > batch > 0 and most % batch == 0)  # as many slices for each row
+    if alike and spec.partition == "balanced" and spec.q_lens is None:
+        return even, even, even // batch
     cost = batch * (tiles + spec.piece_cost)
-    slices = max(1, min(cost // spec.min_share, grid // units_of(problem, spec)))
+    slices = max(1, min(cost // spec.min_share, most))
     if spec.partition == "whole":
         return max(1, min(slices, batch)), batch, 1
     working = max(1, -(-slices * batch * tiles // max(cost, 1)))  # all other slices end before their row's first tile

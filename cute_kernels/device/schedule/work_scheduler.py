@@ -4,7 +4,8 @@ A unit (head block) is one or two KV heads and an m-tile, or a KV head and a que
 that read the same pages are neighbours. It works on slice i // units of the batch: each row costs its KV tiles plus
 spec.piece_cost, the rows are laid end to end, and the slices cut that line into equal parts. So every batch is balanced to a
 tile, however ragged, and a captured graph stays balanced when lengths change. A row that a cut splits leaves partial states. No
-slice is smaller than spec.min_share: a small batch uses fewer CTAs.
+slice is smaller than spec.min_share: a small batch uses fewer CTAs. Where rows are as long as each other, and each is cut into as
+many parts, rows cost their tiles alone, so that the parts are equal: each of them costs an opening.
 
 A cut falls where the line says, but never within MIN_TILES of a row's ends (partition "balanced"); or it falls back to the
 start of a block, whose size depends on the row's length only, and every block is a piece (KV split) of its own ("invariant"); or
@@ -40,13 +41,14 @@ MOST_COST, HALF = 2**30 - 1, 16  # HALF: bits that warp_sum adds at a time
 DEALT_ROWS = 128  # packed rows of a block of long queries, as dealt_cost counts them
 LEFT = 3  # of so many slices, a phase keeps one if it leaves the others to the phase that deals
 FAN = 4  # rows that a lane reads at a time; if it has no more rows, it keeps the cost of each
+MOST_ALIKE = 2**30 // (LANES * FAN)  # cost of a row of so few that a warp keeps the cost of each: its product with their number
 
 
 @dataclass(frozen=True)
 class Share:
     """One CTA's share, slice `index` for unit `unit`: rows from (row, tile) to (end_row, end_tile), exclusive.
 
-    prefix: the cost of the rows before `row`; step, longer: the slices' costs (cut_of); units: how many units the grid has.
+    prefix: the cost of all before the first tile of `row`; step, longer: the slices' costs (cut_of); units: the grid's.
     """
 
     unit: Int32
@@ -246,9 +248,13 @@ def pick(spec: cutlass.Constexpr, cut: Int32, row: Int32, before: Int32, costs: 
 
 
 @cute.jit
-def place(spec: cutlass.Constexpr, cut: Int32, row: Int32, prefix: Int32, cost: Int32):
-    """Where a cut inside (or at the start of) a row of `cost` falls: (row, tile, cost of the rows before)."""
-    tiles, tile = cost - spec.piece_cost, cutlass.max(cut - prefix - spec.piece_cost, 0)
+def place(spec: cutlass.Constexpr, opening: Int32, cut: Int32, row: Int32, prefix: Int32, cost: Int32):
+    """Where a cut inside (or at the start of) a row of `cost` falls: (row, tile, cost before that row's first tile).
+
+    opening: what a row costs beyond its tiles.
+    """
+    prefix += opening
+    tiles, tile = cost - opening, cutlass.max(cut - prefix, 0)
     if cutlass.const_expr(spec.partition == "invariant"):
         tile -= remainder(tile, block_of(tiles))
     elif cutlass.const_expr(spec.partition == "whole"):
@@ -269,7 +275,9 @@ def from_holder(cut: Int32, inclusive: Int32, *values: Int32) -> tuple:
 
 
 @cute.jit
-def find_cuts(spec: cutlass.Constexpr, rows: Rows, batch: Int32, cuts: tuple, lanes: LaneRows, many: cutlass.Constexpr):
+def find_cuts(
+    spec: cutlass.Constexpr, rows: Rows, batch: Int32, cuts: tuple, opening: Int32, lanes: LaneRows, many: cutlass.Constexpr
+):
     """Where two cuts fall, for each as `place` returns it. lanes: the batch as the warp has read it; many: as in read_rows.
 
     A warp narrows the rows down by a factor of 32 at a time, for both cuts at once: their loads overlap.
@@ -295,8 +303,8 @@ def find_cuts(spec: cutlass.Constexpr, rows: Rows, batch: Int32, cuts: tuple, la
             inclusive_0, inclusive_1 = capped(base_0 + inclusive_0), capped(base_1 + inclusive_1)
             for j in cutlass.range_constexpr(FAN):
                 costs_0[j], costs_1[j] = lanes_0.costs[j], lanes_1.costs[j]
-    lower_row = place(spec, lower, *pick(spec, lower, first_0, before_0, costs_0))
-    upper_row = place(spec, upper, *pick(spec, upper, first_1, before_1, costs_1))
+    lower_row = place(spec, opening, lower, *pick(spec, lower, first_0, before_0, costs_0))
+    upper_row = place(spec, opening, upper, *pick(spec, upper, first_1, before_1, costs_1))
     return *from_holder(lower, inclusive_0, *lower_row), *from_holder(upper, inclusive_1, *upper_row)
 
 
@@ -332,7 +340,11 @@ def share_of(spec: cutlass.Constexpr, rows: Rows, batch: Int32, lanes: LaneRows,
     cost = warp_sum(lanes.total)
     if cutlass.const_expr(spec.leaves_ctas):
         most = cutlass.select_(leaves(lanes, cost), quotient(most + LEFT - 1, LEFT), most)
-    slices = cutlass.max(cutlass.min(quotient(cost, spec.min_share), most), 1)
+    opening = Int32(spec.piece_cost)
+    if cutlass.const_expr(spec.partition == "balanced" and spec.q_lens is None):
+        opening = opening_cost(spec, lanes, cost, batch, most)
+        lanes, cost = with_opening(spec, lanes, opening), cost - (spec.piece_cost - opening) * batch
+    slices = slices_of(spec, cost, most)
     step = quotient(cost, slices)
     longer = cost - step * slices
     row, tile, prefix, end_row, end_tile = batch, Int32(0), cost, batch, Int32(0)
@@ -340,12 +352,43 @@ def share_of(spec: cutlass.Constexpr, rows: Rows, batch: Int32, lanes: LaneRows,
         slices = cutlass.select_(cost > 0, slices, 0)  # this phase serves no request
     if index < slices:
         lower, upper = cut_of(step, longer, index), cut_of(step, longer, index + 1)
-        row, tile, prefix, end_row, end_tile, _ = find_cuts(spec, rows, batch, (lower, upper), lanes, many)
+        row, tile, prefix, end_row, end_tile, _ = find_cuts(spec, rows, batch, (lower, upper), opening, lanes, many)
         if index + 1 == slices:
             end_row, end_tile = batch, Int32(0)
     uniform = cute.arch.make_warp_uniform
     ends = uniform(row), uniform(tile), uniform(prefix), uniform(end_row), uniform(end_tile)
     return Share(unit, index, *ends, uniform(step), uniform(longer), units)
+
+
+def slices_of(spec: KernelSpec, cost: Int32, most: Int32) -> Int32:
+    """Slices of a batch of this cost, up to `most`."""
+    return cutlass.max(cutlass.min(quotient(cost, spec.min_share), most), 1)
+
+
+def opening_cost(spec: KernelSpec, lanes: LaneRows, cost: Int32, batch: Int32, most: Int32) -> Int32:
+    """What a row costs beyond its tiles: nothing if all rows are as long, and there are as many slices for each of them.
+
+    cost: of the batch, with spec.piece_cost for each row. most: as in slices_of. The answer does not depend on how a warp has
+    read the rows, only on what it has read. All CTAs wait for it: no division here needs a length.
+    """
+    rows, top = cutlass.max(batch, 1), lanes.costs[0]
+    for j in range(1, FAN):
+        top = cutlass.max(top, lanes.costs[j])
+    top = cute.arch.warp_redux_sync(top, "max")
+    alike = (top * rows == cost) & (top > spec.piece_cost) & (top < MOST_ALIKE) & (span_of(batch) <= FAN)
+    full = slices_of(spec, cost - spec.piece_cost * rows, most) == most
+    shared = (rows == 1) | (full & (remainder(most, rows) == 0))
+    return cutlass.select_(alike & shared, Int32(0), Int32(spec.piece_cost))
+
+
+def with_opening(spec: KernelSpec, lanes: LaneRows, opening: Int32) -> LaneRows:
+    """The rows of at most FAN a lane with another cost beyond their tiles than spec.piece_cost, or the same."""
+    costs, total = cute.make_rmem_tensor(FAN, Int32), lanes.total
+    for j in range(FAN):
+        less = cutlass.select_(lanes.costs[j] > 0, spec.piece_cost - opening, 0)
+        costs[j] = lanes.costs[j] - less
+        total = total - less
+    return replace(lanes, costs=costs, total=total)
 
 
 def leaves(lanes: LaneRows, cost: Int32) -> Boolean:
@@ -373,9 +416,9 @@ def first_cut_from(step: Int32, longer: Int32, position: Int32) -> Int32:
 def first_slice(spec: KernelSpec, share: Share, tiles: Int32) -> Int32:
     """The slice that opens the share's first row, of `tiles`, if cuts fall inside: the slice before the first of those cuts."""
     nearest = block_of(tiles) if spec.partition == "invariant" else MIN_TILES
-    return first_cut_from(share.step, share.longer, share.prefix + spec.piece_cost + nearest) - 1
+    return first_cut_from(share.step, share.longer, share.prefix + nearest) - 1
 
 
 def last_slice(spec: KernelSpec, share: Share, tiles: Int32) -> Int32:
     """The slice that ends the share's first row, under the balanced partition: it begins at the last cut inside the row."""
-    return first_cut_from(share.step, share.longer, share.prefix + spec.piece_cost + tiles - MIN_TILES + 1) - 1
+    return first_cut_from(share.step, share.longer, share.prefix + tiles - MIN_TILES + 1) - 1
