@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +16,7 @@ from cute_kernels.config.decode import DecodeConfig
 from cute_kernels.device.combine import combine
 from cute_kernels.device.kernels import results
 from cute_kernels.device.mainloop.tma import TmaMainloop
+from tests.interpreted.machine import copies, warp
 from tests.interpreted.machine.attention import Kernel, kernel_of
 from tests.interpreted.machine.grid import Deadlock
 from tests.interpreted.machine.launch import compiled, compiled_anew
@@ -69,6 +71,23 @@ def test_rows_are_cut(name: str) -> None:
     kernel, shape = made(name)
     stores = kernel.run(decode_operands(make_inputs(shape, "cpu")))
     assert stores > 4 * 2 * kernel.spec.row_words, "no piece but of one CTA"
+
+
+@pytest.mark.parametrize("rows", [1, 2, 4])
+def test_equal_rows_are_cut_into_equal_parts(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four CTAs on rows of one length bring as many bytes each: all begin with a piece, whether it begins its row or not."""
+    brought: Counter[int] = Counter()
+
+    def counted(cta: Any, *arguments: Any) -> int:
+        found = copies.land_box(cta, *arguments)
+        brought[cta.number] += found
+        return found
+
+    monkeypatch.setattr(warp, "land_box", counted)
+    kernel, _ = made("balanced")
+    inputs = make_inputs(Shape(lengths=(1536 // rows,) * rows, **ONE_HEAD), "cpu")
+    assert_close(inputs, *run_decode(kernel, inputs))
+    assert len(brought) == 4 and set(brought.values()) == {1536 // 4 * 2 * 128 * 2}
 
 
 @pytest.mark.parametrize("seed", range(3))
