@@ -4,7 +4,7 @@ An int8 k with its sign bit flipped, as the lowest byte of an f16, is the subnor
 f = scale * 2**24 / unit in f16, (k + 128) 2**-24 * f - 2**-17 * f is k * scale / unit, rounded once. So no weight is multiplied,
 and only O is a multiple of the unit: 2**8 times a power of two above the largest scale that has come so far in the piece.
 
-In bf16 the same byte is (k + 128) 2**-133, and 2**133 takes the place of 2**24. The factor is rounded, too; none is too small.
+In bf16 the same byte is (k + 128) 2**-133, and 2**133 takes the place of 2**24. The factor is rounded, too, but none is lost.
 In f16, elements of a token whose scale lies below 2**-12 of that power would lose bits. A tile with such a token has a unit of
 2**-16 of the other tiles', and its elements are multiplied in f32: a token whose scale is below 2**-28 of the largest then loses
 bits.

@@ -366,29 +366,28 @@ def slices_of(spec: KernelSpec, cost: Int32, most: Int32) -> Int32:
 
 
 def opening_cost(spec: KernelSpec, lanes: LaneRows, cost: Int32, batch: Int32, most: Int32) -> Int32:
-    """What a row costs beyond its tiles: nothing if all rows are as long, and there are as many slices for each of them.
+    """What a row costs beyond its tiles: nothing if all rows are as long, and as many slices share each of 1, 2, 4, 8, ... rows.
 
     cost: of the batch, with spec.piece_cost for each row. most: as in slices_of. The answer does not depend on how a warp has
-    read the rows, only on what it has read. All CTAs wait for it: no division here needs a length.
+    read the rows, only on what it has read. All CTAs wait for it, and execute it once: so there is no division.
     """
-    rows, top = cutlass.max(batch, 1), lanes.costs[0]
+    top, mask = lanes.costs[0], batch - 1
     for j in range(1, FAN):
         top = cutlass.max(top, lanes.costs[j])
     top = cute.arch.warp_redux_sync(top, "max")
-    alike = (top * rows == cost) & (top > spec.piece_cost) & (top < MOST_ALIKE) & (span_of(batch) <= FAN)
-    full = slices_of(spec, cost - spec.piece_cost * rows, most) == most
-    shared = (rows == 1) | (full & (remainder(most, rows) == 0))
+    alike = (top * batch == cost) & (top > spec.piece_cost) & (top < MOST_ALIKE) & (batch <= LANES * FAN)
+    full = slices_of(spec, cost - spec.piece_cost * batch, most) == most
+    shared = ((batch | most) & mask == 0) & ((batch == 1) | full)  # a power of two has no bit in common with one less
     return cutlass.select_(alike & shared, Int32(0), Int32(spec.piece_cost))
 
 
 def with_opening(spec: KernelSpec, lanes: LaneRows, opening: Int32) -> LaneRows:
-    """The rows of at most FAN a lane with another cost beyond their tiles than spec.piece_cost, or the same."""
-    costs, total = cute.make_rmem_tensor(FAN, Int32), lanes.total
+    """The rows with another cost beyond their tiles than spec.piece_cost, or the same; another one if a warp holds all costs."""
+    costs, total, less = cute.make_rmem_tensor(FAN, Int32), Int32(0), spec.piece_cost - opening
     for j in range(FAN):
-        less = cutlass.select_(lanes.costs[j] > 0, spec.piece_cost - opening, 0)
-        costs[j] = lanes.costs[j] - less
-        total = total - less
-    return replace(lanes, costs=costs, total=total)
+        costs[j] = cutlass.max(lanes.costs[j] - less, 0)
+        total = total + costs[j]
+    return replace(lanes, costs=costs, total=cutlass.select_(less == 0, lanes.total, total))
 
 
 def leaves(lanes: LaneRows, cost: Int32) -> Boolean:
