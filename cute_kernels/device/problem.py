@@ -16,9 +16,9 @@ class Problem:
 
     With several query rows per request: q, out [batch, q_len, num_heads, head_dim], or ragged [total_q, num_heads, head_dim];
     lse: without the last axis. scales: K's and V's, or None (kv/scale.py). rows: which keys and query rows a request has.
-    workspace: its bytes, or None if no row is cut. status: the address at which faults are reported. scores: see ScoreOperands.
-    claims: Int32 [1], how many items are claimed, if CTAs claim them (schedule/dealing.py). scale_log2: the softmax scale, to
-    base 2, for scales of K's tokens (attend/relative.py).
+    workspace: its bytes, or None if no row is cut. scale_log2: the softmax scale, to base 2. status: the address at which faults
+    are reported. scores: see ScoreOperands. claims: Int32 [1], how many items are claimed, if CTAs claim them
+    (schedule/dealing.py).
     """
 
     q: cute.Tensor
@@ -28,10 +28,10 @@ class Problem:
     out: cute.Tensor
     lse: cute.Tensor
     workspace: cute.Tensor | None
+    scale_log2: Float32
     status: Int64
     scores: "ScoreOperands | None" = None
     claims: cute.Tensor | None = None
-    scale_log2: Float32 | None = None
 
     def batch(self, spec: KernelSpec) -> Int32:
         """The number of requests."""

@@ -44,10 +44,8 @@ CASES: dict[str, dict[str, Any]] = {
     "int8 token, 128 rows": {**INT8_TOKEN, "max_q_len": 32},
 }
 CHOSEN = {"e4m3, 64 rows, uniform": (96, 8), "e4m3, 128 rows": (96, 8), "int8 token, 64 rows": (96, 8)}  # tiles, warps
-SPILLS = {
-    "int8 token, 64 rows": 22,
-    "int8 token, 128 rows": 3,
-}  # loads and stores of spilled registers where a piece begins or ends
+# loads and stores of spilled registers where a piece begins or ends
+SPILLS = {"int8 token, 64 rows": 22, "int8 token, 128 rows": 3}
 # the same of kernels with two m-tiles a warp, in the loop over tiles and in all; by whether tokens have scales, head_dim, query
 PAIRED_SPILLS = {(False, 128, "uniform"): (2, 18), (False, 64, "uniform"): (0, 8), (True, 128, "ragged"): (2, 10)}
 

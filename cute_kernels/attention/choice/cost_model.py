@@ -321,8 +321,8 @@ def expected_schedule(problem: DecodeProblem, spec: KernelSpec, grid: int) -> tu
     batch, tiles = problem.batch_size, -(-row_tokens(problem) // spec.tile_n)
     most = grid // units_of(problem, spec)
     even = max(1, min(batch * tiles // spec.min_share, most))
-    whole_turns = batch & (batch - 1) == 0 and most % max(batch, 1) == 0
-    alike = batch == 1 or (even == most > batch > 0 and whole_turns)  # as many slices for each of 2, 4, 8, ... rows
+    power = batch > 0 and batch & (batch - 1) == 0  # of two
+    alike = batch == 1 or (power and even == most > batch and most % batch == 0)  # as many slices for each row
     if alike and spec.partition == "balanced" and spec.q_lens is None:
         return even, even, even // batch
     cost = batch * (tiles + spec.piece_cost)

@@ -201,9 +201,10 @@ def holding_first(problem: DecodeProblem, shapes: Shapes, partition: Partition) 
         return kernel_spec(problem, "sm90", "sm_90a", config_of(shape), partition=partition)
 
     larger = [shape for shape in shapes if shape[0] > HOLDING[0]]
-    related = spec_of(HOLDING).relates_scores and problem.query != "ragged"  # mixed kernels have no registers for it
+    holding = spec_of(HOLDING)
+    related = holding.relates_scores and problem.query != "ragged"  # mixed kernels have no registers for it
     limited = related or not problem.has_token_scales
-    wanted = limited and spec_of(HOLDING).holds_query and not any(spec_of(shape).holds_query for shape in larger)
+    wanted = limited and holding.holds_query and not any(spec_of(shape).holds_query for shape in larger)
     return (HOLDING, *shapes) if wanted else shapes
 
 

@@ -48,9 +48,8 @@ def settle_bases(spec: cutlass.Constexpr, acc_s: cute.Tensor, state, factors: li
     the scores here. state: WarpState. factors: those of the scores, to base 2.
     """
     scores, rows = rows_of(acc_s), range(len(factors))
-    words = cute.recast_tensor(scores, Int32)
     bases = [rounded_product(state.row_max[r], factors[r]) for r in rows]
-    tops = [largest_bits([words[r, c] for c in range(cute.size(words, mode=[1]))]) for r in rows]
+    tops = tops_of(scores, len(factors))
     stays = [stays_at(spec, tops[r], bases[r], factors[r], state.row_sum[r]) for r in rows]
     offsets, decays = list(bases), [Float32(1.0)] * len(factors)
     moved = cute.arch.vote_any_sync((stays[0] & stays[-1]) == Boolean(False))
@@ -188,6 +187,12 @@ def quad_largest(value: Int32) -> Int32:
     """The largest of the integers of four lanes that share a row."""
     value = cutlass.max(value, cute.arch.shuffle_sync_bfly(value, offset=1))
     return cutlass.max(value, cute.arch.shuffle_sync_bfly(value, offset=2))
+
+
+def tops_of(scores: cute.Tensor, rows: int) -> list:
+    """largest_bits of this lane's scores of each row in use."""
+    words = cute.recast_tensor(scores, Int32)
+    return [largest_bits([words[r, c] for c in range(cute.size(words, mode=[1]))]) for r in range(rows)]
 
 
 def largest_bits(values: list) -> Int32:

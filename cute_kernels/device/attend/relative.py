@@ -8,28 +8,25 @@ has the base -inf, and its scores are relative to 0.
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32
+from cutlass import Boolean, Float32
 
+from ..kv.scale import scale_columns
 from .attend import WarpState
-from .bases import exact_maxima, largest_bits, quad_all, stays_at
+from .bases import exact_maxima, quad_all, stays_at, tops_of
 from .softmax import finite_or_zero, rows_of
 
 
-@cute.jit
 def relate_scores(acc_s: cute.Tensor, state: WarpState, columns: cute.Tensor):
     """Q K^T, in place, becomes logits to base 2 less their rows' bases. columns: K's scales of this lane's columns."""
     bases = [finite_or_zero(state.row_max[r]) for r in range(cute.size(state.row_max))]
-    for n in cutlass.range_constexpr(cute.size(columns, mode=[1])):
-        for r in cutlass.range_constexpr(len(bases)):
-            for c in cutlass.range_constexpr(2):
-                acc_s[(c, r), 0, n] = acc_s[(c, r), 0, n] * columns[c, n] - bases[r]
+    scale_columns(acc_s, len(bases), columns, bases)
 
 
 @cute.jit
 def settle_related(spec: cutlass.Constexpr, acc_s: cute.Tensor, state: WarpState, factors: list) -> tuple[list, list, Boolean]:
     """bases.settle_bases for related scores: nothing is left to subtract. factors: 1 for each row."""
     scores, rows = rows_of(acc_s), range(len(factors))
-    tops, decays = [top_of(scores, r) for r in rows], [Float32(1.0)] * len(factors)
+    tops, decays = tops_of(scores, len(factors)), [Float32(1.0)] * len(factors)
     begun = [state.row_max[r] != -Float32.inf for r in rows]
     stays = [begun[r] & stays_at(spec, tops[r], Float32(0.0), factors[r], state.row_sum[r]) for r in rows]
     moved = cute.arch.vote_any_sync((stays[0] & stays[-1]) == Boolean(False))
@@ -44,9 +41,3 @@ def settle_related(spec: cutlass.Constexpr, acc_s: cute.Tensor, state: WarpState
             state.row_max[r], state.row_sum[r] = base, state.row_sum[r] * decays[r]
         moved = cute.arch.vote_any_sync(begun[0] | begun[-1])  # before the first tile O is 0
     return [Float32(0.0)] * len(factors), decays, moved
-
-
-def top_of(scores: cute.Tensor, row: int) -> Int32:
-    """largest_bits of this lane's scores of a row."""
-    words = cute.recast_tensor(scores, Int32)
-    return largest_bits([words[row, c] for c in range(cute.size(words, mode=[1]))])

@@ -43,14 +43,13 @@ class AttentionKernel(DecodeKernel):
         self,
         problem: Problem,
         shared: Shared,
-        scale_log2: Float32,
         wanted: Boolean,
         registers: cutlass.Constexpr,
         warps: cutlass.Constexpr,
     ):
         """Runs `divide` as a phase of a mixed kernel, if it is `wanted`; warps beyond the phase's own have nothing to do."""
         if wanted & (cute.arch.make_warp_uniform(warp_number()) < self.spec.warps):
-            self.divide_anew(problem, shared, scale_log2, registers, (warps[0], min(warps[1], self.spec.warps)))
+            self.divide_anew(problem, shared, registers, (warps[0], min(warps[1], self.spec.warps)))
 
     def divide_anew(self, *arguments):
         """`divide` with a number of the warp that lives no longer than the phase."""

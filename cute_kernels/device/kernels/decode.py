@@ -113,18 +113,16 @@ class DecodeKernel(PieceResults):
         """One CTA's share: a producer warp runs ahead, consumer warps attend, merge and store piece by piece."""
         shared = allocate(self.spec, cutlass.memory.SmemAllocator())
         queries, scores = self.name_further(q, further)
-        problem = Problem(q, caches, scales, Rows(tables, k, queries), out, lse, workspace, status, scores, scale_log2=scale_log2)
+        problem = Problem(q, caches, scales, Rows(tables, k, queries), out, lse, workspace, scale_log2, status, scores)
         if cutlass.const_expr(self.overlap):
             cute.arch.griddepcontrol_launch_dependents()
         if cutlass.const_expr(self.mainloop.producer_warps > 0):
-            self.divide(problem, shared, scale_log2, self.spec.register_shares, (0, self.spec.warps))
+            self.divide(problem, shared, self.spec.register_shares, (0, self.spec.warps))
         else:
-            self.consume(problem, shared, scale_log2)
+            self.consume(problem, shared)
 
     @cute.jit
-    def divide(
-        self, problem: Problem, shared: Shared, scale_log2: Float32, registers: cutlass.Constexpr, warps: cutlass.Constexpr
-    ):
+    def divide(self, problem: Problem, shared: Shared, registers: cutlass.Constexpr, warps: cutlass.Constexpr):
         """Gives each warp of a range its work: to attend, or to bring tiles.
 
         registers: of a thread that attends and of another, or None if all keep theirs. warps: (first, one past the last).
@@ -135,20 +133,20 @@ class DecodeKernel(PieceResults):
         if cutlass.const_expr(self.mainloop.ahead_warp in range(*warps)) and warp == self.mainloop.ahead_warp:
             self.mainloop.look_ahead(problem, shared)
         if cutlass.const_expr(warps[1] <= spec.num_warps):
-            self.consume(problem, shared, scale_log2)
+            self.consume(problem, shared)
         elif cutlass.const_expr(warps[0] >= spec.num_warps):
-            self.supply(problem, shared, scale_log2, warp - spec.num_warps)
+            self.supply(problem, shared, warp - spec.num_warps)
         elif warp < spec.num_warps:
             if cutlass.const_expr(registers is not None):
                 cute.arch.setmaxregister_increase(registers[0])
-            self.consume(problem, shared, scale_log2)
+            self.consume(problem, shared)
         else:
             if cutlass.const_expr(registers is not None):
                 cute.arch.setmaxregister_decrease(registers[1])
-            self.supply(problem, shared, scale_log2, warp - spec.num_warps)
+            self.supply(problem, shared, warp - spec.num_warps)
 
     @cute.jit
-    def supply(self, problem: Problem, shared: Shared, scale_log2: Float32, role: Int32):
+    def supply(self, problem: Problem, shared: Shared, role: Int32):
         """The warps that bring tiles, widen them or assist the consumers.
 
         role: 0, or below `gatherers` or tile_producers: K and V, and tokens' scales if `brings_scales`; else 1 brings the scales.
@@ -169,14 +167,14 @@ class DecodeKernel(PieceResults):
                 self.mainloop.produce(problem, shared, role, scales=True)
         elif cutlass.const_expr(spec.assistants > 0):
             if role >= spec.producers:
-                self.assist(problem, shared, scale_log2, role - spec.producers)
+                self.assist(problem, shared, role - spec.producers)
             elif cutlass.const_expr(spec.token_scales > 0 and not spec.brings_scales):
                 self.mainloop.produce(problem, shared, role, scales=True)
         elif role == 1 and cutlass.const_expr(spec.token_scales > 0):  # other warps may only have registers to hand over
             self.mainloop.produce(problem, shared, role, scales=True)
 
     @cute.jit
-    def assist(self, problem: Problem, shared: Shared, scale_log2: Float32, worker: Int32):
+    def assist(self, problem: Problem, shared: Shared, worker: Int32):
         """The work of a warp beside the loop: it brings all queries but a share's first, and stores pieces (stored_beside)."""
         spec, queries = self.spec, problem.rows.queries
         cute.arch.griddepcontrol_wait()
@@ -185,7 +183,7 @@ class DecodeKernel(PieceResults):
         share, row = opening.share, opening.row
         heads = heads_of(spec, queries, share.unit)
         storers = assistants(spec, worker)
-        scaling = open_scaling(spec, problem.scales, heads[0], scale_log2)
+        scaling = open_scaling(spec, problem.scales, heads[0], problem.scale_log2)
         index, first, turn, pieces = share.row, share.tile, Int32(0), Int32(0)  # turn: as consumers count rows
         more = unfinished(share, index, first)
         while more:
@@ -206,7 +204,7 @@ class DecodeKernel(PieceResults):
             index, first = next_index, next_first
 
     @cute.jit
-    def consume(self, problem: Problem, shared: Shared, scale_log2: Float32):
+    def consume(self, problem: Problem, shared: Shared):
         """The consumer warps: every piece of the share, in order, then the columns that this CTA combines."""
         if cutlass.const_expr(self.overlap):
             cute.arch.griddepcontrol_wait()
@@ -219,7 +217,7 @@ class DecodeKernel(PieceResults):
         thr_mma = products.thr_mma
         held, states = hold_query(spec), tuple(make_state(spec, thr_mma) for _ in range(spec.warp_tiles))
         heads = heads_of(spec, queries, share.unit)
-        scaling = open_scaling(spec, problem.scales, heads[0], scale_log2)
+        scaling = open_scaling(spec, problem.scales, heads[0], problem.scale_log2)
         index, row, first, issued, settled = share.row, opening.row, share.tile, Int32(0), Int32(-1)  # settled: the query's row
         turn, pieces = Int32(0), Int32(0)  # how many rows (if a row's index does not say it) and pieces came before
         self.open_query(problem, shared, share, heads, opening.row, scaling.sign)

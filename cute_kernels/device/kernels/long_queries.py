@@ -23,7 +23,7 @@ class LongQueryKernel(AttentionKernel):
     """Launches attention whose items are dealt (schedule/dealing.py)."""
 
     @cute.jit
-    def consume(self, problem: Problem, shared: Shared, scale_log2: Float32):
+    def consume(self, problem: Problem, shared: Shared):
         """The work of the consumer warps: every item of this CTA. Warpgroups meet only to multiply in turn."""
         spec, batch, mainloop = self.spec, problem.batch(self.spec), self.mainloop
         cute.arch.griddepcontrol_wait()
@@ -38,7 +38,7 @@ class LongQueryKernel(AttentionKernel):
         mainloop.open_turns()
         while item.index < batch:
             piece = piece_of(spec, problem.rows, item, issued)
-            scaling = open_scaling(spec, problem.scales, item.kv_head, scale_log2)
+            scaling = open_scaling(spec, problem.scales, item.kv_head, problem.scale_log2)
             buffer, factors = query_buffer(spec, shared.query, turn), shared.inverses[None, turn % 2]
             settle_query(spec, buffer, factors, piece.block.rows, scaling.sign, Boolean(True))
             sync_rows(spec)

@@ -81,7 +81,7 @@ class MixedKernel(AttentionKernel):
             if cutlass.const_expr(phase.spec.split):
                 own = workspace_from(workspace, begin)
                 begin += state_bytes(phase.spec)
-            problems.append(Problem(q, brought, scales, rows, out, lse, own, status, scores, claims, scale_log2))
+            problems.append(Problem(q, brought, scales, rows, out, lse, own, scale_log2, status, scores, claims))
         cute.arch.griddepcontrol_launch_dependents()
         warp, shares = cute.arch.make_warp_uniform(warp_number()), cutlass.const_expr(spec.register_shares)
         busy = (Int32(sum(1 << warp for warp in spec.busy_warps)) >> warp) & 1 != 0
@@ -90,17 +90,17 @@ class MixedKernel(AttentionKernel):
             self.look_for_phases(rows, present, status)
         if cutlass.const_expr(shares is None):
             if busy:
-                self.attend_phases(tuple(problems), shared, present, scale_log2, (0, spec.warps))
+                self.attend_phases(tuple(problems), shared, present, (0, spec.warps))
         elif warp < spec.many.num_warps:
             cute.arch.setmaxregister_increase(shares[0])
-            self.attend_phases(tuple(problems), shared, present, scale_log2, (0, spec.many.num_warps))
+            self.attend_phases(tuple(problems), shared, present, (0, spec.many.num_warps))
         else:
             cute.arch.setmaxregister_decrease(shares[1])
             if busy:
-                self.attend_phases(tuple(problems), shared, present, scale_log2, (spec.many.num_warps, spec.warps))
+                self.attend_phases(tuple(problems), shared, present, (spec.many.num_warps, spec.warps))
 
     @cute.jit
-    def attend_phases(self, problems: tuple, shared: tuple, present: cute.Tensor, scale_log2: Float32, warps: cutlass.Constexpr):
+    def attend_phases(self, problems: tuple, shared: tuple, present: cute.Tensor, warps: cutlass.Constexpr):
         """Runs every phase in the busy warps of a range. present: from look_for_phases, for all phases but the first.
 
         All busy warps meet between two phases, then the attending warps meet once more, at an aligned barrier: after a barrier
@@ -120,7 +120,7 @@ class MixedKernel(AttentionKernel):
                 wanted = cute.arch.make_warp_uniform(present[number]) != 0
             registers = None if self.spec.register_shares else phase.spec.register_shares
             if cutlass.const_expr(warps[0] < phase.spec.warps):
-                phase.attend_phase(problems[number], shared[number], scale_log2, wanted, registers, warps)
+                phase.attend_phase(problems[number], shared[number], wanted, registers, warps)
 
     @cute.jit
     def prepare_phases(self, caches: tuple, shared: tuple):

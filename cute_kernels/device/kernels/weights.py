@@ -161,7 +161,7 @@ class WeightsKernel:
         """The work of one CTA: a chunk of a row's keys."""
         spec, shared, wanted = self.spec, allocate(self.spec), Outputs(*outputs)
         q, k, caches, scales, tables, queries, lse, scores = operands
-        problem = Problem(q, caches, scales, Rows(tables, k, queries), None, lse, None, status, scores)
+        problem = Problem(q, caches, scales, Rows(tables, k, queries), None, lse, None, scale_log2, status, scores)
         if cutlass.const_expr(self.overlap):
             cute.arch.griddepcontrol_launch_dependents()
         self.keys.prepare(caches, shared.rings)
@@ -172,7 +172,7 @@ class WeightsKernel:
             for i in cutlass.range(cute.arch.thread_idx()[0], cute.size(shared.means), 32 * spec.num_warps, unroll=1):
                 shared.means[i] = Float32(0.0)
         if chunk.first < chunk.stop:
-            self.attend(Work(problem, shared, wanted, chunk), scale_log2)
+            self.attend(Work(problem, shared, wanted, chunk))
         elif cutlass.const_expr(spec.means):
             cute.arch.sync_threads()
         if cutlass.const_expr(wanted.weights is not None):
@@ -183,7 +183,7 @@ class WeightsKernel:
             store_means(spec, shared.means, wanted, chunk)
 
     @cute.jit
-    def attend(self, work: Work, scale_log2: Float32):
+    def attend(self, work: Work):
         """Attends to the tiles of a chunk that hold keys which count."""
         spec, heads = self.spec, cutlass.const_expr(self.spec.num_kv_heads)
         problem, shared, chunk = work.problem, work.shared, work.chunk
@@ -193,7 +193,7 @@ class WeightsKernel:
         pages = Int32(0)
         for item in cutlass.range_constexpr(spec.depth):
             pages = self.issue(problem, shared.rings, tiles, Int32(item), pages, warp)
-        self.settle(problem, shared, chunk.index, scale_log2)
+        self.settle(problem, shared, chunk.index)
         products = HeadProducts(spec, shared.query, shared.rings.tiles, cute.arch.lane_idx())
         for tile in cutlass.range(tiles.count, unroll=1):
             holes = tile_holes(spec, problem, tiles, tile)
@@ -224,11 +224,11 @@ class WeightsKernel:
         return pages
 
     @cute.jit
-    def settle(self, problem: Problem, shared: Shared, row: Int32, scale_log2: Float32):
+    def settle(self, problem: Problem, shared: Shared, row: Int32):
         """Puts the row's query heads, their factors and their lses into shared memory, for all warps."""
         spec = self.spec
         for head in cutlass.range(cute.arch.thread_idx()[0], spec.num_heads, 32 * spec.num_warps, unroll=1):
-            factor = scale_log2
+            factor = problem.scale_log2
             if cutlass.const_expr(spec.k_scale == "head"):
                 factor = factor * head_scale(problem.scales[0], quotient(head, spec.group_size))
             shared.factors[head] = factor

@@ -238,12 +238,16 @@ def widen_columns(ring: ScaleRing, found: cute.Tensor, stage: Int32):
 
 
 @cute.jit
-def scale_columns(acc_s: cute.Tensor, rows: cutlass.Constexpr, scales: cute.Tensor):
-    """Multiplies the columns of an accumulator ((column pair, row pair), 1, n8), in the rows that are in use."""
+def scale_columns(acc_s: cute.Tensor, rows: cutlass.Constexpr, scales: cute.Tensor, less: list | None = None):
+    """Multiplies the columns of an accumulator ((column pair, row pair), 1, n8), in the rows that are in use.
+
+    less: for each of these rows, what to subtract then, in the same step; None for nothing.
+    """
     for n in cutlass.range_constexpr(cute.size(scales, mode=[1])):
         for r in cutlass.range_constexpr(rows):
             for c in cutlass.range_constexpr(2):
-                acc_s[(c, r), 0, n] = acc_s[(c, r), 0, n] * scales[c, n]
+                scaled = acc_s[(c, r), 0, n] * scales[c, n]
+                acc_s[(c, r), 0, n] = scaled if cutlass.const_expr(less is None) else scaled - less[r]
 
 
 @cute.jit
