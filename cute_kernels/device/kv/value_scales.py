@@ -80,14 +80,15 @@ def is_far(word: Int32) -> Boolean:
     return (word & 1) != 0
 
 
-def settled_unit(found: list, unit: Int32) -> tuple[Int32, Boolean]:
-    """raise_unit by the scales of a tile. found: the bits of this lane's, 0 past the tile."""
+def settled_unit(spec: KernelSpec, found: list, unit: Int32) -> tuple[Int32, Boolean]:
+    """raise_unit by the scales of a tile. found: the bits of this lane's, 0 past the tile. No scale is too far below for bf16."""
     peak, least = Int32(0), Int32(MAGNITUDE)
     for bits in found:
         magnitude = bits & MAGNITUDE
         peak = cutlass.max(peak, magnitude)
         least = cutlass.min(least, cutlass.select_(magnitude == 0, MAGNITUDE, magnitude))
-    return raise_unit(unit, warp_max(peak), cute.arch.warp_redux_sync(least, "min"))
+    unit, far = raise_unit(unit, warp_max(peak), cute.arch.warp_redux_sync(least, "min"))
+    return unit, far if spec.v_math == "f16" else Boolean(False)
 
 
 @cute.jit
@@ -95,9 +96,7 @@ def store_factors(spec: cutlass.Constexpr, ring: ScaleRing, stage: Int32, bits: 
     """A warp stores the factors of a tile's tokens. bits: of this lane's scales, by group of 32 tokens; unit: Int32 [1]."""
     lane = cute.arch.lane_idx()
     found = [cutlass.select_(group * LANES + lane < spec.tile_n, one, 0) for group, one in enumerate(bits)]
-    unit[0], far = settled_unit(found, unit[0])
-    if cutlass.const_expr(spec.v_math == "bf16"):
-        far = Boolean(False)
+    unit[0], far = settled_unit(spec, found, unit[0])
     for group in cutlass.range_constexpr(spec.token_groups):
         if group * LANES + lane < spec.tile_n:
             store_factor(spec, ring, group * LANES + lane, stage, factor_of(spec, found[group], unit[0]))

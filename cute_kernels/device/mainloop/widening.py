@@ -131,13 +131,11 @@ class Widening:
         factors = Int32((ring.factors.iterator + cute.crd2idx((0, stage), ring.factors.layout)).toint())
         if which == 1:
             cute.arch.mbarrier_wait(factor_barrier(spec, shared, stage), quotient(ordinal, stages) & 1)
-            far = is_far(ring.upper[0, stage]) if cutlass.const_expr(spec.v_math == "f16") else far
+            far = is_far(ring.upper[0, stage])
         elif cutlass.const_expr(spec.scales_keys):
             factors = Int32(of_keys.factors.iterator.toint())
         types = spec.v_type, spec.v_math
-        if cutlass.const_expr(spec.v_math == "bf16"):
-            widen_tile(types, shapes, *places, thread, factors)
-        elif far:
+        if cutlass.const_expr(spec.v_math == "f16") and far:
             scale_in_f32(spec.v_type, shapes, *places, thread, ring.words[None, stage])
         else:
             widen_tile(types, shapes, *places, thread, factors)
