@@ -82,8 +82,8 @@ class TilingSpec(ProblemSpec):
     def math_of(self, stored: StoredType) -> ElementType:
         """As ProblemSpec.math_of, but bf16 for int8 where warpgroups multiply bf16 queries: it holds each int8 exactly, too.
 
-        So its range leaves the query, weights and units alone, and multipliers of fewer bits take less power. P then has bf16's
-        precision, as over 16 bits.
+        So its range leaves the query, weights and units alone: instructions set the pace. P then has bf16's precision, as over
+        16 bits.
         """
         if stored == "int8" and self.element_type == "bf16" and self.by_warpgroup:
             return "bf16"
