@@ -196,12 +196,14 @@ def test_scores_below_zero_that_rise(rows: dict[str, Any], config: DecodeConfig)
 def test_scales_of_values_far_apart(keys: tuple[KVDtype, KVScale], dtype: torch.dtype, pattern: str) -> None:
     """A unit that grows from tile to tile, and tiles in which V's scales differ by 2**20 or 2**16, all or some of them.
 
-    K and V are widened by the same code, or by code of their own; to bf16, or to f16, whose range does not hold such scales.
+    K and V are widened by the same code, or by code of their own. In f16 the scales go into V, though its range does not hold
+    them; in bf16 they go into P.
     """
     stored = {"kv_dtype": keys[0], "k_scale": keys[1], "v_dtype": KVDtype.INT8, "v_scale": KVScale.TOKEN, "dtype": dtype}
     problem = case("far", {**ONE_HEAD, "lengths": (600, 0, 40), **stored}, **ROWS_128)
     descriptor = problem.descriptor()
     kernel = kernel_of(descriptor.problem, WIDENED, "balanced", SLICES, descriptor=descriptor)
-    assert kernel.spec.scales_values and kernel.spec.scales_keys == (keys[0] is KVDtype.INT8)
+    in_values = dtype is torch.float16
+    assert kernel.spec.scales_values == in_values and kernel.spec.scales_keys == (in_values and keys[0] is KVDtype.INT8)
     inputs = follow_pattern(make_attention(problem), pattern)
     assert_close(inputs, run_attention(kernel, inputs))

@@ -73,7 +73,7 @@ def make_scale_rings(spec: KernelSpec, smem, stages: int, widened: bool = False)
 @cute.jit
 def open_scaling(spec: cutlass.Constexpr, scales: tuple, kv_head: Int32, scale_log2: Float32) -> Scaling:
     """The scaling of a KV head. scales: (K's, V's), [1] or [num_kv_heads] if they are not per token."""
-    value, sign = Float32(1.0 if spec.scales_values else 2.0 ** spec.decoded_powers[1]), Float32(1.0)
+    value, sign = Float32(2.0 ** spec.decoded_powers[1]), Float32(1.0)
     scale_log2 = Float32(1.0) if spec.relates_scores else key_factor(spec, scale_log2)
     if cutlass.const_expr(spec.k_scale == "head"):
         scale = head_scale(scales[0], kv_head)

@@ -4,20 +4,16 @@ An int8 k with its sign bit flipped, as the lowest byte of an f16, is the subnor
 f = scale * 2**24 / unit in f16, (k + 128) 2**-24 * f - 2**-17 * f is k * scale / unit, rounded once. So no weight is multiplied,
 and only O is a multiple of the unit: 2**8 times a power of two above the largest scale that has come so far in the piece.
 
-In bf16 the same byte is (k + 128) 2**-133, and 2**133 takes the place of 2**24. The factor is rounded, too, but none is lost.
-In f16, elements of a token whose scale lies below 2**-12 of that power would lose bits. A tile with such a token has a unit of
-2**-16 of the other tiles', and its elements are multiplied in f32: a token whose scale is below 2**-28 of the largest then loses
-bits.
+Elements of a token whose scale lies below 2**-12 of that power would lose bits. A tile with such a token has a unit of 2**-16 of
+the other tiles', and its elements are multiplied in f32: a token whose scale is below 2**-28 of the largest then loses bits.
 """
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
 
-from ...config.decode import KernelSpec
 from ..ptx.packed import pack
 from ..ptx.registers import LANES, MAGNITUDE, as_bits, as_float, warp_max
-from .codec import INT8_TO_BF16
 from .scale import EXPONENT, ScaleRing, shrink_of
 
 FIELD = 23  # the place of an f32's exponent
@@ -25,9 +21,9 @@ ABOVE = 1 + 8 << FIELD  # from the power of two below the largest scale to the u
 FAR = 12 + 8 << FIELD  # from the unit down to a scale whose factor would be too small
 FURTHER = 16 << FIELD  # from the unit down to that of a tile with such a scale
 LARGEST = 80 + 127 << FIELD  # a unit; any step between units is then a normal f32
-OF_KEYS = {"f16": 0x78007800, "bf16": int(INT8_TO_BF16, 16)}  # a factor of 2**15 in f16, of 2**126 in bf16, twice
-INVERSE_OF_KEYS = 2.0**9  # what K's scales are multiplied by in f16 (in bf16: scale.key_factor)
-OFFSET = "0x80808080"  # -2**-17 in f16, twice, or -2**-126 in bf16
+OF_KEYS = 0x78007800  # a factor of 2**15 in f16, twice
+INVERSE_OF_KEYS = 2.0**9  # what K's scales are multiplied by
+OFFSET = "0x80808080"  # -2**-17 in f16, twice
 
 
 def raise_unit(unit: Int32, peak: Int32, least: Int32) -> tuple[Int32, Boolean]:
@@ -43,7 +39,7 @@ def raise_unit(unit: Int32, peak: Int32, least: Int32) -> tuple[Int32, Boolean]:
 def open_keys(spec: cutlass.Constexpr, ring: ScaleRing, thread: Int32, threads: cutlass.Constexpr):
     """Threads store the constant factor of K's tokens. thread: a thread's number among them."""
     for token in cutlass.range(thread, spec.tile_n, threads, unroll=1):
-        store_factor(spec, ring, token, 0, Int32(OF_KEYS[spec.k_math]))
+        store_factor(ring, token, 0, Int32(OF_KEYS))
 
 
 def per_unit(bits: Int32, unit: Int32, power: int) -> Float32:
@@ -51,15 +47,15 @@ def per_unit(bits: Int32, unit: Int32, power: int) -> Float32:
     return as_float(bits) * as_float((power + 127 << FIELD) - (unit - (127 << FIELD)))
 
 
-def factor_of(spec: KernelSpec, bits: Int32, unit: Int32) -> Int32:
-    """A scale's factor, in both halves of a word. In bf16 it takes two steps: no f32 is 2**133 / unit."""
-    factor = per_unit(bits, unit, 24) if spec.v_math == "f16" else per_unit(bits, unit, 60) * 2.0**73
-    return pack(spec.v_math, factor, factor)
+def factor_of(bits: Int32, unit: Int32) -> Int32:
+    """A scale's factor, in both halves of a word."""
+    factor = per_unit(bits, unit, 24)
+    return pack("f16", factor, factor)
 
 
-def offset_of(spec: KernelSpec, factor: Int32) -> Int32:
+def offset_of(factor: Int32) -> Int32:
     """What the multiply-add of a decoded element adds, for two factors."""
-    text = f"{{ .reg .b32 x, power; mov.b32 x, {{$r0}}; mov.b32 power, {OFFSET}; mul.{spec.v_math}x2 {{$w0}}, x, power; }}"
+    text = f"{{ .reg .b32 x, power; mov.b32 x, {{$r0}}; mov.b32 power, {OFFSET}; mul.f16x2 {{$w0}}, x, power; }}"
     return cute.arch.inline_ptx(text, write_only_types=[Int32], read_only_args=[factor])
 
 
@@ -80,15 +76,14 @@ def is_far(word: Int32) -> Boolean:
     return (word & 1) != 0
 
 
-def settled_unit(spec: KernelSpec, found: list, unit: Int32) -> tuple[Int32, Boolean]:
-    """raise_unit by the scales of a tile. found: the bits of this lane's, 0 past the tile. No scale is too far below for bf16."""
+def settled_unit(found: list, unit: Int32) -> tuple[Int32, Boolean]:
+    """raise_unit by the scales of a tile. found: the bits of this lane's, 0 past the tile."""
     peak, least = Int32(0), Int32(MAGNITUDE)
     for bits in found:
         magnitude = bits & MAGNITUDE
         peak = cutlass.max(peak, magnitude)
         least = cutlass.min(least, cutlass.select_(magnitude == 0, MAGNITUDE, magnitude))
-    unit, far = raise_unit(unit, warp_max(peak), cute.arch.warp_redux_sync(least, "min"))
-    return unit, far if spec.v_math == "f16" else Boolean(False)
+    return raise_unit(unit, warp_max(peak), cute.arch.warp_redux_sync(least, "min"))
 
 
 @cute.jit
@@ -96,18 +91,18 @@ def store_factors(spec: cutlass.Constexpr, ring: ScaleRing, stage: Int32, bits: 
     """A warp stores the factors of a tile's tokens. bits: of this lane's scales, by group of 32 tokens; unit: Int32 [1]."""
     lane = cute.arch.lane_idx()
     found = [cutlass.select_(group * LANES + lane < spec.tile_n, one, 0) for group, one in enumerate(bits)]
-    unit[0], far = settled_unit(spec, found, unit[0])
+    unit[0], far = settled_unit(found, unit[0])
     for group in cutlass.range_constexpr(spec.token_groups):
         if group * LANES + lane < spec.tile_n:
-            store_factor(spec, ring, group * LANES + lane, stage, factor_of(spec, found[group], unit[0]))
+            store_factor(ring, group * LANES + lane, stage, factor_of(found[group], unit[0]))
             if far:
                 ring.words[group * LANES + lane, stage] = as_bits(per_unit(found[group], unit[0], 16))
     if lane == 0:
         ring.upper[0, stage] = word_of(unit[0], far)
 
 
-def store_factor(spec: KernelSpec, ring: ScaleRing, token: Int32, stage: Int32 | int, factor: Int32):
+def store_factor(ring: ScaleRing, token: Int32, stage: Int32 | int, factor: Int32):
     """Stores the factor of a token, and its offset beside it."""
     at = ring.factors.iterator + cute.crd2idx((2 * token, stage), ring.factors.layout)
     text = "st.shared.v2.b32 [{$r0}], {{$r1}, {$r2}};"
-    cute.arch.inline_ptx(text, read_only_args=[Int32(at.toint()), factor, offset_of(spec, factor)])
+    cute.arch.inline_ptx(text, read_only_args=[Int32(at.toint()), factor, offset_of(factor)])

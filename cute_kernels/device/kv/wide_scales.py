@@ -77,7 +77,7 @@ def key_bits(spec: KernelSpec, bits: Int32, scale_log2: Float32) -> Int32:
     """The bits of a scale of K, times the softmax factor (relates_scores), or times what K's constant factor takes off."""
     if spec.relates_scores:
         return as_bits(as_float(bits) * key_factor(spec, scale_log2))
-    return as_bits(as_float(bits) * INVERSE_OF_KEYS) if spec.scales_keys and spec.k_math == "f16" else bits
+    return as_bits(as_float(bits) * INVERSE_OF_KEYS) if spec.scales_keys else bits
 
 
 @cute.jit

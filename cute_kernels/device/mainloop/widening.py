@@ -134,11 +134,10 @@ class Widening:
             far = is_far(ring.upper[0, stage])
         elif cutlass.const_expr(spec.scales_keys):
             factors = Int32(of_keys.factors.iterator.toint())
-        types = spec.v_type, spec.v_math
-        if cutlass.const_expr(spec.v_math == "f16") and far:
+        if far:
             scale_in_f32(spec.v_type, shapes, *places, thread, ring.words[None, stage])
         else:
-            widen_tile(types, shapes, *places, thread, factors)
+            widen_tile((spec.v_type, spec.v_math), shapes, *places, thread, factors)
 
     @cute.jit
     def open_factors(self, shared: Shared, warp: Int32):
