@@ -50,9 +50,9 @@ CASES: dict[str, tuple[Shape, tuple[str, str, DecodeConfig]]] = {
 }
 
 
-def made(name: str, get: Any = compiled) -> tuple[Kernel, Shape]:
+def made(name: str, get: Any = compiled, slices: int = 4) -> tuple[Kernel, Shape]:
     shape, (arch, partition, config) = CASES[name]
-    return kernel_of(shape.descriptor().problem, config, partition, 4, arch=arch, get=get), shape
+    return kernel_of(shape.descriptor().problem, config, partition, slices, arch=arch, get=get), shape
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -73,9 +73,8 @@ def test_rows_are_cut(name: str) -> None:
     assert stores > 4 * 2 * kernel.spec.row_words, "no piece but of one CTA"
 
 
-@pytest.mark.parametrize("rows", [1, 2, 4])
-def test_equal_rows_are_cut_into_equal_parts(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Four CTAs on rows of one length bring as many bytes each: all begin with a piece, whether it begins its row or not."""
+def count_bytes(monkeypatch: pytest.MonkeyPatch) -> Counter[int]:
+    """Counts the bytes that each CTA brings, by its number."""
     brought: Counter[int] = Counter()
 
     def counted(cta: Any, *arguments: Any) -> int:
@@ -84,10 +83,28 @@ def test_equal_rows_are_cut_into_equal_parts(rows: int, monkeypatch: pytest.Monk
         return found
 
     monkeypatch.setattr(warp, "land_box", counted)
+    return brought
+
+
+@pytest.mark.parametrize("rows", [1, 2, 4])
+def test_equal_rows_are_cut_into_equal_parts(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four CTAs on rows of one length bring as many bytes each: all begin with a piece, whether it begins its row or not."""
+    brought = count_bytes(monkeypatch)
     kernel, _ = made("balanced")
     inputs = make_inputs(Shape(lengths=(1536 // rows,) * rows, **ONE_HEAD), "cpu")
     assert_close(inputs, *run_decode(kernel, inputs))
     assert len(brought) == 4 and set(brought.values()) == {1536 // 4 * 2 * 128 * 2}
+
+
+@pytest.mark.parametrize(("rows", "tokens", "working"), [(2, 320, 4), (2, 4096, 5), (4, 320, 4), (3, 320, 5)])
+def test_equal_rows_leave_a_cta_idle_if_that_pays(rows: int, tokens: int, working: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of five CTAs one has no work, so that all others have one piece of the same length: of two or four short rows."""
+    brought = count_bytes(monkeypatch)
+    kernel, _ = made("balanced", slices=5)
+    inputs = make_inputs(Shape(lengths=(tokens,) * rows, **ONE_HEAD), "cpu")
+    assert_close(inputs, *run_decode(kernel, inputs))
+    assert len(brought) == working
+    assert (len(set(brought.values())) == 1) == (working == 4)
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -5,7 +5,8 @@ that read the same pages are neighbours. It works on slice i // units of the bat
 spec.piece_cost, the rows are laid end to end, and the slices cut that line into equal parts. So every batch is balanced to a
 tile, however ragged, and a captured graph stays balanced when lengths change. A row that a cut splits leaves partial states. No
 slice is smaller than spec.min_share: a small batch uses fewer CTAs. Where rows are as long as each other, and each is cut into as
-many parts, rows cost their tiles alone, so that the parts are equal: each of them costs an opening.
+many parts, rows cost their tiles alone, so that the parts are equal: each of them costs an opening. CTAs that are left over for
+that stay without work, unless two openings in some CTAs cost less (equal_parts).
 
 A cut falls where the line says, but never within MIN_TILES of a row's ends (partition "balanced"); or it falls back to the
 start of a block, whose size depends on the row's length only, and every block is a piece (KV split) of its own ("invariant"); or
@@ -16,7 +17,7 @@ from dataclasses import dataclass, replace
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Int32
+from cutlass import Boolean, Float32, Int32
 
 from ...config.decode import MAX_BLOCKS, MIN_BLOCK, MIN_TILES, KernelSpec
 from ...config.problem import QueryLengths
@@ -41,6 +42,7 @@ MOST_COST, HALF = 2**30 - 1, 16  # HALF: bits that warp_sum adds at a time
 DEALT_ROWS = 128  # packed rows of a block of long queries, as dealt_cost counts them
 LEFT = 3  # of so many slices, a phase keeps one if it leaves the others to the phase that deals
 FAN = 4  # rows that a lane reads at a time; if it has no more rows, it keeps the cost of each
+MOST_EVEN = 2**20  # tiles of a batch past which it does not pay to leave slices without work
 MOST_ALIKE = 2**30 // (LANES * FAN)  # cost of a row of so few that a warp keeps the cost of each: its product with their number
 
 
@@ -342,7 +344,7 @@ def share_of(spec: cutlass.Constexpr, rows: Rows, batch: Int32, lanes: LaneRows,
         most = cutlass.select_(leaves(lanes, cost), quotient(most + LEFT - 1, LEFT), most)
     opening = Int32(spec.piece_cost)
     if cutlass.const_expr(spec.partition == "balanced" and spec.q_lens is None):
-        opening = opening_cost(spec, lanes, cost, batch, most)
+        opening, most = equal_parts(spec, lanes, cost, batch, most)
         lanes, cost = with_opening(spec, lanes, opening), cost - (spec.piece_cost - opening) * batch
     slices = slices_of(spec, cost, most)
     step = quotient(cost, slices)
@@ -365,20 +367,39 @@ def slices_of(spec: KernelSpec, cost: Int32, most: Int32) -> Int32:
     return cutlass.max(cutlass.min(quotient(cost, spec.min_share), most), 1)
 
 
-def opening_cost(spec: KernelSpec, lanes: LaneRows, cost: Int32, batch: Int32, most: Int32) -> Int32:
-    """What a row costs beyond its tiles: nothing if all rows are as long, and as many slices share each of 1, 2, 4, 8, ... rows.
+@cute.jit
+def equal_parts(spec: cutlass.Constexpr, lanes: LaneRows, cost: Int32, batch: Int32, most: Int32) -> tuple[Int32, Int32]:
+    """(what a row costs beyond its tiles, most slices): nothing, and as many for each row, if rows are cut into equal parts.
 
+    So are 1, 2, 4, 8, ... rows of one length, if parts of one piece each make up for the slices that are left without work.
     cost: of the batch, with spec.piece_cost for each row. most: as in slices_of. The answer does not depend on how a warp has
     read the rows, only on what it has read. All CTAs wait for it, and execute it once: so there is no division.
     """
     top, mask = lanes.costs[0], batch - 1
-    for j in range(1, FAN):
+    for j in cutlass.range_constexpr(1, FAN):
         top = cutlass.max(top, lanes.costs[j])
     top = cute.arch.warp_redux_sync(top, "max")
     alike = (top * batch == cost) & (top > spec.piece_cost) & (top < MOST_ALIKE) & (batch <= LANES * FAN)
-    full = slices_of(spec, cost - spec.piece_cost * batch, most) == most
-    shared = ((batch | most) & mask == 0) & ((batch == 1) | full)  # a power of two has no bit in common with one less
-    return cutlass.select_(alike & shared, Int32(0), Int32(spec.piece_cost))
+    tiles, even = cost - spec.piece_cost * batch, most - (most & mask)
+    full = (batch == 1) | (slices_of(spec, tiles, even) == even)
+    pays = even == most
+    if (even > 0) & (even < most):
+        pays = parts_pay(spec, even >> cute.arch.popc(mask), top - spec.piece_cost, tiles, most)
+    equal = alike & (batch & mask == 0) & full & pays  # a power of two has no bit in common with one less
+    return cutlass.select_(equal, Int32(0), Int32(spec.piece_cost)), cutlass.select_(equal, even, most)
+
+
+def parts_pay(spec: KernelSpec, parts: Int32, row: Int32, tiles: Int32, slices: Int32) -> Boolean:
+    """Whether `parts` of each row, one piece each, end sooner than all `slices` of a batch, which open second pieces.
+
+    row, tiles: those of a row and of the batch. A second piece takes a part of spec.piece_cost, found by measurement
+    (docs/notes/kernel-log.md), and rows that stay whole are not combined either.
+    """
+    known = cutlass.min(tiles, MOST_EVEN)
+    part = ((row + parts).to(Float32) - 0.5) * cute.arch.rcp_approx(parts.to(Float32))  # cut off: rounded up
+    quarters = spec.piece_cost * (1 if spec.widens_tiles else 4 if spec.paired else 2)
+    opening = quarters * cutlass.select_(parts == 1, Int32(2), Int32(1))
+    return (tiles == known) & (4 * (Int32(part) * slices - known) <= opening * slices)
 
 
 def with_opening(spec: KernelSpec, lanes: LaneRows, opening: Int32) -> LaneRows:

@@ -78,6 +78,7 @@ CONVERTED = {  # by opcode: (type of the sources, expression, type of the result
     "cvt.rn.satfinite.e4m3x2.f32": ("f32", "fp8x2_of({a}, {b}, 'float8_e4m3fn')", "b16"),
     "cvt.rn.satfinite.e5m2x2.f32": ("f32", "fp8x2_of({a}, {b}, 'float8_e5m2')", "b16"),
     "cvt.rni.s32.f32": ("f32", "s32_of({a})", "s32"),
+    "cvt.rzi.s32.f32": ("f32", "s32_of(np.trunc({a}))", "s32"),
     "cvt.rn.f32.s32": ("s32", "{a}.astype(float32)", "f32"),
     "cvt.rn.f32.u32": ("u32", "{a}.astype(float32)", "f32"),
 }
