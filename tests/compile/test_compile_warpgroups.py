@@ -129,16 +129,28 @@ def test_long_queries(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("head_dim", "q_len", "query"), [(128, 8, "uniform"), (64, 8, "uniform"), (128, 5, "uniform"), (128, 8, "ragged")]
+    ("num_heads", "head_dim", "q_len", "query"),
+    [
+        (32, 128, 8, "uniform"),
+        (32, 64, 8, "uniform"),
+        (32, 128, 5, "uniform"),
+        (32, 128, 8, "ragged"),
+        (64, 128, 4, "uniform"),
+        (64, 128, 4, "ragged"),
+        (128, 128, 2, "uniform"),
+        (96, 128, 2, "uniform"),
+    ],
 )
 @pytest.mark.parametrize("stored", [E4M3, INT8_TOKEN], ids=["e4m3", "int8 token"])
-def test_two_m_tiles_of_eight_warps(stored: dict[str, Any], head_dim: int, q_len: int, query: str, tmp_path: Path) -> None:
+def test_two_m_tiles_of_eight_warps(
+    stored: dict[str, Any], num_heads: int, head_dim: int, q_len: int, query: str, tmp_path: Path
+) -> None:
     """Each warp converts a tile of 8 bits once for 32 packed rows, with registers that the other warps hand over.
 
     Those that store pieces beside the loop have 56 and spill some. Where registers spill, two masked branches in the loop reload
     the warp's number.
     """
-    fields = {"num_heads": 32, "num_kv_heads": 8, "head_dim": head_dim, "page_size": 16, **stored}
+    fields = {"num_heads": num_heads, "num_kv_heads": 8, "head_dim": head_dim, "page_size": 16, **stored}
     problem = ck.PagedAttentionDescriptor(
         64, q_dtype=torch.bfloat16, max_q_len=q_len, query_format=query, max_seq_len=8192, **fields
     ).problem

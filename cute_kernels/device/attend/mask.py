@@ -13,6 +13,7 @@ from cutlass import Boolean, Float32, Int32
 
 from ...config.decode import KernelSpec
 from ...config.tiling import RingShape
+from ..ptx.registers import unknown
 from .query_rows import KvRange, Queries, QueryBlock, Row, TilePlace, end_seen, first_seen, position_of, query_row_of
 
 HOLE_BITS = 32  # of a word of holes
@@ -97,6 +98,8 @@ def make_row_mask(
     lane_rows: list[Int32],
 ) -> RowMask:
     """The mask of this lane's rows of an m-tile for one piece."""
+    if spec.paired:  # else the lanes of a group of 8 heads have a query row in uniform registers, and 65 others spill
+        lane_rows = [unknown(packed) for packed in lane_rows]
     query_rows = [query_row_of(spec, block, packed) for packed in lane_rows]
     positions = [position_of(spec, row, query_row) for query_row in query_rows]
     first = [first_seen(spec, queries, position) for position in positions] if spec.modifiers.window_left else None

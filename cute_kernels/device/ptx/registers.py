@@ -17,6 +17,11 @@ def as_bits(value: Float32) -> Int32:
     return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[value])
 
 
+def unknown(value: Int32) -> Int32:
+    """A value of which the compiler no longer knows what it knew."""
+    return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[value])
+
+
 def warp_max(value: Int32) -> Int32:
     """The largest of a warp's values."""
     return cute.arch.inline_ptx("redux.sync.max.s32 {$w0}, {$r0}, 0xffffffff;", write_only_types=[Int32], read_only_args=[value])
