@@ -28,6 +28,7 @@ OPERATIONS: tuple[Operation, ...] = ("decode", "attention", "append", "weights",
 READ, COPY, WGMMA = "read", "copy", "wgmma"
 FLOORS = (READ, COPY, WGMMA)  # the providers without a result; a case's other times are divided by the time of one of them
 PLAIN = "ours-plain"  # the provider that is our plain decode over the caches of an attention case
+WIDE = "ours-16bit"  # the provider that is our attention over 16-bit caches of the values that an 8-bit case's caches hold
 PARTS = "ours-parts"  # the provider that serves the parts of a mixed batch one after the other, each by a plan of its own
 LONG_QUERY = 256  # from so many query rows on, the tensor core limits a case, not the memory
 BALANCE = 190  # for a mixed batch, the limit in FLOP per byte: an H200 at 1.6 GHz (132 SMs x 4096 per clock) that reads 4.5 TB/s
@@ -274,6 +275,11 @@ class Case:
             lengths = replace(lengths, groups=tuple((rows, min(tokens, held)) for rows, tokens in lengths.groups))
         own = {name: getattr(self, name) for name in ("dtype", "table_format", "layout", "kv_dtype", "kv_scale")}
         return Case(self.num_heads, self.num_kv_heads, self.head_dim, self.page_size, lengths, **own)
+
+    @property
+    def wide(self) -> Case:
+        """The same case over caches of q's dtype."""
+        return replace(self, kv_dtype=None, kv_scale=None)
 
     def parts(self) -> tuple[Case, ...]:
         """For a mixed batch, a case of uniform query rows for each number of query rows, in order; else the case itself alone.

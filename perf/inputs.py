@@ -114,6 +114,26 @@ class Inputs:
             return q[self.qo_indptr()[1:].long() - 1]
         return q.view(self.case.batch_size, self.case.q_rows, *q.shape[-2:])[:, -1].contiguous()
 
+    def wide(self) -> Inputs:
+        """The same q and page table over caches of q's dtype, in which every slot has its real value, rounded."""
+        sets = (InputSet(s.q, self._rounded(s.k, s.k_scale), self._rounded(s.v, s.v_scale)) for s in self.sets)
+        return Inputs(self.case.wide, tuple(sets), self.pages, self.operands)
+
+    def _rounded(self, cache: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
+        """A cache in its own layout, in q's dtype, times its scales."""
+        values = cache.float()
+        if scale is not None:
+            values *= self._beside(scale).float()[..., None]
+        return values.to(DTYPES[self.case.dtype])
+
+    def _beside(self, scale: torch.Tensor) -> torch.Tensor:
+        """Scales with the axes of a cache but head_dim."""
+        nhd = self.pages is not None and self.case.layout == "NHD"
+        if scale.dim() == 3:
+            return scale if nhd or self.pages is None else scale.transpose(1, 2)
+        of_heads = scale.expand(self.case.num_kv_heads)
+        return of_heads if nhd else of_heads[:, None]
+
     def parts(self) -> tuple[Inputs, ...]:
         """The inputs of each of `case.parts`, over the same pages: q is a view of this q's rows.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import product
 
-from perf.cases import Bar, Case, EightBit, Rows, Scale, attention_case, fixed
+from perf.cases import WIDE, Bar, Case, EightBit, Rows, Scale, attention_case, fixed
 
 K = 1024
 FA3, FA4 = "fa3", "fa4"
@@ -15,6 +15,7 @@ PROMPT_BAR = Bar("ratio", 1.0, beside=FA4)
 PAGED_BARS = {16: Bar("ratio", 1 / 1.07, beside=FA4), 64: Bar("ratio", 1 / 1.07, beside=FA4), 128: None}
 SMALL_PAGE = 1  # no TMA box brings it
 OTHER_HEADS = ((64, 8, 64), (32, 8, 96), (16, 8, 256))
+EIGHT_BIT_BAR = Bar("ratio", 1 / 0.85, beside=WIDE)
 STORAGE: tuple[tuple[EightBit | None, Scale | None], ...] = (("e4m3", None), ("int8", "token-f16"))
 
 # (requests with all their tokens, including those cached before; new tokens of each request)
@@ -34,7 +35,7 @@ CHUNK_BAR = Bar("ratio", 1 / 1.05, beside=FA4, peer=FA3)
 def prefill_cases() -> dict[Case, Bar | None]:
     """Prompts of one request, causal: contiguous and over pages, other head_dims, and 8-bit caches.
 
-    Pages of one token and 8-bit caches have no bar: they are compared with other cases of the set.
+    Pages of one token have no bar: they are compared with another case of the set.
     """
     found: dict[Case, Bar | None] = {}
     for tokens in LENGTHS:
@@ -46,16 +47,18 @@ def prefill_cases() -> dict[Case, Bar | None]:
         shape = {"num_heads": heads, "num_kv_heads": kv_heads, "head_dim": head_dim}
         found[attention_case(fixed(1, 8 * K), q_len=8 * K, **shape, **CONTIGUOUS)] = PROMPT_BAR
     for tokens, (kv_dtype, kv_scale), page in product(LENGTHS[1:], STORAGE, PAGES[:2]):
-        found[attention_case(fixed(1, tokens), q_len=tokens, page_size=page, kv_dtype=kv_dtype, kv_scale=kv_scale)] = None
+        case = attention_case(fixed(1, tokens), q_len=tokens, page_size=page, kv_dtype=kv_dtype, kv_scale=kv_scale)
+        found[case] = EIGHT_BIT_BAR
     return found
 
 
 def chunk_cases() -> dict[Case, Bar | None]:
-    """Chunks of prompts over pages: bf16, then 8-bit caches, which have no bar."""
+    """Chunks of prompts over pages: bf16, then 8-bit caches, of which the longest have a bar."""
     found: dict[Case, Bar | None] = {}
     for (kv_dtype, kv_scale), (rows, q_len), page in product(((None, None), *STORAGE), CHUNKS, PAGES[:2]):
         case = attention_case(rows, q_len=q_len, page_size=page, kv_dtype=kv_dtype, kv_scale=kv_scale)
-        found[case] = None if kv_dtype else CHUNK_BAR
+        of_eight_bits = EIGHT_BIT_BAR if rows == CHUNKS[0][0] else None
+        found[case] = of_eight_bits if kv_dtype else CHUNK_BAR
     return found
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from perf.case_sets import case_sets
-from perf.cases import COPY, FLOORS, PARTS, PLAIN, READ, WGMMA
+from perf.cases import COPY, FLOORS, PARTS, PLAIN, READ, WGMMA, WIDE
 from perf.compare import Comparison, changes, compare_revisions
 from perf.history import Key, Revision, by_gpu, revisions
 from perf.measure import DEVICE, IN_STREAM
@@ -25,7 +25,12 @@ PROVIDERS = PICTURED | {
     "fa2": ("FlashAttention-2", "#6b7a99", "#9fb0d0"),
 }
 FLOOR_LABELS = {READ: "plain read", COPY: "plain copy", WGMMA: "WGMMA loop"}
-OWN = {"ours-sm80": "our SM80 variant", PLAIN: "our plain decode", PARTS: "our plans in turn"}  # ours too, and no peers
+OWN = {  # ours too, and no peers
+    "ours-sm80": "our SM80 variant",
+    PLAIN: "our plain decode",
+    WIDE: "ours over 16 bits",
+    PARTS: "our plans in turn",
+}
 DETAILS = ("sku", "q_dtype", "shape", "num_ctas", "turns", "num_splits", "workspace_bytes", "prepare_s")
 
 

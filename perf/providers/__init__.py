@@ -13,7 +13,7 @@ from perf.providers.flash_attention import FlashAttention3, FlashAttention3Atten
 from perf.providers.flash_attention_4 import FlashAttention4
 from perf.providers.flashinfer import FlashInferFa2, FlashInferXqa
 from perf.providers.flashinfer_attention import Fa2Attention, Fa3Attention, XqaAttention
-from perf.providers.ours import Ours, OursAttention, OursParts, OursPlain, OursSm80, OursSm80Attention
+from perf.providers.ours import Ours, OursAttention, OursParts, OursPlain, OursSm80, OursSm80Attention, OursWide
 from perf.providers.read import Read, ReadAttention
 from perf.providers.sdpa import Cudnn, FlashAttention2, Sdpa
 from perf.providers.vllm_triton import VllmTriton
@@ -22,7 +22,7 @@ from perf.providers.wgmma import Wgmma
 
 PEER_DECODERS: tuple[type[Provider], ...] = (FlashInferFa2, FlashInferXqa, FlashAttention3, VllmTriton)
 DECODERS: tuple[type[Provider], ...] = (Ours, OursSm80, Read, Sdpa, *PEER_DECODERS)
-OURS_ATTENDING: tuple[type[Provider], ...] = (OursAttention, OursPlain, OursParts, OursSm80Attention)
+OURS_ATTENDING: tuple[type[Provider], ...] = (OursAttention, OursPlain, OursWide, OursParts, OursSm80Attention)
 FLOORS_OF_ATTENTION: tuple[type[Provider], ...] = (ReadAttention, Wgmma)
 PEER_ATTENDERS: tuple[type[Provider], ...] = (
     *(Fa2Attention, Fa3Attention, XqaAttention),

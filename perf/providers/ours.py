@@ -16,7 +16,7 @@ from cute_kernels.attention.variants import explain
 from cute_kernels.compile.kernels import compile_ahead
 from cute_kernels.config.decode import DecodeConfig, KernelSpec
 from cute_kernels.planning.variants import DeviceFacts, VariantArch
-from perf.cases import PARTS, PLAIN, Case, Operation
+from perf.cases import PARTS, PLAIN, WIDE, Case, Operation
 from perf.correctness import OURS, OURS_F32, Tolerance
 from perf.inputs import DTYPES, Inputs, InputSet, Pages
 from perf.providers.base import Candidate, NotSupported, Result, require
@@ -115,6 +115,23 @@ class OursPlain(Ours):
     def specs(self, cases: Sequence[Case], facts: DeviceFacts) -> list[KernelSpec]:
         """As Ours."""
         return super().specs([case.plain for case in cases], facts)
+
+
+class OursWide(Ours):
+    """Attention over 16-bit caches of the values of an 8-bit case: what long queries over 8 bits are compared with."""
+
+    name: ClassVar[str] = WIDE
+    operation: ClassVar[Operation] = "attention"
+
+    def prepare(self, inputs: Inputs) -> Sequence[Candidate]:
+        require(inputs.case.kv_dtype is not None, "its caches have q's dtype already")
+        require(inputs.case.long, "the memory limits it: 16-bit caches have twice its bytes")
+        wide = inputs.wide()
+        return [replace(candidate, inputs=wide) for candidate in super().prepare(wide)]
+
+    def specs(self, cases: Sequence[Case], facts: DeviceFacts) -> list[KernelSpec]:
+        """As Ours."""
+        return super().specs([case.wide for case in cases if case.kv_dtype is not None and case.long], facts)
 
 
 class OursParts(Ours):

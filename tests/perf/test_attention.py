@@ -11,12 +11,13 @@ import torch
 
 from perf.attention_cases import FEW_ROWS_BAR, VERIFY_BAR, modifier_cases, verify_cases
 from perf.case_sets import bar_of, case_sets, select_cases
-from perf.cases import PLAIN, Bar, Case, Rows, attention_case, fixed
+from perf.cases import PLAIN, WIDE, Bar, Case, Rows, attention_case, fixed
 from perf.correctness import OURS, PEERS, attention_f64, check, reference_of
 from perf.inputs import Inputs, make_inputs
 from perf.measure import DEVICE, Limits, measure
+from perf.prefill_cases import CONTIGUOUS
 from perf.providers import Candidate, providers_of
-from perf.providers.ours import OursAttention, OursPlain
+from perf.providers.ours import OursAttention, OursPlain, OursWide
 from perf.providers.read import ReadAttention, vectors
 from perf.record import case_fields, plain
 from perf.records import parse_case
@@ -162,6 +163,49 @@ def test_plain_inputs_are_the_same_caches() -> None:
     assert plain_inputs.case == Case(4, 2, 16, 4, SMALL.lengths) and plain_inputs.pages is inputs.pages
     for s, of_plain in zip(inputs.sets, plain_inputs.sets, strict=True):
         assert of_plain.k is s.k and of_plain.v is s.v and torch.equal(of_plain.q, s.q[:, -1])
+
+
+WIDENED = (
+    {"kv_dtype": "int8", "kv_scale": "token-f16"},
+    {"kv_dtype": "int8", "kv_scale": "head", "layout": "NHD"},
+    {"kv_dtype": "e4m3", "kv_scale": "token", "layout": "NHD"},
+    {"kv_dtype": "e5m2", "kv_scale": "head"},
+    {"kv_dtype": "e4m3"},
+    {"kv_dtype": "int8", "kv_scale": "token", "lengths": fixed(3, 40), **CONTIGUOUS},
+    {"kv_dtype": "int8", "kv_scale": "head", "lengths": fixed(3, 40), **CONTIGUOUS},
+)
+
+
+@pytest.mark.parametrize("change", WIDENED, ids=["-".join(map(str, change.values())) for change in WIDENED])
+def test_wide_inputs_hold_the_same_values(change: dict) -> None:
+    """Of every row, as the reference finds it, and NaN in the slots that no row owns, or what an int8 has there."""
+    inputs = inputs_of(replace(SMALL, q_len=3, **change))
+    wide = inputs.wide()
+    assert wide.case == replace(inputs.case, kv_dtype=None, kv_scale=None) and wide.pages is inputs.pages
+    assert all(of_wide.q is s.q for s, of_wide in zip(inputs.sets, wide.sets, strict=True))
+    for row in range(3):
+        for values, real in zip(wide.row(1, row), inputs.row(1, row), strict=True):
+            assert values.dtype == torch.bfloat16
+            torch.testing.assert_close(values.double(), real, rtol=2**-8, atol=0.0)
+    if inputs.pages is not None:
+        k = wide.sets[1].k
+        dead = (k.transpose(1, 2) if inputs.case.layout == "HND" else k)[inputs.pages.unused]
+        assert bool(dead.isnan().all()) or inputs.case.kv_dtype == "int8"
+
+
+def test_long_queries_over_8_bits_are_timed_beside_16_bits() -> None:
+    """Judged on the rounded values, and refused where a comparison says nothing."""
+    case = attention_case(
+        fixed(1, 300), q_len=256, num_heads=2, num_kv_heads=1, head_dim=16, page_size=4, kv_dtype="int8", kv_scale="token-f16"
+    )
+    outcomes = {o.provider: o for o in measure(case, [OursAttention(), OursWide()], limits_of(case), FakeClock(), CPU)}
+    assert list(outcomes) == ["ours", WIDE] and all(outcome.gate.passed for outcome in outcomes.values())
+    for other in (case.wide, replace(case, q_len=4)):
+        (refused,) = measure(other, [OursWide()], limits_of(other), FakeClock(), CPU)
+        assert refused.not_supported and refused.us is None
+    bar = bar_of(next(iter(select_cases(["*_ps16_*_kvint8_token-f16_q8192_b1_l8k"]))))
+    assert bar.met(100.0, None, {WIDE: 85.1}) is True and bar.met(100.0, None, {WIDE: 84.9}) is False
+    assert bar.met(100.0, None, {}) is None
 
 
 @pytest.mark.parametrize("window", [3, 4, 20, 100])

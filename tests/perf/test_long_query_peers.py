@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend
 
 from perf.case_sets import bar_of, select_cases
-from perf.cases import Case, attention_case, fixed
+from perf.cases import WIDE, Case, attention_case, fixed
 from perf.measure import Limits, Outcome, measure
 from perf.prefill_cases import CONTIGUOUS
 from perf.providers.base import Provider
@@ -128,8 +128,12 @@ def test_the_sets_and_their_bars() -> None:
     assert (len(prompts), len(chunks), len(uneven)) == (24, 18, 8)
     assert all(case.long for case in (*prompts, *chunks, *uneven))
     barred = {case: bar_of(case) for case in (*prompts, *chunks, *uneven)}
-    assert {bar.beside for bar in barred.values() if bar} == {"fa4"}
-    assert all((bar is None) == (case.kv_dtype is not None or case.page_size in (1, 128)) for case, bar in barred.items())
+    assert all(bar is None or bar.beside == (WIDE if case.kv_dtype else "fa4") for case, bar in barred.items())
+    without = {case for case, bar in barred.items() if bar is None}
+    assert without == {
+        *(case for case in barred if case.page_size in (1, 128)),
+        *(case for case in (*chunks, *uneven) if case.kv_dtype and (case.q_len, case.tokens()) != (512, (64 * 1024,))),
+    }
 
 
 def test_a_rate_counts_what_rows_see() -> None:
