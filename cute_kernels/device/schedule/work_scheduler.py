@@ -395,11 +395,10 @@ def parts_pay(spec: KernelSpec, parts: Int32, row: Int32, tiles: Int32, slices: 
     row, tiles: those of a row and of the batch. A second piece takes a part of spec.piece_cost, found by measurement
     (docs/notes/kernel-log.md), and rows that stay whole are not combined either.
     """
-    known = cutlass.min(tiles, MOST_EVEN)
     part = ((row + parts).to(Float32) - 0.5) * cute.arch.rcp_approx(parts.to(Float32))  # cut off: rounded up
     quarters = spec.piece_cost * (1 if spec.widens_tiles else 4 if spec.paired else 2)
     opening = quarters * cutlass.select_(parts == 1, Int32(2), Int32(1))
-    return (tiles == known) & (4 * (Int32(part) * slices - known) <= opening * slices)
+    return (tiles <= MOST_EVEN) & (4 * (Int32(part) * slices - tiles) <= opening * slices)
 
 
 def with_opening(spec: KernelSpec, lanes: LaneRows, opening: Int32) -> LaneRows:
