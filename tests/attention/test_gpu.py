@@ -69,6 +69,7 @@ def test_a_thousand_repeats_are_bitwise_equal(arch: str) -> None:
         assert_bitwise(run(plan, inputs, table=table), first)
 
 
+@pytest.mark.exclusive  # two pools of 4 GB each
 @pytest.mark.parametrize("arch", ARCHES)
 @pytest.mark.parametrize(
     ("order", "storage"),
