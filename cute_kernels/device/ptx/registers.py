@@ -1,5 +1,7 @@
 """The bits of a 32-bit register as another type, reductions over a warp, and division of non-negative numbers."""
 
+from typing import Any
+
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32
 
@@ -7,19 +9,24 @@ LANES = cute.arch.WARP_SIZE
 SIGN, MAGNITUDE = -(2**31), 2**31 - 1  # the sign bit, and all other bits
 
 
+def _moved(value: Int32 | Float32, kind: type) -> Any:
+    """A 32-bit register as another one of type `kind`, with the same bits: to the compiler they have nothing in common."""
+    return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[kind], read_only_args=[value])
+
+
 def as_float(bits: Int32) -> Float32:
     """The f32 with these bits."""
-    return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[bits])
+    return _moved(bits, Float32)
 
 
 def as_bits(value: Float32) -> Int32:
     """The bits of an f32."""
-    return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[value])
+    return _moved(value, Int32)
 
 
 def unknown(value: Int32) -> Int32:
     """A value of which the compiler no longer knows what it knew."""
-    return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[value])
+    return _moved(value, Int32)
 
 
 def warp_max(value: Int32) -> Int32:
