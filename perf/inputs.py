@@ -123,16 +123,10 @@ class Inputs:
         """A cache in its own layout, in q's dtype, times its scales."""
         values = cache.float()
         if scale is not None:
-            values *= self._beside(scale).float()[..., None]
+            tokens_first = values.transpose(1, 2) if self.pages is None or self.case.layout == "HND" else values
+            of_tokens = scale.transpose(1, 2) if self.pages is None and scale.dim() == 3 else scale
+            tokens_first *= of_tokens.float()[..., None]
         return values.to(DTYPES[self.case.dtype])
-
-    def _beside(self, scale: torch.Tensor) -> torch.Tensor:
-        """Scales with the axes of a cache but head_dim."""
-        nhd = self.pages is not None and self.case.layout == "NHD"
-        if scale.dim() == 3:
-            return scale if nhd or self.pages is None else scale.transpose(1, 2)
-        of_heads = scale.expand(self.case.num_kv_heads)
-        return of_heads if nhd else of_heads[:, None]
 
     def parts(self) -> tuple[Inputs, ...]:
         """The inputs of each of `case.parts`, over the same pages: q is a view of this q's rows.

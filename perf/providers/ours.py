@@ -19,7 +19,7 @@ from cute_kernels.planning.variants import DeviceFacts, VariantArch
 from perf.cases import PARTS, PLAIN, WIDE, Case, Operation
 from perf.correctness import OURS, OURS_F32, Tolerance
 from perf.inputs import DTYPES, Inputs, InputSet, Pages
-from perf.providers.base import Candidate, NotSupported, Result, require
+from perf.providers.base import Candidate, NotSupported, Result, require, served
 from perf.storage import storage
 
 Plan: TypeAlias = "ck.PagedDecodePlan | ck.FlashDecodingPlan | ck.PagedAttentionPlan"
@@ -124,14 +124,13 @@ class OursWide(Ours):
     operation: ClassVar[Operation] = "attention"
 
     def prepare(self, inputs: Inputs) -> Sequence[Candidate]:
-        require(inputs.case.kv_dtype is not None, "its caches have q's dtype already")
-        require(inputs.case.long, "the memory limits it: 16-bit caches have twice its bytes")
+        require_comparable(inputs.case)
         wide = inputs.wide()
         return [replace(candidate, inputs=wide) for candidate in super().prepare(wide)]
 
     def specs(self, cases: Sequence[Case], facts: DeviceFacts) -> list[KernelSpec]:
         """As Ours."""
-        return super().specs([case.wide for case in cases if case.kv_dtype is not None and case.long], facts)
+        return super().specs([case.wide for case in cases if served(require_comparable, case)], facts)
 
 
 class OursParts(Ours):
@@ -175,6 +174,12 @@ class Configured(Ours):
     def choose(self, plan: Any, described: Any, device: torch.device, preference: ck.PlanPreference) -> Any:
         with tuned.forced(self.config):  # the plan is made anew, since `select` would remember it
             return plan(described, device, preference)
+
+
+def require_comparable(case: Case) -> None:
+    """Raises NotSupported unless attention over 16 bits says something of a case: of a long query over 8 bits."""
+    require(case.kv_dtype is not None, "its caches have q's dtype already")
+    require(case.long, "the memory limits it: 16-bit caches have twice its bytes")
 
 
 def results_of(inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:

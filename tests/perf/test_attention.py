@@ -203,7 +203,7 @@ def test_long_queries_over_8_bits_are_timed_beside_16_bits() -> None:
     for other in (case.wide, replace(case, q_len=4)):
         (refused,) = measure(other, [OursWide()], limits_of(other), FakeClock(), CPU)
         assert refused.not_supported and refused.us is None
-    bar = bar_of(next(iter(select_cases(["*_ps16_*_kvint8_token-f16_q8192_b1_l8k"]))))
+    bar = bar_of(select_cases(["*_ps16_*_kvint8_token-f16_q8192_b1_l8k"])[0])
     assert bar.met(100.0, None, {WIDE: 85.1}) is True and bar.met(100.0, None, {WIDE: 84.9}) is False
     assert bar.met(100.0, None, {}) is None
 
