@@ -185,10 +185,11 @@ class WarpSpec(TilingSpec):
     def holds_query(self) -> bool:
         """Whether the query stays in registers, which else spill (read from SASS): at head_dim 256, or 128 with one packed row.
 
-        Warpgroups hold it over 8 bits, where shared memory's bandwidth is the limit, but not in turns in a phase.
+        Warpgroups hold it where products overlap: shared memory's bandwidth is the limit over 8 bits, and power over 16. But not
+        in turns in a phase.
         """
         if self.by_warpgroup:
-            shares = self.register_shares if self.widens_tiles and (self.q_lens is None or self.turns == 1) else None
+            shares = self.register_shares if self.overlaps and (self.q_lens is None or self.turns == 1) else None
             return shares is not None and self.registers_with_query <= shares[0]
         if self.splits or self.warp_tiles > 1:
             return False

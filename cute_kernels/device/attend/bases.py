@@ -22,7 +22,8 @@ from .softmax import finite_or_zero, quad_max, rescale_row, rows_of
 MOST_BASE = 2.0**20  # magnitude of a base beyond which the rounded-off rest of its product may carry a weight past f16's range
 MOST_F16_BITS = 15.75  # base-2 logarithm of the largest weight in f16, with room for a base's rounding
 FEW_COLUMNS = 8  # of a lane in a tile
-BF16_SLACK = 8.0  # the same in bf16, whose range is f32's: sums and O stay far from its end
+BF16_SLACK = 16.0  # the same in bf16, whose range is f32's: sums and O stay far from its end
+ROW_LANES = 4  # lanes that share a row
 
 
 @dataclass(frozen=True)
@@ -95,13 +96,14 @@ def few_columns(scores: cute.Tensor) -> bool:
 def stays_at(spec: KernelSpec, top: Int32, base: Float32, factor: Float32, row_sum: Float32) -> Boolean:
     """Whether a row's base serves a tile, as far as this lane's columns show. top: their largest_bits; row_sum: this lane's.
 
-    If weights are rounded to the type of the inputs, no score may outweigh all earlier scores together either: a key that
-    dominates its row keeps the weight 1, which no rounding changes. The earlier scores weigh at least 1 together, since the base
-    is that of one of them.
+    If weights are rounded to the type of the inputs, no score may outweigh all earlier scores together either, which weigh about
+    as much in each of a row's lanes: a key that dominates its row keeps the weight 1, which no rounding changes. The earlier
+    scores weigh at least 1 together, since the base is that of one of them. Times V's scales, any weight is rounded.
     """
     most = Float32(2.0 ** slack_of(spec))
-    if spec.v_math == spec.element_type:
-        most = cute.arch.fmin(cute.arch.fmax(row_sum * 2.0**-spec.weight_bits, Float32(1.0)), most)
+    if spec.v_math == spec.element_type and not spec.scales_weights:
+        earlier = row_sum * (ROW_LANES * 2.0**-spec.weight_bits)
+        most = cute.arch.fmin(cute.arch.fmax(earlier, Float32(1.0)), most)
     weight = cute.math.exp2(as_float(top) * factor - base, fastmath=True)
     return (weight <= most) & ((top & as_bits(base)) >= 0) & (cute.arch.fmax(base, -base) < MOST_BASE)
 
