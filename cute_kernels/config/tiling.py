@@ -80,14 +80,19 @@ class TilingSpec(ProblemSpec):
         return self.mma == "warpgroup"
 
     def math_of(self, stored: StoredType) -> ElementType:
-        """As ProblemSpec.math_of, but bf16 for int8 where warpgroups multiply bf16 queries: it holds each int8 exactly, too.
+        """As ProblemSpec.math_of, but bf16 for int8 where more than 16 rows of bf16 queries are multiplied together.
 
-        So its range leaves the query, weights and units alone: instructions set the pace. P then has bf16's precision, as over
-        16 bits.
+        bf16 holds each int8 exactly, too, and its range leaves the query, weights and units alone: instructions set the pace. P
+        then has bf16's precision, as over 16 bits.
         """
-        if stored == "int8" and self.element_type == "bf16" and self.by_warpgroup:
+        if stored == "int8" and self.element_type == "bf16" and (self.by_warpgroup or self.paired):
             return "bf16"
         return super().math_of(stored)
+
+    @property
+    def brings_rows(self) -> bool:
+        """Whether a warp brings whole rows of a query: to rescale them, or in the codec's order of columns."""
+        return self.rescales_query or (self.k_bytes == 1 and not self.by_warpgroup)
 
     @property
     def decoded_powers(self) -> tuple[int, int]:

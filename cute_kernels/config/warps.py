@@ -33,10 +33,10 @@ class WarpSpec(TilingSpec):
     def lazy_bases(self) -> bool:
         """Whether the bases of weights move lazily (device/attend/bases.py): where instructions set the pace.
 
-        Not in warps of two m-tiles whose weights V's scales multiply, where nine tiles of ten would move one: there they follow
-        the maxima.
+        Not in warps of two m-tiles whose weights V's scales multiply in f16, where nine tiles of ten would move one: there they
+        follow the maxima.
         """
-        return self.overlaps or (self.paired and not self.scales_weights)
+        return self.overlaps or (self.paired and not (self.scales_weights and self.v_math == "f16"))
 
     @property
     def scales_values(self) -> bool:
@@ -69,7 +69,8 @@ class WarpSpec(TilingSpec):
         """
         if self.k_type != "int8" or not self.k_token_scale or self.modifiers.functions:
             return False
-        return self.overlaps and self.turns == 1 and self.k_math == self.v_math == "bf16"
+        alone = self.readers == 1 if self.paired else self.overlaps and self.turns == 1
+        return alone and self.k_math == self.v_math == "bf16"
 
     @property
     def weight_bits(self) -> int:

@@ -18,10 +18,12 @@ from ..kv.scale import SMALLEST_UNIT, Scaling, column_scales, scale_columns, set
 from ..kv.value_scales import follow_unit
 from ..mainloop.shared import Shared
 from ..ptx.packed import pack
-from .bases import WeightsUp, weigh_by_maxima, weigh_lazily
+from .bases import WeightsUp, weigh_by_maxima
+from .lazy import weigh_lazily
 from .mask import HOLE_BITS, RowMask, cuts, mask_holes, mask_rows, mask_scores, zero_outside, zero_rows
 from .pack_gqa import fragments
 from .query_rows import TilePlace
+from .relative import relate_scores
 from .score import ScoreModifier, modify_scores
 from .softmax import online_softmax
 from .split_mma import SplitProducts
@@ -130,17 +132,19 @@ def attend_tile(spec: cutlass.Constexpr, attention: Attention, shared: Shared, s
     """Adds tile `stage` to the states of the warp's m-tiles. holes: mask.py."""
     row_tiles, products = attention.row_tiles, attention.products
     token_scales = shared.scales, stage
-    peak = settle_scales(spec, *token_scales)
+    peak = settle_scales(spec, *token_scales, attention.scaling.keys)
     scores = products.scores([rows.query for rows in row_tiles], stage)
     hide_scores(spec, attention, shared, scores, stage, columns_of(spec, token_scales, 0), place, (holes,))
-    for acc_s, rows in zip(scores, row_tiles, strict=True):
-        state, factors, up = rows.state, row_scales(rows, attention.scaling), weights_up(spec, rows.state, peak)
-        if cutlass.const_expr(spec.lazy_bases):
-            weigh_lazily(spec, acc_s, state, factors, up)
-        elif cutlass.const_expr(spec.rounds_bases):
-            weigh_by_maxima(acc_s, state, factors, up)
-        else:
-            online_softmax(acc_s, state.acc_o, state.row_max, state.row_sum, factors, up)
+    factors = [row_scales(rows, attention.scaling) for rows in row_tiles]
+    ups = [weights_up(spec, rows.state, peak) for rows in row_tiles]
+    if cutlass.const_expr(spec.lazy_bases):
+        weigh_lazily(spec, scores, [rows.state for rows in row_tiles], factors, ups[0])
+    else:
+        for acc_s, rows, row_factors, up in zip(scores, row_tiles, factors, ups, strict=True):
+            if cutlass.const_expr(spec.rounds_bases):
+                weigh_by_maxima(acc_s, rows.state, row_factors, up)
+            else:
+                online_softmax(acc_s, rows.state.acc_o, rows.state.row_max, rows.state.row_sum, row_factors, up)
     if cutlass.const_expr(spec.scales_weights):
         columns = columns_of(spec, token_scales, 1)
         for acc_s in scores:
@@ -178,13 +182,18 @@ def hide_scores(
 ):
     """Applies K's scales per token, score functions and masks to a tile's scores, in place: what a row does not see becomes -inf.
 
+    Where K's scales hold the softmax factor, scores become related ones (relative.py).
+
     With one reader per tile, tokens of V that no row sees become zeros too. columns: columns_of the tile's K. holes: its words of
     holes (mask.py). cut: is_cut of the only m-tile, if it is already known.
     """
     lane, row_tiles, products = cute.arch.lane_idx(), attention.row_tiles, attention.products
     if cutlass.const_expr(columns is not None):
-        for acc_s in scores:
-            scale_columns(acc_s, spec.lane_rows, columns)
+        for acc_s, rows in zip(scores, row_tiles, strict=True):
+            if cutlass.const_expr(spec.relates_scores):
+                relate_scores(acc_s, rows.state, columns)
+            else:
+                scale_columns(acc_s, spec.lane_rows, columns)
     coords = products.thr_mma.partition_C(cute.make_identity_tensor((TILE_M, spec.tile_n)))
     if cutlass.const_expr(not spec.plain):
         for acc_s, rows in zip(scores, row_tiles, strict=True):

@@ -40,35 +40,33 @@ def slack_of(spec: KernelSpec) -> float:
     return MOST_F16_BITS - spec.weight_bits - spec.scales_weights if spec.v_math == "f16" else BF16_SLACK
 
 
-@cute.jit
-def settle_bases(spec: cutlass.Constexpr, acc_s: cute.Tensor, state, factors: list) -> tuple[list, list, Boolean]:
-    """Moves the bases that have to move; returns (offsets, decays, moved).
+def look(spec: KernelSpec, acc_s: cute.Tensor, state, factors: list) -> tuple[list, list, list]:
+    """(bases, largest_bits, stays_at) of each of a tile's rows in use. state: WarpState; factors: of the scores, to base 2."""
+    bases = [rounded_product(state.row_max[r], factors[r]) for r in range(len(factors))]
+    tops = tops_of(rows_of(acc_s), len(factors))
+    return bases, tops, [stays_at(spec, *row) for row in zip(tops, bases, factors, sums_of(state), strict=True)]
 
-    offsets: for each row in use, what to subtract from its scaled scores; decays: what O must still be multiplied by; moved:
-    whether O must be, as a base of the warp moved. For a base past MOST_BASE the offset is 0, and the maximum is subtracted from
-    the scores here. state: WarpState. factors: those of the scores, to base 2.
+
+@cute.jit
+def move_bases(acc_s: cute.Tensor, state, factors: list, bases: list, tops: list, stays: list) -> tuple[list, list]:
+    """Moves the bases of rows that do not stay; returns (offsets, decays). bases, tops, stays: from `look`.
+
+    offsets: for each row in use, what to subtract from its scaled scores; decays: what O must still be multiplied by. For a base
+    past MOST_BASE the offset is 0, and the maximum is subtracted from the scores here.
     """
-    scores, rows = rows_of(acc_s), range(len(factors))
-    bases = [rounded_product(state.row_max[r], factors[r]) for r in rows]
-    tops = tops_of(scores, len(factors))
-    stays = [stays_at(spec, tops[r], bases[r], factors[r], state.row_sum[r]) for r in rows]
-    offsets, decays = list(bases), [Float32(1.0)] * len(factors)
-    moved = cute.arch.vote_any_sync((stays[0] & stays[-1]) == Boolean(False))
-    if moved:
-        stays = [quad_all(stays[r]) for r in rows]
-        maxima = exact_maxima(scores, tops, stays)
-        for r in cutlass.range_constexpr(len(factors)):  # a row's bits depend on no other row
-            peak = cute.arch.fmax(maxima[r], state.row_max[r], nan=True)
-            state.row_max[r] = cutlass.select_(stays[r], state.row_max[r], peak)
-            offsets[r] = rounded_product(finite_or_zero(state.row_max[r]), factors[r])
-            decays[r] = cute.math.exp2(bases[r] - offsets[r], fastmath=True)
-            state.row_sum[r] = state.row_sum[r] * decays[r]
-        if cutlass.const_expr(few_columns(scores)) or cute.arch.vote_any_sync(is_far(offsets[0]) | is_far(offsets[-1])):
-            for r in cutlass.range_constexpr(len(factors)):
-                offsets[r] = subtract_far(scores, r, state.row_max[r], offsets[r])
-        begun = (bases[0] != -Float32.inf) | (bases[-1] != -Float32.inf)
-        moved = cute.arch.vote_any_sync(begun)  # before the first tile O is 0
-    return offsets, decays, moved
+    scores, offsets, decays = rows_of(acc_s), list(bases), [Float32(1.0)] * len(factors)
+    stays = [quad_all(stays[r]) for r in range(len(factors))]
+    maxima = exact_maxima(scores, tops, stays)
+    for r in cutlass.range_constexpr(len(factors)):  # a row's bits depend on no other row
+        peak = cute.arch.fmax(maxima[r], state.row_max[r], nan=True)
+        state.row_max[r] = cutlass.select_(stays[r], state.row_max[r], peak)
+        offsets[r] = rounded_product(finite_or_zero(state.row_max[r]), factors[r])
+        decays[r] = cute.math.exp2(bases[r] - offsets[r], fastmath=True)
+        state.row_sum[r] = state.row_sum[r] * decays[r]
+    if cutlass.const_expr(few_columns(scores)) or cute.arch.vote_any_sync(is_far(offsets[0]) | is_far(offsets[-1])):
+        for r in cutlass.range_constexpr(len(factors)):
+            offsets[r] = subtract_far(scores, r, state.row_max[r], offsets[r])
+    return offsets, decays
 
 
 @cute.jit
@@ -108,16 +106,11 @@ def stays_at(spec: KernelSpec, top: Int32, base: Float32, factor: Float32, row_s
     return (weight <= most) & ((top & as_bits(base)) >= 0) & (cute.arch.fmax(base, -base) < MOST_BASE)
 
 
-def weigh_lazily(spec: KernelSpec, acc_s: cute.Tensor, state, factors: list, weights_up: WeightsUp | None):
-    """As online_softmax, with a base that moves lazily. state, factors: as in settle_bases."""
-    offsets, *moves = settle_bases(spec, acc_s, state, factors)
-    follow_bases(state.acc_o, *moves, weights_up)
-    for r in range(len(factors)):
-        weigh_row(acc_s, state, r, factors[r], offsets[r], weights_up)
-
-
 def weigh_by_maxima(acc_s: cute.Tensor, state, factors: list, weights_up: WeightsUp | None):
-    """As weigh_lazily, with a base that follows the maximum: O is rescaled at each tile, and no branch depends on the scores."""
+    """As online_softmax, with a rounded base that follows the maximum.
+
+    O is rescaled at each tile, and no branch depends on the scores. factors: as in `look`.
+    """
     offsets, decays = follow_maxima(acc_s, state, factors)
     for r in range(len(factors)):
         rescale_row(state.acc_o, r, decays[r] if weights_up is None else decays[r] * weights_up.outputs)
@@ -126,7 +119,7 @@ def weigh_by_maxima(acc_s: cute.Tensor, state, factors: list, weights_up: Weight
 
 @cute.jit
 def follow_maxima(acc_s: cute.Tensor, state, factors: list) -> tuple[list, list]:
-    """Moves each base to its row's maximum; returns (offsets, decays) as settle_bases does."""
+    """Moves each base to its row's maximum; returns (offsets, decays) as move_bases does."""
     scores, peaks, offsets, decays = rows_of(acc_s), [], [], []
     for r in cutlass.range_constexpr(len(factors)):
         peaks.append(raised_peak(scores, r, state.row_max[r]))
@@ -171,7 +164,7 @@ def weigh_row(acc_s: cute.Tensor, state, row: cutlass.Constexpr, factor: Float32
 
 @cute.jit
 def follow_bases(acc_o: cute.Tensor, decays: list, moved: Boolean, weights_up: WeightsUp | None):
-    """Rescales O to the current bases, which few tiles move. decays, moved: from settle_bases."""
+    """Rescales O to the current bases, which few tiles move. decays, moved: from lazy.settle."""
     factors = list(decays)
     if cutlass.const_expr(weights_up is not None):
         factors, moved = [decay * weights_up.outputs for decay in decays], moved | (weights_up.outputs != 1.0)
@@ -189,6 +182,11 @@ def quad_largest(value: Int32) -> Int32:
     """The largest of the integers of four lanes that share a row."""
     value = cutlass.max(value, cute.arch.shuffle_sync_bfly(value, offset=1))
     return cutlass.max(value, cute.arch.shuffle_sync_bfly(value, offset=2))
+
+
+def sums_of(state) -> list:
+    """This lane's sums of each row in use."""
+    return [state.row_sum[r] for r in range(cute.size(state.row_sum))]
 
 
 def tops_of(scores: cute.Tensor, rows: int) -> list:

@@ -135,7 +135,7 @@ def fetch_query(
     """Warps start to copy the query of a block of packed rows to shared memory; settle_query waits for the copies.
 
     shared: a buffer [element, lane, k16 step]. workers: as in `among`; for warpgroups, always the consumer warps. A warp copies
-    the rows that it rescales. If it rescales none it copies k16 steps of all rows: by heads, a launch whose CTAs all read one
+    whole rows if it rescales them (brings_rows), else k16 steps of all rows: by heads, a launch whose CTAs all read one
     row's query ended up to 1 us later (1 x 16k + 15 x 64 at 8/1; why is not known).
     """
     if cutlass.const_expr(spec.by_warpgroup):
@@ -151,9 +151,9 @@ def fetch_fragments(spec: cutlass.Constexpr, q: cute.Tensor, block: QueryBlock, 
     source, lane = block_view(spec, q, block), cute.arch.lane_idx()
     columns = cutlass.const_expr(spec.query_fragment[1])
     steps = cutlass.const_expr(spec.padded_head_dim // columns)
-    stop = block.rows if cutlass.const_expr(spec.rescales_query) else spec.row_tiles * steps
+    stop = block.rows if cutlass.const_expr(spec.brings_rows) else spec.row_tiles * steps
     for turn in cutlass.range(workers[0], stop, workers[1], unroll=1):
-        if cutlass.const_expr(spec.rescales_query):
+        if cutlass.const_expr(spec.brings_rows):
             for column in lane_columns(spec):
                 if column < spec.padded_head_dim:
                     fetch_pair(spec, source, block, turn, column, shared, place_of(spec, turn, column))
@@ -342,8 +342,8 @@ def row_block(spec: KernelSpec, shared: cute.Tensor, row_tile: Int32 | int) -> c
 
 
 def read_inverses(spec: KernelSpec, shared: cute.Tensor, row_tile: Int32 | int) -> list[Float32] | None:
-    """The inverses that settle_query left for this lane's rows of an m-tile; None where the query is not rescaled."""
-    return [shared[packed] for packed in lane_rows_of(spec, row_tile)] if spec.rescales_query else None
+    """The inverses that settle_query left for this lane's rows of an m-tile; None where all are 1."""
+    return [shared[packed] for packed in lane_rows_of(spec, row_tile)] if spec.limits_query else None
 
 
 def lane_rows_of(spec: KernelSpec, row_tile: Int32 | int) -> list[Int32]:

@@ -8,36 +8,37 @@ has the base -inf, and its scores are relative to 0.
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32
+from cutlass import Float32
 
+from ...config.decode import KernelSpec
 from ..kv.scale import scale_columns
-from .attend import WarpState
-from .bases import exact_maxima, quad_all, stays_at, tops_of
+from .bases import exact_maxima, quad_all, stays_at, sums_of, tops_of
 from .softmax import finite_or_zero, rows_of
 
 
-def relate_scores(acc_s: cute.Tensor, state: WarpState, columns: cute.Tensor):
+def relate_scores(acc_s: cute.Tensor, state, columns: cute.Tensor):
     """Q K^T, in place, becomes logits to base 2 less their rows' bases. columns: K's scales of this lane's columns."""
     bases = [finite_or_zero(state.row_max[r]) for r in range(cute.size(state.row_max))]
     scale_columns(acc_s, len(bases), columns, bases)
 
 
+def look_related(spec: KernelSpec, acc_s: cute.Tensor, state, factors: list) -> tuple[list, list, list]:
+    """bases.look at related scores. factors: 1 for each row."""
+    bases, tops = [Float32(0.0)] * len(factors), tops_of(rows_of(acc_s), len(factors))
+    serves = [stays_at(spec, *row) for row in zip(tops, bases, factors, sums_of(state), strict=True)]
+    return bases, tops, [serves[r] & (state.row_max[r] != -Float32.inf) for r in range(len(factors))]
+
+
 @cute.jit
-def settle_related(spec: cutlass.Constexpr, acc_s: cute.Tensor, state: WarpState, factors: list) -> tuple[list, list, Boolean]:
-    """bases.settle_bases for related scores: nothing is left to subtract. factors: 1 for each row."""
-    scores, rows = rows_of(acc_s), range(len(factors))
-    tops, decays = tops_of(scores, len(factors)), [Float32(1.0)] * len(factors)
-    begun = [state.row_max[r] != -Float32.inf for r in rows]
-    stays = [begun[r] & stays_at(spec, tops[r], Float32(0.0), factors[r], state.row_sum[r]) for r in rows]
-    moved = cute.arch.vote_any_sync((stays[0] & stays[-1]) == Boolean(False))
-    if moved:
-        stays = [quad_all(stays[r]) for r in rows]
-        maxima = exact_maxima(scores, tops, stays)
-        for r in cutlass.range_constexpr(len(factors)):
-            before = finite_or_zero(state.row_max[r])
-            base = cutlass.select_(stays[r], state.row_max[r], before + maxima[r])
-            decays[r] = cute.math.exp2(state.row_max[r] - finite_or_zero(base), fastmath=True)
-            scores[r, None].store(scores[r, None].load() - (finite_or_zero(base) - before))
-            state.row_max[r], state.row_sum[r] = base, state.row_sum[r] * decays[r]
-        moved = cute.arch.vote_any_sync(begun[0] | begun[-1])  # before the first tile O is 0
-    return [Float32(0.0)] * len(factors), decays, moved
+def move_related(acc_s: cute.Tensor, state, factors: list, bases: list, tops: list, stays: list) -> tuple[list, list]:
+    """bases.move_bases for related scores: nothing is left to subtract."""
+    scores, decays = rows_of(acc_s), [Float32(1.0)] * len(factors)
+    stays = [quad_all(stays[r]) for r in range(len(factors))]
+    maxima = exact_maxima(scores, tops, stays)
+    for r in cutlass.range_constexpr(len(factors)):
+        before = finite_or_zero(state.row_max[r])
+        base = cutlass.select_(stays[r], state.row_max[r], before + maxima[r])
+        decays[r] = cute.math.exp2(state.row_max[r] - finite_or_zero(base), fastmath=True)
+        scores[r, None].store(scores[r, None].load() - (finite_or_zero(base) - before))
+        state.row_max[r], state.row_sum[r] = base, state.row_sum[r] * decays[r]
+    return bases, decays

@@ -31,7 +31,7 @@ class TileReader:
         self.source = self.thr_copy.partition_S(ring)
         self.thr_mma = tiled_mma.get_slice(lane)
         self.rows, self.element_type = cute.size(ring, mode=[0]), ring.element_type
-        self.stored_type, self.by_instruction = stored_type, spec.arch == "sm90"
+        self.types, self.by_instruction = (stored_type, spec.math_of(stored_type)), spec.arch == "sm90"
         self.steps = cute.size(ring, mode=[1]) // 16
         of_8_bits = self.load_v if is_v else self.load_k
         self.load = of_8_bits if ELEMENT_BYTES[stored_type] == 1 else self.load_units
@@ -53,7 +53,7 @@ class TileReader:
         found = self.fragment(self.rows), self.fragment(self.rows)
         for half, target in enumerate(map(registers, found)):
             for n in range(self.rows // 8):
-                target[0, n], target[1, n] = decode(self.stored_type, self.by_instruction, words[half, n], HALVES)
+                target[0, n], target[1, n] = decode(self.types, self.by_instruction, words[half, n], HALVES)
         return found
 
     def load_v(self, step: int, stage: Int32) -> tuple[cute.Tensor, ...]:
@@ -63,7 +63,7 @@ class TileReader:
         target = registers(found)
         for half in range(2):
             for n in range(self.rows // 8):
-                decoded = decode(self.stored_type, self.by_instruction, words[half, n], PARITIES)
+                decoded = decode(self.types, self.by_instruction, words[half, n], PARITIES)
                 target[half, 2 * n], target[half, 2 * n + 1] = decoded
         return (found,)
 

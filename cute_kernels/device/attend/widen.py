@@ -12,7 +12,7 @@ from cutlass import Boolean, Float16, Int32
 
 from ...config.problem import UNIT_BYTES
 from ...config.tiling import RingShape
-from ..kv.codec import HALVES, decode, decode_scaled, decode_to_bf16
+from ..kv.codec import HALVES, decode, decode_scaled
 from ..mainloop.tile import SWIZZLE_ROWS, swizzled
 from ..ptx.packed import pack, widen_pair
 from ..ptx.registers import as_float, quotient, remainder
@@ -164,9 +164,7 @@ def widened(types: tuple[str, str], words: cute.Tensor, scale: tuple[Int32, Int3
     every = [words[i] for i in range(cute.size(words))]
     if scale is not None:
         return [half for word in every for half in decode_scaled(types[1], word, HALVES, *scale)]
-    if types == ("int8", "bf16"):
-        return [half for word in every for half in decode_to_bf16(word, HALVES)]
-    return [half for word in every for half in decode(types[0], True, word, HALVES)]
+    return [half for word in every for half in decode(types, True, word, HALVES)]
 
 
 @cute.jit

@@ -2,8 +2,8 @@
 
 16-bit elements are operands as they are. With 8-bit elements, a register of K holds four neighbouring columns of one token, and a
 register of V, transposed, holds two columns of each of two tokens. Both become two registers of two f16, which hold every 8-bit
-element exactly. K splits into its lower and upper half; V into its even and odd bytes, so that each result is two tokens of one
-column.
+element exactly, or of two bf16, which hold every int8. K splits into its lower and upper half; V into its even and odd bytes, so
+that each result is two tokens of one column.
 """
 
 import cutlass.cute as cute
@@ -15,8 +15,14 @@ INT8_TO_BF16, INT8_OFFSET = "0x7E807E80", "0xBF80BF80"  # 2 ** 126 and -1 in bf1
 INT8_BIAS = "0x64806480"  # 1024 + 128, twice: subtracted from 1024 + an int8 whose sign bit is flipped, it leaves the int8
 
 
-def decode(stored_type: str, by_instruction: bool, word: Int32, pairs: tuple[str, str]) -> tuple[Int32, Int32]:
-    """Two registers of f16 from one register of 8-bit elements. pairs: HALVES or PARITIES; by_instruction: for e4m3, on SM90."""
+def decode(types: tuple[str, str], by_instruction: bool, word: Int32, pairs: tuple[str, str]) -> tuple[Int32, Int32]:
+    """Two registers of 16 bits from one register of 8-bit elements.
+
+    types: (stored, of the products: f16, or bf16 for int8); pairs: HALVES or PARITIES; by_instruction: for e4m3, on SM90.
+    """
+    stored_type, math = types
+    if math == "bf16":
+        return decode_to_bf16(word, pairs)
     if stored_type == "int8":
         text = _int8(pairs)
     elif stored_type == "e5m2":
@@ -29,7 +35,7 @@ def decode(stored_type: str, by_instruction: bool, word: Int32, pairs: tuple[str
 
 
 def decode_to_bf16(word: Int32, pairs: tuple[str, str]) -> tuple[Int32, Int32]:
-    """As `decode` of int8, but bf16, and times 2 ** -INT8_POWER.
+    """Two registers of bf16 from one register of int8, times 2 ** -INT8_POWER.
 
     An int8 k with its sign bit flipped, as the lowest byte of a bf16, is (k + 128) 2**-133: up to 2**-126 bf16 has equal steps.
     """

@@ -27,11 +27,15 @@ SMALLEST_UNIT, LARGEST_UNIT = (127 - 26) << 23, (127 + 100) << 23  # any step be
 
 @dataclass(frozen=True)
 class Scaling:
-    """The f32 factors of a CTA. log2: on scores, to base 2, above zero; value: on the output; sign: on the query, 1, 0 or -1."""
+    """The f32 factors of a CTA. log2: on scores, to base 2, above zero; value: on the output; sign: on the query, 1, 0 or -1.
+
+    keys: on scales of K's tokens, where these hold the softmax factor (KernelSpec.relates_scores), else None.
+    """
 
     log2: Float32
     value: Float32
     sign: Float32
+    keys: Float32 | None
 
 
 @dataclass(frozen=True)
@@ -73,15 +77,17 @@ def make_scale_rings(spec: KernelSpec, smem, stages: int, widened: bool = False)
 @cute.jit
 def open_scaling(spec: cutlass.Constexpr, scales: tuple, kv_head: Int32, scale_log2: Float32) -> Scaling:
     """The scaling of a KV head. scales: (K's, V's), [1] or [num_kv_heads] if they are not per token."""
-    value, sign = Float32(2.0 ** spec.decoded_powers[1]), Float32(1.0)
-    scale_log2 = Float32(1.0) if spec.relates_scores else key_factor(spec, scale_log2)
+    value, sign, keys = Float32(2.0 ** spec.decoded_powers[1]), Float32(1.0), None
+    scale_log2 = key_factor(spec, scale_log2)
+    if cutlass.const_expr(spec.relates_scores):
+        scale_log2, keys = Float32(1.0), scale_log2
     if cutlass.const_expr(spec.k_scale == "head"):
         scale = head_scale(scales[0], kv_head)
         sign = cutlass.select_(scale > 0.0, Float32(1.0), cutlass.select_(scale < 0.0, Float32(-1.0), Float32(0.0)))
         scale_log2 = scale_log2 * cutlass.select_(scale == 0.0, Float32(1.0), cute.arch.fmax(scale, -scale))
     if cutlass.const_expr(spec.v_scale == "head"):
         value = value * head_scale(scales[1], kv_head)
-    return Scaling(scale_log2, value, sign)
+    return Scaling(scale_log2, value, sign, keys)
 
 
 def key_factor(spec: KernelSpec, scale_log2: Float32) -> Float32:
@@ -141,11 +147,12 @@ def with_scales(rings: tuple, found: list) -> list:
 
 
 @cute.jit
-def settle_scales(spec: cutlass.Constexpr, rings: tuple, stage: Int32) -> Int32:
+def settle_scales(spec: cutlass.Constexpr, rings: tuple, stage: Int32, of_keys: Float32 | None = None) -> Int32:
     """Converts the scales of a tile that has come to f32, each lane its own tokens; returns the bits of V's largest magnitude.
 
     If several warps read a tile, its words stay as they came: column_scales converts them. If other warps widen tiles, rings and
-    stage are of the widened tiles, whose scales are f32 already. Scales that go into V are left to value_scales.py.
+    stage are of the widened tiles, whose scales are f32 already. Scales that go into V are left to value_scales.py. of_keys: what
+    K's scales are multiplied by, None for nothing.
     """
     peak, alone = Int32(0), cutlass.const_expr(spec.readers == 1)
     if cutlass.const_expr(spec.widens_tiles):
@@ -154,32 +161,44 @@ def settle_scales(spec: cutlass.Constexpr, rings: tuple, stage: Int32) -> Int32:
                 peak = cutlass.max(peak, rings[1].upper[group, stage])
         return peak
     if cutlass.const_expr(spec.k_token_scale and alone):
-        settle(rings[0], stage, spec.k_scale == "token_f16", alone)
+        settle(rings[0], stage, spec.k_scale == "token_f16", alone, of_keys)
     if cutlass.const_expr(spec.scales_weights):
-        peak = settle(rings[1], stage, spec.v_scale == "token_f16", alone)
+        peak = settle(rings[1], stage, spec.v_scale == "token_f16", alone, None)
     if cutlass.const_expr(spec.token_scales > 0):
         cute.arch.sync_warp()
     return peak
 
 
 @cute.jit
-def settle(ring: ScaleRing, stage: Int32, half: cutlass.Constexpr, kept: cutlass.Constexpr) -> Int32:
-    """Returns the bits of the largest magnitude of this lane's scales. half: they are f16; kept: they become f32 in place."""
+def settle(ring: ScaleRing, stage: Int32, half: cutlass.Constexpr, kept: cutlass.Constexpr, factor: Float32 | None) -> Int32:
+    """Returns the bits of the largest magnitude of this lane's scales.
+
+    half: they are f16; kept: they become f32 in place; factor: what they are then multiplied by, None for nothing.
+    """
     peak = Int32(0)
     for group in cutlass.range_constexpr((cute.size(ring.words, mode=[0]) + LANES - 1) // LANES):
-        peak = cutlass.max(peak, settle_group(ring, stage, group, half, kept and half))
+        peak = cutlass.max(peak, settle_group(ring, stage, group, half, kept, factor))
     return peak
 
 
 @cute.jit
-def settle_group(ring: ScaleRing, stage: Int32, group: Int32 | int, half: cutlass.Constexpr, kept: cutlass.Constexpr) -> Int32:
+def settle_group(
+    ring: ScaleRing,
+    stage: Int32,
+    group: Int32 | int,
+    half: cutlass.Constexpr,
+    kept: cutlass.Constexpr,
+    factor: Float32 | None,
+) -> Int32:
     """As `settle`, for a group of 32 tokens."""
     peak, token = Int32(0), group * LANES + cute.arch.lane_idx()
     if token < cute.size(ring.words, mode=[0]):
         bits = ring.words[token, stage]
         if cutlass.const_expr(half):
             bits = own_half(bits, ring.upper[group, stage])
-        if cutlass.const_expr(kept):
+        if cutlass.const_expr(factor is not None):
+            bits = as_bits(as_float(bits) * factor)
+        if cutlass.const_expr(kept and (half or factor is not None)):
             ring.words[token, stage] = bits
         peak = bits & MAGNITUDE
     return peak

@@ -12,10 +12,10 @@ from cutlass import Boolean, Int32
 from ...config.decode import KernelSpec
 from ...config.tiling import WARPGROUP
 from ..attend.attend import Attention, columns_of, hide_scores, is_cut, pack_probabilities, row_scales, weights_up
-from ..attend.bases import follow_bases, settle_bases, weigh_row
+from ..attend.bases import follow_bases, weigh_row
+from ..attend.lazy import settle_bases
 from ..attend.pack_gqa import fragments, warpgroup_of
 from ..attend.query_rows import TilePlace, place_of_tile
-from ..attend.relative import relate_scores, settle_related
 from ..attend.warpgroup_mma import wait_for_products
 from ..elements import ELEMENT_TYPES
 from ..kv.scale import scale_columns, settle_scales
@@ -131,15 +131,11 @@ class OverlapMainloop(TmaMainloop):
         """
         spec, stage, (rows,) = self.spec, self.place_in_ring(piece.issued + i)[0], attention.row_tiles
         token_scales, columns, up = scales
-        if cutlass.const_expr(spec.relates_scores):
-            relate_scores(acc_s, rows.state, columns)
-            columns = None
         hide_scores(spec, attention, shared, [acc_s], stage, columns, self.place(piece, i), *hidden)
         factors = row_scales(rows, attention.scaling)
         if cutlass.const_expr(not self.all_release):  # otherwise V's scales are still to be read
             self.release_keys(piece, i, shared)
-        settle = cutlass.const_expr(settle_related if spec.relates_scores else settle_bases)
-        offsets, *moves = settle(spec, acc_s, rows.state, factors)
+        offsets, *moves = settle_bases(spec, acc_s, rows.state, factors)
         for r in cutlass.range_constexpr(len(factors)):
             weigh_row(acc_s, rows.state, r, factors[r], offsets[r], up)
             if cutlass.const_expr(r == 0):

@@ -1,0 +1,59 @@
+"""Online softmax whose bases move lazily (bases.py), over scores as they are or related ones (relative.py)."""
+
+from collections.abc import Callable
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32
+
+from ...config.decode import KernelSpec
+from .bases import WeightsUp, look, move_bases, weigh_row
+from .relative import look_related, move_related
+from .softmax import rescale_row
+
+
+def ways_of(spec: KernelSpec) -> tuple[Callable, Callable]:
+    """How to look at scores, and how to move bases."""
+    return (look_related, move_related) if spec.relates_scores else (look, move_bases)
+
+
+@cute.jit
+def settle_bases(spec: cutlass.Constexpr, acc_s: cute.Tensor, state, factors: list) -> tuple[list, list, Boolean]:
+    """Moves the bases that have to move; returns (offsets, decays, moved). state, factors: as in `look`.
+
+    offsets, decays: move_bases; moved: whether O must be multiplied by decays, as a base of the warp moved.
+    """
+    looking, moving = cutlass.const_expr(ways_of(spec))
+    bases, tops, stays = looking(spec, acc_s, state, factors)
+    offsets, decays = list(bases), [Float32(1.0)] * len(factors)
+    moved = cute.arch.vote_any_sync((stays[0] & stays[-1]) == Boolean(False))
+    if moved:
+        begun = (state.row_max[0] != -Float32.inf) | (state.row_max[len(factors) - 1] != -Float32.inf)
+        found = moving(acc_s, state, factors, bases, tops, stays)
+        for r in cutlass.range_constexpr(len(factors)):
+            offsets[r], decays[r] = found[0][r], found[1][r]
+        moved = cute.arch.vote_any_sync(begun)  # before the first tile O is 0
+    return offsets, decays, moved
+
+
+@cute.jit
+def weigh_lazily(spec: cutlass.Constexpr, scores: list, states: list, factors: list, weights_up: WeightsUp | None):
+    """As online_softmax of each m-tile: with one vote, and one branch, for all rows of a warp.
+
+    factors: of the scores of each m-tile's rows, to base 2. weights_up: attend.weights_up; nothing in it is for O.
+    """
+    looking, moving = cutlass.const_expr(ways_of(spec))
+    tiles = range(len(scores))
+    looks = [looking(spec, scores[t], states[t], factors[t]) for t in tiles]
+    offsets, all_stay = [list(looks[t][0]) for t in tiles], Boolean(True)
+    for t in cutlass.range_constexpr(len(scores)):
+        all_stay = all_stay & looks[t][2][0] & looks[t][2][-1]
+    if cute.arch.vote_any_sync(all_stay == Boolean(False)):
+        for t in cutlass.range_constexpr(len(scores)):
+            found = moving(scores[t], states[t], factors[t], *looks[t])
+            for r in cutlass.range_constexpr(len(factors[t])):
+                offsets[t][r] = found[0][r]
+                rescale_row(states[t].acc_o, r, found[1][r])
+    for t in cutlass.range_constexpr(len(scores)):
+        for r in cutlass.range_constexpr(len(factors[t])):
+            weigh_row(scores[t], states[t], r, factors[t][r], offsets[t][r], weights_up)
