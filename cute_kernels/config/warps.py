@@ -64,13 +64,12 @@ class WarpSpec(TilingSpec):
     def relates_scores(self) -> bool:
         """Whether K's scales of tokens hold the softmax factor, so that one step scales a score and subtracts its base.
 
-        Rows then have no factors of their own, and weights no bits on top (device/attend/relative.py). Not where warpgroups take
-        turns: there it was 1% later.
+        Rows then have no factors of their own, and weights no bits on top (device/attend/relative.py).
         """
         if self.k_type != "int8" or not self.k_token_scale or self.modifiers.functions:
             return False
-        alone = self.readers == 1 if self.paired else self.overlaps and self.turns == 1
-        return alone and self.k_math == self.v_math == "bf16"
+        settled = self.overlaps or (self.paired and self.readers == 1)  # each scale by one warp
+        return settled and self.k_math == self.v_math == "bf16"
 
     @property
     def weight_bits(self) -> int:

@@ -17,6 +17,12 @@ def ways_of(spec: KernelSpec) -> tuple[Callable, Callable]:
     return (look_related, move_related) if spec.relates_scores else (look, move_bases)
 
 
+def has_begun(state) -> Boolean:
+    """Whether one of this lane's rows has seen a key; before that O is 0."""
+    rows = cute.size(state.row_max)
+    return (state.row_max[0] != -Float32.inf) | (state.row_max[rows - 1] != -Float32.inf)
+
+
 @cute.jit
 def settle_bases(spec: cutlass.Constexpr, acc_s: cute.Tensor, state, factors: list) -> tuple[list, list, Boolean]:
     """Moves the bases that have to move; returns (offsets, decays, moved). state, factors: as in `look`.
@@ -28,11 +34,11 @@ def settle_bases(spec: cutlass.Constexpr, acc_s: cute.Tensor, state, factors: li
     offsets, decays = list(bases), [Float32(1.0)] * len(factors)
     moved = cute.arch.vote_any_sync((stays[0] & stays[-1]) == Boolean(False))
     if moved:
-        begun = (state.row_max[0] != -Float32.inf) | (state.row_max[len(factors) - 1] != -Float32.inf)
+        begun = has_begun(state)
         found = moving(acc_s, state, factors, bases, tops, stays)
         for r in cutlass.range_constexpr(len(factors)):
             offsets[r], decays[r] = found[0][r], found[1][r]
-        moved = cute.arch.vote_any_sync(begun)  # before the first tile O is 0
+        moved = cute.arch.vote_any_sync(begun)
     return offsets, decays, moved
 
 
@@ -50,10 +56,13 @@ def weigh_lazily(spec: cutlass.Constexpr, scores: list, states: list, factors: l
         all_stay = all_stay & looks[t][2][0] & looks[t][2][-1]
     if cute.arch.vote_any_sync(all_stay == Boolean(False)):
         for t in cutlass.range_constexpr(len(scores)):
+            begun = has_begun(states[t])
             found = moving(scores[t], states[t], factors[t], *looks[t])
             for r in cutlass.range_constexpr(len(factors[t])):
                 offsets[t][r] = found[0][r]
-                rescale_row(states[t].acc_o, r, found[1][r])
+            if cute.arch.vote_any_sync(begun):
+                for r in cutlass.range_constexpr(len(factors[t])):
+                    rescale_row(states[t].acc_o, r, found[1][r])
     for t in cutlass.range_constexpr(len(scores)):
         for r in cutlass.range_constexpr(len(factors[t])):
             weigh_row(scores[t], states[t], r, factors[t][r], offsets[t][r], weights_up)
