@@ -17,7 +17,7 @@ from tests.support.attention_harness import assert_close, assert_every_row, run,
 from tests.support.bits import differing_rows
 from tests.support.harness import assert_bitwise
 from tests.support.inputs import NAN
-from tests.support.scale_patterns import places_of
+from tests.support.logit_patterns import LOGITS, follow_logits
 from tests.support.storage import STORAGES
 
 WARPGROUP_ROWS = 16  # packed rows: with more, warpgroups attend and items are dealt; over 8 bits with more than 32
@@ -294,40 +294,20 @@ def test_a_request_alone_has_the_same_bits() -> None:
         assert_bitwise(got, (out[begin:end], lse[begin:end]))
 
 
-QUERY = 128.0  # the element of the query that a pattern of logits is made with
-FAR = 5e6  # a logit whose base is past the range in which a rounded base serves (device/attend/bases.py)
-LOGITS = {  # of token t of n
-    "even": lambda t, n: 0.0 * t,
-    "rising": lambda t, n: 0.04 * t,
-    "steep": lambda t, n: 3.0 * t,
-    "falling": lambda t, n: -0.04 * t,
-    "steps": lambda t, n: 4.0 * (t // 150),
-    "spike": lambda t, n: 25.0 * (t == n * 3 // 4),
-    "negative": lambda t, n: -30.0 - (t % 7),
-    "negative_rising": lambda t, n: 0.04 * t - 60.0,
-    "far_up": lambda t, n: FAR * t / n,
-    "far_down": lambda t, n: -FAR * t / n,
-}
-KINDS = {"bf16": {}, "f16": {"dtype": torch.float16}, "e4m3": STORAGES["e4m3"]}
+KINDS = {"bf16": {}, "f16": {"dtype": torch.float16}, "e4m3": STORAGES["e4m3"], "int8": STORAGES["int8 token"]}
 PAIRED = {"uniform": True, "q_lens": (8,) * 5, "max_q_len": 8}  # 32 packed rows: two m-tiles in each of eight warps, over 8 bits
 QUERY_ROWS = {"long": ROWS, "32 rows": PAIRED}
 PATTERNS = [  # e4m3 ends at 448
     *((pattern, kind, "long") for pattern in LOGITS for kind in KINDS if kind != "e4m3" or "far" not in pattern),
     *((pattern, "e4m3", "32 rows") for pattern in LOGITS if "far" not in pattern),
+    *((pattern, "int8", "32 rows") for pattern in LOGITS),
 ]
 
 
 def patterned(pattern: str, kind: str, rows: str, device: str, **fields: object) -> AttentionInputs:
-    """Requests whose logits follow a pattern from key to key, with what is random beside it, but where that would be rounded."""
+    """Requests whose logits follow a pattern."""
     described = long_case(f"{pattern}_{kind}", {**KINDS[kind], "softmax_scale": 1.0}, **QUERY_ROWS[rows], **fields)
-    inputs = make_attention(described, device)
-    inputs.q[: sum(described.q_lens)] *= 0.0 if "far" in pattern else 0.08
-    inputs.q[: sum(described.q_lens), :, 0] = QUERY
-    for row, length in enumerate(described.cache.lengths):
-        token, pages, slots = places_of(inputs, row)
-        logits = LOGITS[pattern](token.double(), length) / QUERY
-        inputs.kv.k[pages, :, slots, 0] = logits[:, None].to(inputs.kv.k.dtype)
-    return inputs
+    return follow_logits(make_attention(described, device), pattern)
 
 
 def check_kernel(explanation: Explanation, rows: str) -> None:

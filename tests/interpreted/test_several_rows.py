@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 import cute_kernels as ck
 from cute_kernels.config.decode import DecodeConfig
@@ -14,6 +15,7 @@ from tests.support.attention_cases import EVERYTHING, TOKEN_SCALES, Case, case, 
 from tests.support.attention_harness import assert_close, assert_padding
 from tests.support.harness import assert_bitwise
 from tests.support.inputs import NAN
+from tests.support.logit_patterns import LOGITS, follow_logits
 
 ONE_HEAD: dict[str, Any] = {"num_heads": 4, "num_kv_heads": 1}
 LENGTHS = {"lengths": (700, 0, 33, 400)}
@@ -121,6 +123,19 @@ def test_two_m_tiles_of_eight_warps(cache: dict[str, Any], q_len: int, fields: d
     assert spec.register_shares == (224, 56) and spec.query_warps == (4 if spec.token_scales else 3)
     assert spec.stores_beside == (not spec.token_scales)
     check(kernel, problem)
+
+
+@pytest.mark.parametrize("pattern", LOGITS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "f16"])
+def test_logits_over_int8(dtype: torch.dtype, pattern: str) -> None:
+    """With bf16 queries bases seldom move, and scores are relative to them; with f16 they follow the maxima."""
+    fields = {**ONE_HEAD, **TOKEN_SCALES, "lengths": (700, 0, 33, 400), "dtype": dtype, "softmax_scale": 1.0}
+    problem = case("logits", fields, q_lens=(8,) * 4, max_q_len=8, uniform=True)
+    kernel = made(problem, 8)
+    in_bf16 = dtype is torch.bfloat16
+    assert kernel.spec.paired and kernel.spec.relates_scores == kernel.spec.lazy_bases == in_bf16
+    inputs = follow_logits(make_attention(problem), pattern)
+    assert_close(inputs, run_attention(kernel, inputs))
 
 
 @pytest.mark.parametrize("cache", [E4M3, TOKEN_SCALES], ids=["e4m3", "int8 token scales"])

@@ -24,6 +24,7 @@ from tests.support.attention_cases import (
 )
 from tests.support.attention_harness import assert_close
 from tests.support.harness import assert_bitwise
+from tests.support.logit_patterns import LOGITS, follow_logits
 from tests.support.scale_patterns import follow_pattern
 from tests.support.storage import STORAGES
 
@@ -187,6 +188,26 @@ def test_scores_below_zero_that_rise(rows: dict[str, Any], config: DecodeConfig)
     descriptor = problem.descriptor()
     kernel = kernel_of(descriptor.problem, config, "balanced", SLICES, descriptor=descriptor)
     inputs = make_low_attention(problem)
+    assert_close(inputs, run_attention(kernel, inputs))
+
+
+@pytest.mark.parametrize("pattern", LOGITS)
+@pytest.mark.parametrize(
+    ("storage", "rows", "config"),
+    [
+        ("16 bits", ROWS_128, TOGETHER),
+        ("int8 token", ROWS_64, ALTERNATING_BESIDE_SCALES),
+        ("int8 token", ROWS_128, WIDENED),
+    ],
+    ids=["16 bits", "int8 in turns", "int8"],
+)
+def test_logits(storage: str, rows: dict[str, Any], config: DecodeConfig, pattern: str) -> None:
+    """Bases in bf16 that move with each tile, with few of them, with none, or out of range; over int8 scores are related."""
+    problem = case("logits", {**ONE_HEAD, "lengths": (600, 0, 40), **STORAGES[storage], "softmax_scale": 1.0}, **rows)
+    descriptor = problem.descriptor()
+    kernel = kernel_of(descriptor.problem, config, "balanced", SLICES, descriptor=descriptor)
+    assert kernel.spec.v_math == "bf16" and kernel.spec.relates_scores == (storage == "int8 token")
+    inputs = follow_logits(make_attention(problem), pattern)
     assert_close(inputs, run_attention(kernel, inputs))
 
 
