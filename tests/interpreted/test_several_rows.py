@@ -21,6 +21,7 @@ ONE_HEAD: dict[str, Any] = {"num_heads": 4, "num_kv_heads": 1}
 LENGTHS = {"lengths": (700, 0, 33, 400)}
 WARPS = {4: DecodeConfig(32, 8, 4, 1), 8: DecodeConfig(16, 8, 8, 1)}
 E4M3 = {"kv_dtype": ck.KVDtype.E4M3}
+HEAD = ck.KVScale.HEAD
 # (head_dim, query rows of 4 heads, warps) -> (packed rows per unit, words that a thread merges and sends together)
 WIDE: dict[tuple[int, int, int], tuple[int, int]] = {
     (64, 2, 4): (8, 1),
@@ -122,6 +123,25 @@ def test_two_m_tiles_of_eight_warps(cache: dict[str, Any], q_len: int, fields: d
     assert spec.warp_tiles == 2 and spec.folds and spec.merge_places == spec.turns // 2 == 32 // q_len
     assert spec.register_shares == (224, 56) and spec.query_warps == (4 if spec.token_scales else 3)
     assert spec.stores_beside == (not spec.token_scales)
+    check(kernel, problem)
+
+
+@pytest.mark.parametrize(
+    ("stored", "math"),
+    [
+        ({**E4M3, "k_scale": HEAD, "v_dtype": ck.KVDtype.INT8, "v_scale": ck.KVScale.TOKEN}, ("f16", "bf16")),
+        ({**TOKEN_SCALES, "v_dtype": ck.KVDtype.E4M3, "v_scale": HEAD}, ("bf16", "f16")),
+        ({**TOKEN_SCALES, "k_scale": HEAD, "v_scale": HEAD}, ("bf16", "bf16")),
+        ({**TOKEN_SCALES, "k_scale": HEAD, "v_scale": ck.KVScale.TOKEN}, ("bf16", "bf16")),
+        ({**TOKEN_SCALES, "k_scale": ck.KVScale.TOKEN, "v_scale": HEAD}, ("bf16", "bf16")),
+    ],
+    ids=["e4m3 K, int8 V", "int8 K, e4m3 V", "int8 head", "int8 head, V token", "int8 K token, V head"],
+)
+def test_types_of_products(stored: dict[str, Any], math: tuple[str, str]) -> None:
+    """Int8 is multiplied in bf16, e4m3 in f16, and each product has its own type; some requests have fewer rows."""
+    problem = case("types", {**ONE_HEAD, **LENGTHS, **stored}, q_lens=(8, 5, 8, 1), max_q_len=8)
+    kernel = made(problem, 8)
+    assert (kernel.spec.k_math, kernel.spec.v_math) == math and kernel.spec.lazy_bases
     check(kernel, problem)
 
 

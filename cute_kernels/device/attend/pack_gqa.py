@@ -22,7 +22,7 @@ from ..elements import ELEMENT_TYPES
 from ..mainloop.tile import columns, swizzle, swizzled
 from ..ptx.barriers import CONSUMERS, ROWS
 from ..ptx.cp_async import copy_async
-from ..ptx.registers import LANES, quotient, remainder
+from ..ptx.registers import LANES, quotient, remainder, unknown
 from ..ptx.warps import warp_number
 from .query_range import rescale
 from .query_rows import QueryBlock, block_view, place_in, place_in_view
@@ -151,7 +151,7 @@ def fetch_fragments(spec: cutlass.Constexpr, q: cute.Tensor, block: QueryBlock, 
     source, lane = block_view(spec, q, block), cute.arch.lane_idx()
     columns = cutlass.const_expr(spec.query_fragment[1])
     steps = cutlass.const_expr(spec.padded_head_dim // columns)
-    stop = block.rows if cutlass.const_expr(spec.brings_rows) else spec.row_tiles * steps
+    stop = rows_brought(spec, block.rows) if cutlass.const_expr(spec.brings_rows) else spec.row_tiles * steps
     for turn in cutlass.range(workers[0], stop, workers[1], unroll=1):
         if cutlass.const_expr(spec.brings_rows):
             for column in lane_columns(spec):
@@ -165,6 +165,14 @@ def fetch_fragments(spec: cutlass.Constexpr, q: cute.Tensor, block: QueryBlock, 
                 column = step * columns + lane % 4 * word_columns(spec) + columns // 2 * half
                 word = cutlass.const_expr(half + 2 * rows if spec.splits else rows + 2 * half)
                 fetch_pair(spec, source, block, first + lane // 4 + 8 * rows, column, shared, (word, lane, turn))
+
+
+def rows_brought(spec: KernelSpec, rows: Int32) -> Int32:
+    """How many rows of a query are brought whole, of `rows` in use: all where warps are paired, and those not in use are zeros.
+
+    A NaN there, of what shared memory held, would move bases of a warp at each tile (lazy.weigh_lazily).
+    """
+    return unknown(Int32(spec.row_tiles * TILE_M)) if spec.paired else rows  # with a known number two more registers spill
 
 
 @cute.jit
@@ -236,7 +244,7 @@ def settle_query(
             cute.arch.sync_warp()  # a lane has fetched elements that other lanes rescale
         words, columns = cute.recast_tensor(shared, Int32), lane_columns(spec)
         begin, step = among(spec, workers)
-        stop = cutlass.select_(fresh, heads, 0)
+        stop = cutlass.select_(fresh, rows_brought(spec, heads), 0)
         if cutlass.const_expr(spec.dealt):  # a warp has fetched the rows of its own m-tile
             begin, stop, step = begin * TILE_M, cutlass.min(stop, (begin + 1) * TILE_M), 1
         together = cutlass.const_expr(ROWS_TOGETHER if spec.by_warpgroup else 1)
