@@ -152,8 +152,8 @@ def test_two_m_tiles_of_eight_warps(
 ) -> None:
     """Each warp converts a tile of 8 bits once for 32 packed rows, with registers that the other warps hand over.
 
-    Those that store pieces beside the loop have 56 and spill some. Where registers spill, two masked branches in the loop reload
-    the warp's number.
+    Those that store pieces beside the loop have 56 and spill some; over int8 the others spill a few, and are sooner than they
+    were without (docs/notes/kernel-log.md). Where registers spill, two masked branches in the loop reload the warp's number.
     """
     fields = {"num_heads": num_heads, "num_kv_heads": 8, "head_dim": head_dim, "page_size": 16, **stored}
     problem = ck.PagedAttentionDescriptor(

@@ -164,7 +164,7 @@ def weigh_row(acc_s: cute.Tensor, state, row: cutlass.Constexpr, factor: Float32
 
 @cute.jit
 def follow_bases(acc_o: cute.Tensor, decays: list, moved: Boolean, weights_up: WeightsUp | None):
-    """Rescales O to the current bases, which few tiles move. decays, moved: from lazy.settle."""
+    """Rescales O to the current bases, which few tiles move. decays, moved: from lazy.settle_bases."""
     factors = list(decays)
     if cutlass.const_expr(weights_up is not None):
         factors, moved = [decay * weights_up.outputs for decay in decays], moved | (weights_up.outputs != 1.0)

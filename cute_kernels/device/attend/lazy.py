@@ -7,9 +7,8 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32
 
 from ...config.decode import KernelSpec
-from .bases import WeightsUp, look, move_bases, weigh_row
+from .bases import WeightsUp, follow_bases, look, move_bases, weigh_row
 from .relative import look_related, move_related
-from .softmax import rescale_row
 
 
 def ways_of(spec: KernelSpec) -> tuple[Callable, Callable]:
@@ -60,9 +59,7 @@ def weigh_lazily(spec: cutlass.Constexpr, scores: list, states: list, factors: l
             found = moving(scores[t], states[t], factors[t], *looks[t])
             for r in cutlass.range_constexpr(len(factors[t])):
                 offsets[t][r] = found[0][r]
-            if cute.arch.vote_any_sync(begun):
-                for r in cutlass.range_constexpr(len(factors[t])):
-                    rescale_row(states[t].acc_o, r, found[1][r])
+            follow_bases(states[t].acc_o, found[1], cute.arch.vote_any_sync(begun), None)
     for t in cutlass.range_constexpr(len(scores)):
         for r in cutlass.range_constexpr(len(factors[t])):
             weigh_row(scores[t], states[t], r, factors[t][r], offsets[t][r], weights_up)
