@@ -14,6 +14,9 @@ WIDENING_REGISTERS = {4: (232, 136), 8: (200, 56), 12: (152, 56)}  # if other wa
 # the same of 8 warps whose scores are related: tiles of 96 then leave room for the query. In a mixed kernel others would spill
 RELATING_REGISTERS = 208, 48
 OVERLAP_REGISTERS = {8: (224, 56), 12: (160, 32)}  # if products overlap, operands are f32, or 8 warps have two m-tiles each
+# the same for bf16 products where other warps only bring tiles and queries: a loop over int8 spills none of 232, one for f16 two.
+# Warps that store pieces as well need more than 40 (64 x 1k over e4m3 1% later)
+PAIRED_REGISTERS = 232, 40
 GATHER_REGISTERS = {4: (216, 72), 8: (216, 72)}  # if the producers bring tiles token by token
 # of weights in f16 where bases move lazily, one more beside scales of V's tokens, which take a bit of the weights: few tiles move
 # a base if a score may lie 4.75 or 2.75 bits past it, and not 1.75 or 0.75. With a bit less, rows whose output is of weights of
@@ -178,6 +181,8 @@ class WarpSpec(TilingSpec):
             return RELATING_REGISTERS if related else WIDENING_REGISTERS.get(self.num_warps)
         if self.gathers:
             return GATHER_REGISTERS.get(self.num_warps)
+        if self.paired and not self.assistants and self.v_math == "bf16":
+            return PAIRED_REGISTERS
         exchanged = self.overlaps or (self.arch == "sm90" and (self.splits or self.paired))
         return OVERLAP_REGISTERS.get(self.num_warps) if exchanged else None
 

@@ -85,10 +85,10 @@ def make_state(spec: KernelSpec, thr_mma: cute.ThrMma) -> WarpState:
     return WarpState(acc_o, row_max, row_sum, cute.make_rmem_tensor(1, Int32) if spec.keeps_unit else None)
 
 
-def reset_state(state: WarpState):
-    """Resets a state to that before any key: O = 0, maxima -inf, sums 0."""
+def reset_state(spec: KernelSpec, state: WarpState):
+    """Resets a state to that before any key: O = 0, maxima -inf or bases 0, sums 0."""
     state.acc_o.fill(0.0)
-    state.row_max.fill(-Float32.inf)
+    state.row_max.fill(0.0 if spec.relates_scores else -Float32.inf)
     state.row_sum.fill(0.0)
     if state.unit is not None:
         state.unit.fill(SMALLEST_UNIT)

@@ -178,6 +178,11 @@ def quad_all(value: Boolean) -> Boolean:
     return (cute.arch.vote_ballot_sync(value) >> (cute.arch.lane_idx() & 28)) & 15 == 15
 
 
+def quad_any(value: Boolean) -> Boolean:
+    """Whether `value` is true in any of the four lanes that share a row."""
+    return (cute.arch.vote_ballot_sync(value) >> (cute.arch.lane_idx() & 28)) & 15 != 0
+
+
 def quad_largest(value: Int32) -> Int32:
     """The largest of the integers of four lanes that share a row."""
     value = cutlass.max(value, cute.arch.shuffle_sync_bfly(value, offset=1))
@@ -187,6 +192,11 @@ def quad_largest(value: Int32) -> Int32:
 def sums_of(state) -> list:
     """This lane's sums of each row in use."""
     return [state.row_sum[r] for r in range(cute.size(state.row_sum))]
+
+
+def bases_of(state) -> list:
+    """The bases of each row in use."""
+    return [state.row_max[r] for r in range(cute.size(state.row_max))]
 
 
 def tops_of(scores: cute.Tensor, rows: int) -> list:

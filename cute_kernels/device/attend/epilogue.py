@@ -23,6 +23,7 @@ from .attend import RowTile, WarpState, row_scales
 from .bases import rounded_product
 from .pack_gqa import VECTOR, lane_rows_of, place_of, sync_consumers
 from .query_rows import QueryBlock, block_view, place_in, place_in_view
+from .relative import end_bases
 from .softmax import finite_or_zero, quad_sum, rescale_row, rows_of
 
 LN_2 = math.log(2.0)
@@ -111,6 +112,8 @@ def lane_state(spec: KernelSpec, thr_mma, attended: RowTile, row_tile: Int32, sc
     """The lane's part of the state of an m-tile. row_tile: the m-tile's number."""
     state, inverses = attended.state, None if spec.modifiers.functions else attended.inverses
     factors = row_scales(attended, scaling) if spec.merges_bases else None
+    if spec.relates_scores:
+        end_bases(state)
     if spec.scales_values:  # until here O alone is a multiple of the unit
         for r in range(cute.size(state.row_sum)):
             state.row_sum[r] = state.row_sum[r] * inverse_of_unit(state.unit)
@@ -243,18 +246,21 @@ def merged(spec: cutlass.Constexpr, acc, weights, inverse: Float32, row: Int32, 
 class Storers:
     """The threads that store a piece: this thread's number, and how many they are.
 
-    words, columns: how many wide words of a part of a row, or columns of a whole row, a thread merges at once.
+    words: how many wide words of a part of a row a thread merges at once. columns, groups: the same of a whole row, as groups of
+    neighbouring columns.
     """
 
     thread: Int32
     count: int
     words: int
     columns: int
+    groups: int = 1
 
 
 def all_consumers(spec: KernelSpec) -> Storers:
     """The threads of all consumer warps."""
-    return Storers(cute.arch.thread_idx()[0], spec.num_warps * LANES, spec.words_together, spec.store_columns)
+    thread, columns = cute.arch.thread_idx()[0], (spec.store_columns, spec.store_groups)
+    return Storers(thread, spec.num_warps * LANES, spec.words_together, *columns)
 
 
 def stores_together(spec: KernelSpec) -> int:
@@ -268,17 +274,22 @@ def store_final(spec: cutlass.Constexpr, merge: tuple, block: QueryBlock, out, l
     target = block_view(spec, out, block)
     width = cutlass.const_expr(math.gcd(spec.v_head_dim, storers.columns))
     per_row = cutlass.const_expr(spec.v_head_dim // width)
+    apart = cutlass.const_expr(-(-per_row // storers.groups))
     values = cute.make_rmem_tensor(width, out.element_type)
-    for i in cutlass.range(storers.thread, block.rows * per_row, storers.count, unroll=stores_together(spec)):
-        row, column = quotient(i, per_row), remainder(i, per_row)
+    for i in cutlass.range(storers.thread, block.rows * apart, storers.count, unroll=stores_together(spec)):
+        row, first = quotient(i, apart), remainder(i, apart)
         weights, inverse, row_lse = settled_row(spec, merge, row, scaling)
         if cutlass.const_expr(spec.modifiers.sinks):
             factor, row_lse = join_sink(sinks[place_in(spec, block, row)[-1]], row_lse)
             inverse = inverse * factor
-        for c in cutlass.range_constexpr(width):
-            values[c] = merged(spec, merge[0], weights, inverse, row, column * width + c).to(out.element_type)
-        cute.autovec_copy(values, cute.zipped_divide(target[(*place_in_view(spec, block, row), None)], (width,))[None, column])
-        if column == 0:
+        goal = cute.zipped_divide(target[(*place_in_view(spec, block, row), None)], (width,))
+        for group in cutlass.range_constexpr(storers.groups):
+            column = first + group * apart
+            if cutlass.const_expr((group + 1) * apart <= per_row) or column < per_row:
+                for c in cutlass.range_constexpr(width):
+                    values[c] = merged(spec, merge[0], weights, inverse, row, column * width + c).to(out.element_type)
+                cute.autovec_copy(values, goal[None, column])
+        if first == 0:
             lse[place_in(spec, block, row)] = row_lse * lse_factor(spec)
 
 

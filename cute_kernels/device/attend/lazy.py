@@ -7,7 +7,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32
 
 from ...config.decode import KernelSpec
-from .bases import WeightsUp, follow_bases, look, move_bases, weigh_row
+from .bases import WeightsUp, bases_of, follow_bases, look, move_bases, sums_of, weigh_row
 from .relative import look_related, move_related
 
 
@@ -16,10 +16,10 @@ def ways_of(spec: KernelSpec) -> tuple[Callable, Callable]:
     return (look_related, move_related) if spec.relates_scores else (look, move_bases)
 
 
-def has_begun(state) -> Boolean:
-    """Whether one of this lane's rows has seen a key; before that O is 0."""
-    rows = cute.size(state.row_max)
-    return (state.row_max[0] != -Float32.inf) | (state.row_max[rows - 1] != -Float32.inf)
+def has_begun(spec: KernelSpec, state) -> Boolean:
+    """Whether one of this lane's rows has seen a key, or for related scores, one in this lane's columns; before that O is 0."""
+    numbers, before = (sums_of(state), 0.0) if spec.relates_scores else (bases_of(state), -Float32.inf)
+    return (numbers[0] != before) | (numbers[-1] != before)
 
 
 @cute.jit
@@ -33,7 +33,7 @@ def settle_bases(spec: cutlass.Constexpr, acc_s: cute.Tensor, state, factors: li
     offsets, decays = list(bases), [Float32(1.0)] * len(factors)
     moved = cute.arch.vote_any_sync((stays[0] & stays[-1]) == Boolean(False))
     if moved:
-        begun = has_begun(state)
+        begun = has_begun(spec, state)
         found = moving(acc_s, state, factors, bases, tops, stays)
         for r in cutlass.range_constexpr(len(factors)):
             offsets[r], decays[r] = found[0][r], found[1][r]
@@ -55,7 +55,7 @@ def weigh_lazily(spec: cutlass.Constexpr, scores: list, states: list, factors: l
         all_stay = all_stay & looks[t][2][0] & looks[t][2][-1]
     if cute.arch.vote_any_sync(all_stay == Boolean(False)):
         for t in cutlass.range_constexpr(len(scores)):
-            begun = has_begun(states[t])
+            begun = has_begun(spec, states[t])
             found = moving(scores[t], states[t], factors[t], *looks[t])
             for r in cutlass.range_constexpr(len(factors[t])):
                 offsets[t][r] = found[0][r]

@@ -245,7 +245,7 @@ class DecodeKernel(PieceResults):
             if cutlass.const_expr(not self.fetches_late and spec.query_warps == 0):
                 self.fetch_next(problem, next_buffer, share, heads, index, (next_index, next_first), row)
             for state in states:
-                reset_state(state)
+                reset_state(spec, state)
             self.mainloop.consume(piece, Attention(products, row_tiles, scaling), problem, shared)
             if cutlass.const_expr(not spec.several):
                 row = open_following(spec, problem, share, next_index, next_first)

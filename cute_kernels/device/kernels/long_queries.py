@@ -49,7 +49,7 @@ class LongQueryKernel(AttentionKernel):
             following = query_buffer(spec, shared.query, turn)
             if cutlass.const_expr(not spec.claims):
                 item = self.take_and_fetch(problem, shared, turn, batch, following)
-            reset_state(state)
+            reset_state(spec, state)
             self.mainloop.consume(piece, Attention(products, row_tiles, scaling), problem, shared)
             if cutlass.const_expr(spec.claims):  # not before the last tiles are on their way
                 item = self.take_and_fetch(problem, shared, turn, batch, following)
