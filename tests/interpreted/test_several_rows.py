@@ -146,10 +146,14 @@ def test_types_of_products(stored: dict[str, Any], math: tuple[str, str]) -> Non
 
 
 @pytest.mark.parametrize("pattern", LOGITS)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "f16"])
-def test_logits_over_int8(dtype: torch.dtype, pattern: str) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "v_scale"),
+    [(torch.bfloat16, ck.KVScale.TOKEN_F16), (torch.bfloat16, HEAD), (torch.float16, ck.KVScale.TOKEN_F16)],
+    ids=["bf16", "bf16, V head", "f16"],
+)
+def test_logits_over_int8(dtype: torch.dtype, v_scale: ck.KVScale, pattern: str) -> None:
     """With bf16 queries bases seldom move, and scores are relative to them; with f16 they follow the maxima."""
-    fields = {**ONE_HEAD, **TOKEN_SCALES, "lengths": (700, 0, 33, 400), "dtype": dtype, "softmax_scale": 1.0}
+    fields = {**ONE_HEAD, **TOKEN_SCALES, **LENGTHS, "v_scale": v_scale, "dtype": dtype, "softmax_scale": 1.0}
     problem = case("logits", fields, q_lens=(8,) * 4, max_q_len=8, uniform=True)
     kernel = made(problem, 8)
     in_bf16 = dtype is torch.bfloat16

@@ -21,6 +21,7 @@ LOGITS: dict[str, Callable[[Tensor, int], Tensor]] = {  # of token t of n
     "spike": lambda t, n: 25.0 * (t == n * 3 // 4),
     "negative": lambda t, n: -30.0 - (t % 7),
     "negative_rising": lambda t, n: 0.04 * t - 60.0,
+    "sparse": lambda t, n: 0.02 * t - 300.0 * (t % 8 > 5),  # one lane of the four that share a row has keys of no weight
     "far_up": lambda t, n: FAR * t / n,
     "far_down": lambda t, n: -FAR * t / n,
 }

@@ -3,7 +3,8 @@
 K's scales of tokens are multiplied to the columns of S in any case, so they hold the softmax factor as well, and a score less
 its base is rounded once, whatever the base. What bases.py does is then done with scores whose base is 0: a row that moves its
 base, a logit to base 2, moves it by the tile's largest score, which is subtracted from all of them. A row begins with the base
-0, which most rows keep: it serves unless a row's first logits are far below it. A row has begun once its sum is not 0.
+0, which most rows keep if V's scales multiply weights: it serves unless a row's first logits are far below it. A row has begun
+once its sum is not 0.
 """
 
 import cutlass
@@ -17,7 +18,7 @@ from .bases import bases_of, exact_maxima, quad_all, quad_any, stays_at, sums_of
 from .softmax import finite_or_zero, rows_of
 
 LEAST_LOGIT = -32.0  # of first keys that weigh enough: what weighs 2**-90 of them is still a normal bf16
-LEAST_SUM = 2.0**-120
+LEAST_SUM = 2.0**-120  # of a lane of a row that has begun, once a base of its warp has moved
 
 
 def relate_scores(acc_s: cute.Tensor, state, columns: cute.Tensor):
@@ -29,12 +30,15 @@ def relate_scores(acc_s: cute.Tensor, state, columns: cute.Tensor):
 def look_related(spec: KernelSpec, acc_s: cute.Tensor, state, factors: list) -> tuple[list, list, list]:
     """bases.look at related scores. factors: 1 for each row.
 
-    A row's first keys need no other base if those in this lane weigh enough. Where all of them are below 0, the largest integer
-    is the least score.
+    A row's first keys need no other base if those in this lane weigh enough (where all of them are below 0, the largest integer
+    is the least score), unless a key that dominates its row has to weigh 1 (stays_at).
     """
     bases, tops, sums = [Float32(0.0)] * len(factors), tops_of(rows_of(acc_s), len(factors)), sums_of(state)
     serves = [stays_at(spec, *row) for row in zip(tops, bases, factors, sums, strict=True)]
-    return bases, tops, [serves[r] & ((as_float(tops[r]) >= LEAST_LOGIT) | (sums[r] != 0.0)) for r in range(len(factors))]
+    weighs = [sums[r] != 0.0 for r in range(len(factors))]
+    if spec.scales_weights:
+        weighs = [(as_float(tops[r]) >= LEAST_LOGIT) | weighs[r] for r in range(len(factors))]
+    return bases, tops, [serves[r] & weighs[r] for r in range(len(factors))]
 
 
 @cute.jit
