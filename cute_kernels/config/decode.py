@@ -218,7 +218,7 @@ class KernelSpec(WarpSpec):
         """Neighbouring columns of a result that a thread stores together: more if a state has more columns per thread.
 
         Of 4 f32 in the merge buffer, the eight threads that read together meet no bank twice. Paired warps store 8 all the same:
-        otherwise ptxas makes a loop over tiles of them that takes 5 to 8% more time.
+        with 4 in as many groups as others, ptxas makes a loop over tiles that takes 4 to 9% more time (docs/notes/kernel-log.md).
         """
         columns, threads = self.packed_rows * self.padded_v_head_dim, 32 * self.num_warps
         if self.by_warpgroup or (self.paired and columns >= 8 * threads):

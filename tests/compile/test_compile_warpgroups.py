@@ -44,9 +44,8 @@ CASES: dict[str, dict[str, Any]] = {
     "int8 token, 128 rows": {**INT8_TOKEN, "max_q_len": 32},
 }
 CHOSEN = {"e4m3, 64 rows, uniform": (96, 8), "e4m3, 128 rows": (96, 8), "int8 token, 64 rows": (96, 8)}  # tiles, warps
-# loads and stores of spilled registers where a piece begins or ends
-SPILLS = {"int8 token, 64 rows": 22, "int8 token, 128 rows": 3}
-# the same of kernels with two m-tiles a warp over e4m3, in the loop over tiles and in all; by head_dim, query
+# loads and stores of spilled registers of kernels with two m-tiles a warp over e4m3, in the loop over tiles and in all; by
+# head_dim, query
 PAIRED_SPILLS = {(128, "uniform"): (2, 18), (64, "uniform"): (0, 8)}
 
 
@@ -69,7 +68,7 @@ def test_warpgroups(name: str, tmp_path: Path) -> None:
     assert "mma.sync" not in ptx
     loop = sass[sass.index("HGMMA") : sass.rindex("HGMMA")]
     assert not re.search(r"\b(LDL|STL)\b", loop), "registers spilled in the loop over tiles"
-    assert len(re.findall(r"\b(LDL|STL)\b", sass)) <= SPILLS.get(name, 0), "registers spilled to local memory"
+    assert not re.search(r"\b(LDL|STL)\b", sass), "registers spilled to local memory"
     assert sass.count("HGMMA") == spec.padded_head_dim // 16 + ends * spec.tile_n // 16
     assert sass.count("WARPGROUP.DEPBAR") == 2 * ends, "the assembler waits for more than both products"
 
@@ -95,9 +94,9 @@ LONG: dict[str, dict[str, Any]] = {
 MIXED_SPILLS = {"head_dim 64": 21, "head_dim 256": 44}
 # moves to uniform registers in the loops over tiles of both phases of warpgroups, nearly all of them in the first of the two
 MOVES = {"head_dim 128": 40, "head_dim 64": 3, "head_dim 256": 80, "e4m3": 28, "int8 token": 25}
-# the same of a phase as a kernel alone: three registers, or one, stored and loaded once an item. Those of int8 are of warps that
-# have 48 registers there and 56 in a mixed kernel
-SPILLED = {"page 8, everything": 6, "int8 token, uniform": 2, "int8 token": 15}
+# the same of a phase as a kernel alone: three registers stored and loaded once an item. Those of int8 are of warps that have 48
+# registers there and 56 in a mixed kernel
+SPILLED = {"page 8, everything": 6, "int8 token": 15}
 
 
 def registers_set(ptx: str) -> list[int]:

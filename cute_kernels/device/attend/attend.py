@@ -37,7 +37,7 @@ LEAST_FACTOR = 2.0**-126  # the smallest normal f32: the inverse of a row of zer
 class WarpState:
     """The running attention state of one warp: f32 O accumulator, row maxima and sums (this thread's part).
 
-    row_max: with lazy rescaling (bases.py), the maximum at the time when the row's base last moved.
+    row_max: with lazy rescaling (bases.py), the maximum at the time when the row's base last moved; of related scores, the base.
     unit: the unit of sums and O, Int32 [1], if V has one scale per token (kv/scale.py); of O alone if that goes into V
     (kv/value_scales.py); else None.
     """

@@ -173,14 +173,19 @@ def follow_bases(acc_o: cute.Tensor, decays: list, moved: Boolean, weights_up: W
             rescale_row(acc_o, r, factors[r])
 
 
+def quad_votes(value: Boolean) -> Int32:
+    """A bit for each of the four lanes that share a row: whether `value` is true there."""
+    return (cute.arch.vote_ballot_sync(value) >> (cute.arch.lane_idx() & 28)) & 15
+
+
 def quad_all(value: Boolean) -> Boolean:
     """Whether `value` is true in all four lanes that share a row."""
-    return (cute.arch.vote_ballot_sync(value) >> (cute.arch.lane_idx() & 28)) & 15 == 15
+    return quad_votes(value) == 15
 
 
 def quad_any(value: Boolean) -> Boolean:
     """Whether `value` is true in any of the four lanes that share a row."""
-    return (cute.arch.vote_ballot_sync(value) >> (cute.arch.lane_idx() & 28)) & 15 != 0
+    return quad_votes(value) != 0
 
 
 def quad_largest(value: Int32) -> Int32:

@@ -259,8 +259,8 @@ class Storers:
 
 def all_consumers(spec: KernelSpec) -> Storers:
     """The threads of all consumer warps."""
-    thread, columns = cute.arch.thread_idx()[0], (spec.store_columns, spec.store_groups)
-    return Storers(thread, spec.num_warps * LANES, spec.words_together, *columns)
+    thread, count = cute.arch.thread_idx()[0], spec.num_warps * LANES
+    return Storers(thread, count, spec.words_together, spec.store_columns, spec.store_groups)
 
 
 def stores_together(spec: KernelSpec) -> int:
