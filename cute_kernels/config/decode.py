@@ -217,18 +217,21 @@ class KernelSpec(WarpSpec):
     def store_columns(self) -> int:
         """Neighbouring columns of a result that a thread stores together: more if a state has more columns per thread.
 
-        Of 4 f32 in the merge buffer, the eight threads that read together meet no bank twice. Paired warps store 8 all the same:
-        with 4 in as many groups as others, ptxas makes a loop over tiles that takes 4 to 9% more time (docs/notes/kernel-log.md).
+        Of 4 f32 in the merge buffer, the eight threads that read together meet no bank twice.
         """
         columns, threads = self.packed_rows * self.padded_v_head_dim, 32 * self.num_warps
-        if self.by_warpgroup or (self.paired and columns >= 8 * threads):
-            return 8
         return 4 if columns > 2 * threads else 2
 
     @property
     def store_groups(self) -> int:
-        """Groups of store_columns that a thread stores of a row: their merge weights are computed once."""
-        return self.words_together if self.wide_words and self.store_columns == 4 else 1
+        """Groups of store_columns that a thread stores of a row: their merge weights are computed once.
+
+        Two where warps are paired: with four, ptxas makes a loop over tiles that takes 4 to 9% more time
+        (docs/notes/kernel-log.md). Two for warpgroups: with one, 64 rows over int8 take 2 to 4% more.
+        """
+        if not self.wide_words or self.store_columns < 4:
+            return 1
+        return 2 if self.paired or self.by_warpgroup else self.words_together
 
     @property
     def words_together(self) -> int:
