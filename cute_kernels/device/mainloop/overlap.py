@@ -5,6 +5,8 @@ Q K^T before softmax: while a warpgroup weighs the scores of tile i, its tensor 
 of a stage have full and empty barriers of their own, so two stages keep both products fed.
 """
 
+from functools import partial
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32
@@ -17,6 +19,7 @@ from ..attend.lazy import settle_bases
 from ..attend.pack_gqa import fragments, warpgroup_of
 from ..attend.query_rows import TilePlace, place_of_tile
 from ..attend.warpgroup_mma import wait_for_products
+from ..attend.woven import weave_weights
 from ..elements import ELEMENT_TYPES
 from ..kv.scale import scale_columns, settle_scales
 from ..problem import Problem
@@ -41,8 +44,9 @@ class OverlapMainloop(TmaMainloop):
         p = cute.make_rmem_tensor(acc_s.shape, ELEMENT_TYPES[self.spec.v_math])
         turns, first = cutlass.const_expr(self.spec.turns), self.order(piece)
         if tiles > first:
+            come = Boolean(False)
             for i in cutlass.range(first, tiles, turns, unroll=1):
-                stage, holes = self.operand(shared, piece, i, 0), self.holes_of(piece, i, shared)
+                stage, holes = self.operand(shared, piece, i, 0, come), self.holes_of(piece, i, shared)
                 cut = is_cut(self.spec, attention.row_tiles[0], self.place(piece, i))
                 scales = self.read_scales(piece, i, attention, shared)
                 self.await_turn()
@@ -54,8 +58,9 @@ class OverlapMainloop(TmaMainloop):
                 else:
                     self.pass_turn()
                     wait_for_products(0)
-                moves = self.weigh(piece, i, attention, shared, acc_s, scales, (holes, cut))
-                pack_probabilities(self.spec, p, acc_s)
+                moves = self.weigh(piece, i, attention, shared, (acc_s, p), scales, (holes, cut))
+                if cutlass.const_expr(turns == 1):  # in turns it is too early to ask
+                    come = self.has_come(shared, piece, i + turns)
                 follow_bases(attention.row_tiles[0].state.acc_o, *moves)
             last = tiles - 1 - remainder(tiles - 1 - first, turns)
             self.start_values(piece, last, attention, shared, p)
@@ -66,17 +71,27 @@ class OverlapMainloop(TmaMainloop):
         """Where the piece's tile i is in its row."""
         return place_of_tile(self.spec, piece.keys, piece.first + i)
 
-    @cute.jit
-    def operand(self, shared: Shared, piece: Piece, i: Int32, which: cutlass.Constexpr) -> Int32:
-        """Waits for K (0) or V (1) of the piece's tile i; returns its stage in the ring that wgmma reads, narrow or wide."""
+    def place_of_operand(self, shared: Shared, piece: Piece, i: Int32, which: int) -> tuple[Int32, cute.Pointer, Int32]:
+        """(stage, barrier, parity) of K (0) or V (1) of the piece's tile i in the ring that wgmma reads, narrow or wide."""
         spec, ordinal = self.spec, piece.issued + i
-        if cutlass.const_expr(spec.wide[which] is None):
+        if spec.wide[which] is None:
             stage, parity = self.place_in_ring(ordinal)
-            cute.arch.mbarrier_wait(full_barrier(spec, shared, stage, which), parity)
-        else:
-            stage, parity = self.place_in_wide(ordinal)
-            cute.arch.mbarrier_wait(widened_barrier(spec, shared, stage, which), parity)
+            return stage, full_barrier(spec, shared, stage, which), parity
+        stage, parity = self.place_in_wide(ordinal)
+        return stage, widened_barrier(spec, shared, stage, which), parity
+
+    @cute.jit
+    def operand(self, shared: Shared, piece: Piece, i: Int32, which: cutlass.Constexpr, come: Boolean | bool = False) -> Int32:
+        """Waits for K (0) or V (1) of the piece's tile i, unless it is known to have come; returns its stage."""
+        stage, barrier, parity = self.place_of_operand(shared, piece, i, which)
+        if come == Boolean(False):
+            cute.arch.mbarrier_wait(barrier, parity)
         return stage
+
+    def has_come(self, shared: Shared, piece: Piece, i: Int32) -> Boolean:
+        """Whether K of the piece's tile i has come: asked among exponentials of the tile before, the answer is there in time."""
+        _, barrier, parity = self.place_of_operand(shared, piece, i, 0)
+        return cute.arch.mbarrier_test_wait(barrier, parity)
 
     @cute.jit
     def await_turn(self):
@@ -119,33 +134,41 @@ class OverlapMainloop(TmaMainloop):
         return token_scales, columns_of(spec, token_scales, 0), weights_up(spec, state, peak)
 
     @cute.jit
-    def weigh(
-        self, piece: Piece, i: Int32, attention: Attention, shared: Shared, acc_s: cute.Tensor, scales: tuple, hidden: tuple
-    ):
-        """Turns the scores of the piece's tile i, in place, into weights times V's scales of tokens.
+    def weigh(self, piece: Piece, i: Int32, attention: Attention, shared: Shared, registers: tuple, scales: tuple, hidden: tuple):
+        """Turns the scores of the piece's tile i into weights times V's scales of tokens, in P's registers.
 
-        scales: read_scales of the tile; hidden: (its holes, is_cut). Returns the further arguments of follow_bases.
+        registers: (the scores, P); scales: read_scales of the tile; hidden: (its holes, is_cut). Returns the further arguments of
+        follow_bases.
 
         The wait for P V of the previous tile stands among the exponentials, so that they hide the conversion of P, and no branch
         stands between them. Code that moves bases does not wait: each warp moves its own bases, but a wait is for a warpgroup.
         """
         spec, stage, (rows,) = self.spec, self.place_in_ring(piece.issued + i)[0], attention.row_tiles
-        token_scales, columns, up = scales
+        (acc_s, p), (token_scales, columns, up) = registers, scales
         hide_scores(spec, attention, shared, [acc_s], stage, columns, self.place(piece, i), *hidden)
         factors = row_scales(rows, attention.scaling)
         if cutlass.const_expr(not self.all_release):  # otherwise V's scales are still to be read
             self.release_keys(piece, i, shared)
         offsets, *moves = settle_bases(spec, acc_s, rows.state, factors)
-        for r in cutlass.range_constexpr(len(factors)):
-            weigh_row(acc_s, rows.state, r, factors[r], offsets[r], up)
-            if cutlass.const_expr(r == 0):
-                wait_for_products(0)
-                self.release_values(piece, i - spec.turns, shared, i > self.order(piece))
-        if cutlass.const_expr(spec.scales_weights):
-            scale_columns(acc_s, spec.lane_rows, columns_of(spec, token_scales, 1))
+        if cutlass.const_expr(spec.weaves_weights):
+            values, free = columns_of(spec, token_scales, 1), partial(self.end_values, piece, i, shared)
+            weave_weights(spec, p, acc_s, rows.state, list(zip(factors, offsets, strict=True)), up, values, free)
+        else:
+            for r in cutlass.range_constexpr(len(factors)):
+                weigh_row(acc_s, rows.state, r, factors[r], offsets[r], up)
+                if cutlass.const_expr(r == 0):
+                    self.end_values(piece, i, shared)
+            if cutlass.const_expr(spec.scales_weights):
+                scale_columns(acc_s, spec.lane_rows, columns_of(spec, token_scales, 1))
+            pack_probabilities(spec, p, acc_s)
         if cutlass.const_expr(self.all_release):
             self.release_keys(piece, i, shared)
         return *moves, up
+
+    def end_values(self, piece: Piece, i: Int32, shared: Shared):
+        """Waits for P V of the tile before the piece's tile i, and releases its V."""
+        wait_for_products(0)
+        self.release_values(piece, i - self.spec.turns, shared, i > self.order(piece))
 
     @cute.jit
     def start_values(self, piece: Piece, i: Int32, attention: Attention, shared: Shared, p: cute.Tensor):
