@@ -56,8 +56,8 @@ class WarpSpec(TilingSpec):
         return self.v_token_scale and not self.scales_values
 
     @property
-    def weaves_weights(self) -> bool:
-        """Whether exponentials stand among the other steps of softmax (device/attend/woven.py).
+    def interleaves_weights(self) -> bool:
+        """Whether exponentials are interleaved with the other steps of softmax (device/attend/interleaved.py).
 
         Without scales of tokens there are too few such steps, and in turns 64 rows take 2 to 4% more so.
         """

@@ -15,11 +15,11 @@ from ...config.decode import KernelSpec
 from ...config.tiling import WARPGROUP
 from ..attend.attend import Attention, columns_of, hide_scores, is_cut, pack_probabilities, row_scales, weights_up
 from ..attend.bases import follow_bases, weigh_row
+from ..attend.interleaved import weigh_interleaved
 from ..attend.lazy import settle_bases
 from ..attend.pack_gqa import fragments, warpgroup_of
 from ..attend.query_rows import TilePlace, place_of_tile
 from ..attend.warpgroup_mma import wait_for_products
-from ..attend.woven import weave_weights
 from ..elements import ELEMENT_TYPES
 from ..kv.scale import scale_columns, settle_scales
 from ..problem import Problem
@@ -150,9 +150,9 @@ class OverlapMainloop(TmaMainloop):
         if cutlass.const_expr(not self.all_release):  # otherwise V's scales are still to be read
             self.release_keys(piece, i, shared)
         offsets, *moves = settle_bases(spec, acc_s, rows.state, factors)
-        if cutlass.const_expr(spec.weaves_weights):
+        if cutlass.const_expr(spec.interleaves_weights):
             values, free = columns_of(spec, token_scales, 1), partial(self.end_values, piece, i, shared)
-            weave_weights(spec, p, acc_s, rows.state, list(zip(factors, offsets, strict=True)), up, values, free)
+            weigh_interleaved(spec, p, acc_s, rows.state, list(zip(factors, offsets, strict=True)), up, values, free)
         else:
             for r in cutlass.range_constexpr(len(factors)):
                 weigh_row(acc_s, rows.state, r, factors[r], offsets[r], up)

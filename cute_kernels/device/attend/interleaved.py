@@ -1,4 +1,4 @@
-"""Weights of a tile by groups of columns, where exponentials would hold up all that follows them.
+"""Weights of a tile by groups of columns, whose exponentials are interleaved with the other steps of softmax.
 
 ptxas puts the exponentials of a tile first, 8 cycles apart, and what else softmax does behind them. So those of a group of
 columns wait for one of the group before, by a predicate that is always true but not known to the compiler. What earlier groups
@@ -19,7 +19,7 @@ BEFORE = 5  # how many exponentials before a group is the one that it waits for
 NO_WEIGHT = "0xFF812345"  # bits of a NaN that no exponential returns
 
 
-def weave_weights(
+def weigh_interleaved(
     spec: KernelSpec,
     p: cute.Tensor,
     acc_s: cute.Tensor,
@@ -39,7 +39,7 @@ def weave_weights(
         rows = [(factor, offset - weights_up.term) for factor, offset in rows]
     words, steps, weights = cute.recast_tensor(p, Int32), cute.size(acc_s) // 4, []
     for group in range(0, steps + GROUP, GROUP):
-        guard = weights[-BEFORE] if group else None
+        guard = weights[-min(BEFORE, len(weights))] if group else None
         for n in range(group, min(group + GROUP, steps)):
             for r, (factor, offset) in enumerate(rows):
                 for c in range(2):
