@@ -227,7 +227,7 @@ class KernelSpec(WarpSpec):
         """Groups of store_columns that a thread stores of a row: their merge weights are computed once.
 
         Two where warps are paired: with four, ptxas makes a loop over tiles that takes 4 to 9% more time
-        (docs/notes/kernel-log.md). Two for warpgroups: with one, 64 rows over int8 take 2 to 4% more.
+        (docs/notes/kernel-log.md). Two for warpgroups: with one, 64 rows over int8 take 2 to 7% more.
         """
         if not self.wide_words or self.store_columns < 4:
             return 1

@@ -150,13 +150,18 @@ def is_far(base: Float32) -> Boolean:
     return cute.arch.fmax(base, -base) >= MOST_BASE
 
 
+def raise_row(state, row: int, offset: Float32, weights_up: WeightsUp | None) -> Float32:
+    """Returns the offset of a row's weights, and takes its sum along. weights_up: attend.weights_up."""
+    if weights_up is not None:
+        offset = offset - weights_up.term
+        state.row_sum[row] = state.row_sum[row] * weights_up.sums
+    return offset
+
+
 @cute.jit
 def weigh_row(acc_s: cute.Tensor, state, row: cutlass.Constexpr, factor: Float32, offset: Float32, weights_up: WeightsUp | None):
     """A row of acc_s becomes exp2(acc_s * factor - offset), and joins its sum. weights_up: attend.weights_up."""
-    scores = rows_of(acc_s)
-    if cutlass.const_expr(weights_up is not None):
-        offset = offset - weights_up.term
-        state.row_sum[row] = state.row_sum[row] * weights_up.sums
+    scores, offset = rows_of(acc_s), raise_row(state, row, offset, weights_up)
     weights = cute.math.exp2(scores[row, None].load() * factor - offset, fastmath=True)
     scores[row, None].store(weights)
     state.row_sum[row] = weights.reduce(cute.ReductionOp.ADD, state.row_sum[row], 0)

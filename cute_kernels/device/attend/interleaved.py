@@ -12,7 +12,7 @@ from cutlass import Float32, Int32
 
 from ...config.decode import KernelSpec
 from ..ptx.packed import pack
-from .bases import WeightsUp
+from .bases import WeightsUp, raise_row
 
 GROUP = 2  # n8 steps of a group, of which a lane reads V's scales together
 BEFORE = 5  # how many exponentials before a group is the one that it waits for
@@ -24,38 +24,35 @@ def weigh_interleaved(
     p: cute.Tensor,
     acc_s: cute.Tensor,
     state,
-    rows: list[tuple[Float32, Float32]],
+    factors: list[Float32],
+    offsets: list[Float32],
     weights_up: WeightsUp | None,
     scales: cute.Tensor,
     free_p: Callable[[], None],
 ):
     """As bases.weigh_row of all rows, then scale_columns by V's scales of tokens, then attend.pack_probabilities into p.
 
-    rows: (factor, offset) of each row in use. free_p: waits until no product reads p any more.
+    factors, offsets: of each row in use. free_p: waits until no product reads p any more.
     """
-    sums = [state.row_sum[r] for r in range(len(rows))]
-    if weights_up is not None:
-        sums = [total * weights_up.sums for total in sums]
-        rows = [(factor, offset - weights_up.term) for factor, offset in rows]
+    rows = range(len(factors))
+    offsets = [raise_row(state, r, offsets[r], weights_up) for r in rows]
     words, steps, weights = cute.recast_tensor(p, Int32), cute.size(acc_s) // 4, []
     for group in range(0, steps + GROUP, GROUP):
         guard = weights[-min(BEFORE, len(weights))] if group else None
         for n in range(group, min(group + GROUP, steps)):
-            for r, (factor, offset) in enumerate(rows):
+            for r in rows:
                 for c in range(2):
-                    acc_s[(c, r), 0, n] = exp2_behind(acc_s[(c, r), 0, n] * factor - offset, guard)
+                    acc_s[(c, r), 0, n] = exp2_behind(acc_s[(c, r), 0, n] * factors[r] - offsets[r], guard)
                     weights.append(acc_s[(c, r), 0, n])
         if group == GROUP:
             free_p()
         for n in range(max(group - GROUP, 0), min(group, steps)):
             for r in range(2):
                 pair = [acc_s[(c, r), 0, n] for c in range(2)]
-                if r < len(rows):
-                    sums[r] = sums[r] + pair[0] + pair[1]
+                if r in rows:
+                    state.row_sum[r] = state.row_sum[r] + pair[0] + pair[1]
                     pair = [pair[c] * scales[c, n] for c in range(2)]
                 words[2 * n + r] = pack(spec.v_math, *pair)
-    for r in range(len(rows)):
-        state.row_sum[r] = sums[r]
 
 
 def exp2_behind(exponent: Float32, guard: Float32 | None) -> Float32:

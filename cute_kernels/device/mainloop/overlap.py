@@ -60,7 +60,7 @@ class OverlapMainloop(TmaMainloop):
                     wait_for_products(0)
                 moves = self.weigh(piece, i, attention, shared, (acc_s, p), scales, (holes, cut))
                 if cutlass.const_expr(turns == 1):  # in turns it is too early to ask
-                    come = self.has_come(shared, piece, i + turns)
+                    come = self.has_come(shared, piece, i + 1)
                 follow_bases(attention.row_tiles[0].state.acc_o, *moves)
             last = tiles - 1 - remainder(tiles - 1 - first, turns)
             self.start_values(piece, last, attention, shared, p)
@@ -84,7 +84,7 @@ class OverlapMainloop(TmaMainloop):
     def operand(self, shared: Shared, piece: Piece, i: Int32, which: cutlass.Constexpr, come: Boolean | bool = False) -> Int32:
         """Waits for K (0) or V (1) of the piece's tile i, unless it is known to have come; returns its stage."""
         stage, barrier, parity = self.place_of_operand(shared, piece, i, which)
-        if come == Boolean(False):
+        if not come:
             cute.arch.mbarrier_wait(barrier, parity)
         return stage
 
@@ -152,7 +152,7 @@ class OverlapMainloop(TmaMainloop):
         offsets, *moves = settle_bases(spec, acc_s, rows.state, factors)
         if cutlass.const_expr(spec.interleaves_weights):
             values, free = columns_of(spec, token_scales, 1), partial(self.end_values, piece, i, shared)
-            weigh_interleaved(spec, p, acc_s, rows.state, list(zip(factors, offsets, strict=True)), up, values, free)
+            weigh_interleaved(spec, p, acc_s, rows.state, factors, offsets, up, values, free)
         else:
             for r in cutlass.range_constexpr(len(factors)):
                 weigh_row(acc_s, rows.state, r, factors[r], offsets[r], up)
