@@ -125,11 +125,16 @@ class WarpSpec(TilingSpec):
 
     @property
     def widening_crews(self) -> tuple[range, range]:
-        """The numbers, among the widening warps, of those for K and of those for V; all of them if there is one crew for both."""
-        if None in self.wide or self.one_crew:
-            return range(self.widening_warps), range(self.widening_warps)
-        half = self.widening_warps // 2
-        return range(half), range(half, self.widening_warps)
+        """The numbers, among the widening warps, of those for K and of those for V: all of them if there is one crew for both.
+
+        K's crew also converts scales of tokens that no other warp settles. No warp has work with a tensor of 16 bits alone: its
+        readers, who wait for no crew, could pass such a warp by a whole turn of the barriers.
+        """
+        every, half = range(self.widening_warps), self.widening_warps // 2
+        works = self.wide[0] is not None or (self.token_scales > 0 and not self.settles_scales), self.wide[1] is not None
+        if all(works) and None not in self.wide and not self.one_crew:
+            return every[:half], every[half:]
+        return (every if works[0] else every[:0]), (every if works[1] else every[:0])
 
     @property
     def producers(self) -> int:

@@ -129,6 +129,23 @@ def test_warpgroups(name: str) -> None:
     assert_bitwise((again[0][:total], again[1][:total]), (found[0][:total], found[1][:total]))
 
 
+@pytest.mark.parametrize(
+    ("name", "crews"),
+    [
+        ("K of e4m3 and token scales, 128 rows", (range(6), range(0))),
+        ("V of e4m3 and token scales, 128 rows", (range(0), range(6))),
+        ("V of int8 and token scales, 128 rows", (range(0), range(6))),
+        ("int8 token, 128 rows, cut", (range(3), range(3, 6))),
+    ],
+)
+def test_no_crew_waits_for_a_tensor_of_16_bits(name: str, crews: tuple[range, range]) -> None:
+    """Its readers wait for no crew: a warp two tiles behind them would wait for a phase that is over, as with seed 20."""
+    kernel, problem = made(name)
+    assert kernel.spec.widening_crews == crews
+    inputs = make_attention(problem)
+    assert_close(inputs, run_attention(kernel, inputs, seed=20))
+
+
 def test_scales_of_tokens_beside_16_bits() -> None:
     """Two of the four warps that bring tiles only hand registers over."""
     scales = {"k_scale": KVScale.TOKEN, "v_scale": KVScale.TOKEN}

@@ -122,7 +122,7 @@ class TmaMainloop(TokenScales, Widening):
                     settle = LANES if which == 0 and self.spec.settles_scales else 0
                     widen = len(self.spec.widening_crews[which]) * self.lanes_widen[which] + settle
                     read = self.lanes_read if which == 0 else 1
-                    cute.arch.mbarrier_init(widened_barrier(self.spec, shared, stage, which), widen)
+                    cute.arch.mbarrier_init(widened_barrier(self.spec, shared, stage, which), max(1, widen))  # 0: not in use
                     cute.arch.mbarrier_init(narrow_barrier(self.spec, shared, stage, which), self.spec.readers * read)
             for stage in cutlass.range_constexpr(self.spec.factor_barriers):
                 cute.arch.mbarrier_init(factor_barrier(self.spec, shared, stage), LANES)

@@ -61,7 +61,7 @@ class Widening:
             self.widen_part(problem, shared, piece, i, which, 0, warp - which * crews[1].start)
         else:
             for like in cutlass.range_constexpr(2):
-                if warp >= crews[like].start and warp < crews[like].stop:
+                if cutlass.const_expr(len(crews[like]) > 0) and warp >= crews[like].start and warp < crews[like].stop:
                     self.widen_part(problem, shared, piece, i, Int32(like), like, warp - crews[like].start)
 
     @cute.jit
