@@ -175,6 +175,14 @@ class WarpSpec(TilingSpec):
         return (self.assistants or self.producers) if self.paired else 0
 
     @property
+    def looks_ahead(self) -> bool:
+        """Whether a warp prefetches the share's first tiles while the kernel before this one runs (device/mainloop/tma.py).
+
+        Not where registers are handed over and every warp brings tiles, scales or queries, or widens: all others would wait.
+        """
+        return self.register_shares is None or not self.token_scales or self.q_lens is not None
+
+    @property
     def assistants(self) -> int:
         """Warps beside the loop, after the producers: they bring queries, and may store pieces (KernelSpec.stores_beside)."""
         return WARPGROUP - self.producers if self.paired else 0

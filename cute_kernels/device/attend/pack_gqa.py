@@ -19,10 +19,10 @@ from ...config.decode import LINE_BYTES, KernelSpec
 from ...config.problem import MMA_K, UNIT_BYTES, ElementType
 from ...config.tiling import TILE_M, WARPGROUP, WARPGROUP_M
 from ..elements import ELEMENT_TYPES
-from ..mainloop.tile import columns, swizzle, swizzled
+from ..mainloop.tile import SWIZZLE_ROWS, columns, swizzle, swizzled
 from ..ptx.barriers import CONSUMERS, ROWS
 from ..ptx.cp_async import copy_async
-from ..ptx.registers import LANES, quotient, remainder, unknown
+from ..ptx.registers import LANES, quotient, remainder
 from ..ptx.warps import warp_number
 from .query_range import rescale
 from .query_rows import QueryBlock, block_view, place_in, place_in_view
@@ -93,11 +93,6 @@ def lane_columns(spec: KernelSpec) -> list[Int32]:
     return [first + 2 * cute.arch.lane_idx() for first in range(0, spec.padded_head_dim, 2 * LANES)]
 
 
-def among(spec: KernelSpec, workers: tuple[Int32, int] | None) -> tuple[Int32, int]:
-    """`workers`: which of the warps that share some work this warp is, and how many they are; None: the consumer warps."""
-    return (warp_number(), spec.num_warps) if workers is None else workers
-
-
 def sync_consumers(spec: KernelSpec):
     """Barrier of the consumer warps."""
     cute.arch.barrier(barrier_id=CONSUMERS, number_of_threads=spec.num_warps * 32)
@@ -129,30 +124,28 @@ def prefetch_query(spec: cutlass.Constexpr, q: cute.Tensor, block: QueryBlock):
 
 
 @cute.jit
-def fetch_query(
-    spec: cutlass.Constexpr, q: cute.Tensor, block: QueryBlock, shared: cute.Tensor, workers: tuple[Int32, int] | None = None
-):
-    """Warps start to copy the query of a block of packed rows to shared memory; settle_query waits for the copies.
+def fetch_query(spec: cutlass.Constexpr, q: cute.Tensor, block: QueryBlock, shared: cute.Tensor):
+    """The consumer warps start to copy the query of a block of packed rows to shared memory; settle_query waits for the copies.
 
-    shared: a buffer [element, lane, k16 step]. workers: as in `among`; for warpgroups, always the consumer warps. A warp copies
-    whole rows if it rescales them (brings_rows), else k16 steps of all rows: by heads, a launch whose CTAs all read one
-    row's query ended up to 1 us later (1 x 16k + 15 x 64 at 8/1; why is not known).
+    shared: a buffer [element, lane, k16 step]. A warp copies whole rows if it rescales them (brings_rows), else k16 steps of all
+    rows: by heads, a launch whose CTAs all read one row's query ended up to 1 us later (1 x 16k + 15 x 64 at 8/1; why is not
+    known). Where warps are paired, paired_query.py brings queries.
     """
     if cutlass.const_expr(spec.by_warpgroup):
         fetch_rows(spec, q, block, shared)
     else:
-        fetch_fragments(spec, q, block, shared, among(spec, workers))
+        fetch_fragments(spec, q, block, shared, warp_number())
     cute.arch.cp_async_commit_group()
 
 
 @cute.jit
-def fetch_fragments(spec: cutlass.Constexpr, q: cute.Tensor, block: QueryBlock, shared: cute.Tensor, workers: tuple[Int32, int]):
-    """fetch_query into the layout from which each lane reads its fragments."""
+def fetch_fragments(spec: cutlass.Constexpr, q: cute.Tensor, block: QueryBlock, shared: cute.Tensor, warp: Int32):
+    """fetch_query into the layout from which each lane reads its fragments. warp: this one's number."""
     source, lane = block_view(spec, q, block), cute.arch.lane_idx()
     columns = cutlass.const_expr(spec.query_fragment[1])
     steps = cutlass.const_expr(spec.padded_head_dim // columns)
-    stop = rows_brought(spec, block.rows) if cutlass.const_expr(spec.brings_rows) else spec.row_tiles * steps
-    for turn in cutlass.range(workers[0], stop, workers[1], unroll=1):
+    stop = block.rows if cutlass.const_expr(spec.brings_rows) else spec.row_tiles * steps
+    for turn in cutlass.range(warp, stop, spec.num_warps, unroll=1):
         if cutlass.const_expr(spec.brings_rows):
             for column in lane_columns(spec):
                 if column < spec.padded_head_dim:
@@ -167,12 +160,14 @@ def fetch_fragments(spec: cutlass.Constexpr, q: cute.Tensor, block: QueryBlock, 
                 fetch_pair(spec, source, block, first + lane // 4 + 8 * rows, column, shared, (word, lane, turn))
 
 
-def rows_brought(spec: KernelSpec, rows: Int32) -> Int32:
-    """How many rows of a query are brought whole, of `rows` in use: all where warps are paired, and those not in use are zeros.
+def rows_apart(spec: KernelSpec, per_row: int) -> int:
+    """Packed rows from one turn of fetch_rows to the next if these are whole query rows, and the same row of a swizzle; else 0.
 
-    A NaN there, of what shared memory held, would move bases of a warp at each tile (lazy.weigh_lazily).
+    per_row: lanes that copy a row. An address is then a constant away from that of the turn before.
     """
-    return unknown(Int32(spec.row_tiles * TILE_M)) if spec.paired else rows  # with a known number two more registers spill
+    rows = LANES // per_row * (1 if spec.dealt else spec.num_warps)
+    regular = spec.several and LANES % per_row == 0 and rows % spec.group_size == 0 and rows % SWIZZLE_ROWS == 0
+    return rows if regular else 0
 
 
 @cute.jit
@@ -186,18 +181,40 @@ def fetch_rows(spec: cutlass.Constexpr, q: cute.Tensor, block: QueryBlock, share
     for stride in strides[1:]:
         odd = odd | stride
     aligned = odd % (VECTOR * spec.q_bytes) == 0
+    apart = cutlass.const_expr(rows_apart(spec, per_row))
     for turn in cutlass.range_constexpr(turns):
         index = turn * LANES + cute.arch.lane_idx()
         row, column = quotient(index, per_row), remainder(index, per_row) * VECTOR
         row = warp * TILE_M + row if cutlass.const_expr(spec.dealt) else warp + row * spec.num_warps
-        if row < block.rows:
-            at = (source.iterator + cute.crd2idx((*place_in_view(spec, block, row), column), source.layout)).toint()
-            target = shared.iterator.toint() + swizzled(spec.query_tile, 0, row, column * spec.q_bytes)
-            if aligned:
-                copy_async(at, target, VECTOR * spec.q_bytes, Boolean(True))
+        if cutlass.const_expr(apart == 0):
+            if row < block.rows:
+                copy_vector(spec, *ends_of_copy(spec, source, block, shared, row, column), aligned)
+        else:
+            if cutlass.const_expr(turn == 0):
+                at, target = ends_of_copy(spec, source, block, shared, row, column)
             else:
-                for pair in cutlass.range_constexpr(VECTOR // 2):
-                    copy_async(at + pair * PAIR_BYTES, target + pair * PAIR_BYTES, PAIR_BYTES, Boolean(True))
+                at += strides[-2] * (apart // spec.group_size)
+                target += apart * spec.query_tile.column_block * UNIT_BYTES
+            if row < block.rows:
+                copy_vector(spec, at, target, aligned)
+
+
+def ends_of_copy(
+    spec: KernelSpec, source: cute.Tensor, block: QueryBlock, shared: cute.Tensor, row: Int32, column: Int32
+) -> tuple[Int64, Int32]:
+    """(the global, the shared address) of VECTOR columns of a packed row."""
+    at = (source.iterator + cute.crd2idx((*place_in_view(spec, block, row), column), source.layout)).toint()
+    return at, shared.iterator.toint() + swizzled(spec.query_tile, 0, row, column * spec.q_bytes)
+
+
+@cute.jit
+def copy_vector(spec: cutlass.Constexpr, at: Int64, target: Int32, aligned: Boolean):
+    """Starts to copy VECTOR columns, pair by pair unless the addresses are `aligned`."""
+    if aligned:
+        copy_async(at, target, VECTOR * spec.q_bytes, Boolean(True))
+    else:
+        for pair in cutlass.range_constexpr(VECTOR // 2):
+            copy_async(at + pair * PAIR_BYTES, target + pair * PAIR_BYTES, PAIR_BYTES, Boolean(True))
 
 
 @cute.jit
@@ -231,20 +248,18 @@ def settle_query(
     heads: Int32,
     sign: Float32,
     fresh: Boolean,
-    workers: tuple[Int32, int] | None = None,
 ):
     """Each warp waits for its copies, and rescales the packed rows that it copied, in place, if K needs it (query_range.py).
 
-    inverses: those of the rows' factors, f32 [row]; sign: of K's scale; fresh: whether the buffer is as it came; workers: as in
-    `among`. Other warps see the result after a barrier.
+    inverses: those of the rows' factors, f32 [row]; sign: of K's scale; fresh: whether the buffer is as it came. Other warps
+    see the result after a barrier.
     """
     cute.arch.cp_async_wait_group(0)
     if cutlass.const_expr(spec.rescales_query):
         if cutlass.const_expr(spec.by_warpgroup):
             cute.arch.sync_warp()  # a lane has fetched elements that other lanes rescale
         words, columns = cute.recast_tensor(shared, Int32), lane_columns(spec)
-        begin, step = among(spec, workers)
-        stop = cutlass.select_(fresh, rows_brought(spec, heads), 0)
+        begin, step, stop = warp_number(), spec.num_warps, cutlass.select_(fresh, heads, 0)
         if cutlass.const_expr(spec.dealt):  # a warp has fetched the rows of its own m-tile
             begin, stop, step = begin * TILE_M, cutlass.min(stop, (begin + 1) * TILE_M), 1
         together = cutlass.const_expr(ROWS_TOGETHER if spec.by_warpgroup else 1)

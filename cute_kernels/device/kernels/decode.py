@@ -7,7 +7,7 @@ completes if the row was cut. A piece is a KV split of a row; a crew: the CTAs t
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, Int64
+from cutlass import Float32, Int32, Int64
 
 from ...config.decode import LOG2_E, KernelSpec
 from ..attend.attend import Attention, RowTile, make_products, make_state, reset_state
@@ -24,6 +24,7 @@ from ..attend.pack_gqa import (
     settle_query,
     sync_consumers,
 )
+from ..attend.paired_query import bring_rows
 from ..attend.query_rows import Row, heads_of, query_block
 from ..attend.score import make_modifier
 from ..attend.turns import settle_turns, share_halves
@@ -50,7 +51,7 @@ from ..mainloop.tma import TmaMainloop
 from ..problem import Problem
 from ..ptx.warps import warp_number
 from ..schedule.crew import RUNNING, announce, settle
-from ..schedule.opening import meet, open_following, read_opening
+from ..schedule.opening import meet_beside, open_following, read_opening
 from ..schedule.work_scheduler import Piece, Share, following, make_piece, unfinished
 from .results import PieceResults, is_part
 
@@ -130,7 +131,8 @@ class DecodeKernel(PieceResults):
         spec, warp = self.spec, cute.arch.make_warp_uniform(warp_number())
         if cutlass.const_expr(spec.opens_kernel and warps[0] == 0) and warp == 0:
             self.mainloop.prepare(problem.caches, shared)
-        if cutlass.const_expr(self.mainloop.ahead_warp in range(*warps)) and warp == self.mainloop.ahead_warp:
+        ahead = cutlass.const_expr(spec.looks_ahead and self.mainloop.ahead_warp in range(*warps))
+        if cutlass.const_expr(ahead and not spec.hears_share) and warp == self.mainloop.ahead_warp:
             self.mainloop.look_ahead(problem, shared)
         if cutlass.const_expr(warps[1] <= spec.num_warps):
             self.consume(problem, shared)
@@ -143,6 +145,8 @@ class DecodeKernel(PieceResults):
         else:
             if cutlass.const_expr(registers is not None):
                 cute.arch.setmaxregister_decrease(registers[1])
+            if cutlass.const_expr(spec.hears_share) and warp == self.mainloop.ahead_warp:  # its registers are handed over
+                self.mainloop.look_ahead(problem, shared)
             self.supply(problem, shared, warp - spec.num_warps)
 
     @cute.jit
@@ -178,7 +182,7 @@ class DecodeKernel(PieceResults):
         """The work of a warp beside the loop: it brings all queries but a share's first, and stores pieces (stored_beside)."""
         spec, queries = self.spec, problem.rows.queries
         cute.arch.griddepcontrol_wait()
-        meet(spec)
+        meet_beside(spec)
         opening = read_opening(spec, problem, shared)[0]
         share, row = opening.share, opening.row
         heads = heads_of(spec, queries, share.unit)
@@ -292,10 +296,11 @@ class DecodeKernel(PieceResults):
             block = query_block(spec, problem.rows.queries, share.unit, heads, share.row, row)
             number = self.turn_of(share.row, Int32(0))
             buffer = query_buffer(spec, shared.query, number)
-            fetch_query(spec, problem.q, block, buffer)
             if cutlass.const_expr(spec.query_warps > 0):
-                settle_query(spec, buffer, shared.inverses[None, number % 2], block.rows, sign, Boolean(True))
+                bring_rows(spec, problem.q, block, buffer, shared.inverses[None, number % 2], sign)
                 sync_consumers(spec)
+            else:
+                fetch_query(spec, problem.q, block, buffer)
 
     @cute.jit
     def end_beside(

@@ -16,7 +16,8 @@ from cutlass import Boolean, Float32, Int32
 
 from ...config.decode import KernelSpec
 from ..attend.epilogue import Storers, join_state, share_state
-from ..attend.pack_gqa import fetch_query, query_buffer, settle_query
+from ..attend.pack_gqa import query_buffer
+from ..attend.paired_query import bring_rows
 from ..attend.query_rows import QueryBlock, Row, heads_of, query_block
 from ..kv.scale import Scaling, open_scaling
 from ..problem import Problem
@@ -49,8 +50,7 @@ def bring_query(spec: KernelSpec, problem: Problem, shared: Shared, block: Query
     """A worker, which has a number among query_warps, brings its part of the query of the share's row number `turn`."""
     which, buffer, workers = buffer_of(spec, turn), query_buffer(spec, shared.query, turn), (worker, spec.query_warps)
     cute.arch.mbarrier_wait(used_barrier(spec, shared, which), (turn // spec.query_buffers) % 2 ^ 1)
-    fetch_query(spec, problem.q, block, buffer, workers)
-    settle_query(spec, buffer, shared.inverses[None, which], block.rows, sign, Boolean(True), workers)
+    bring_rows(spec, problem.q, block, buffer, shared.inverses[None, which], sign, workers)
     cute.arch.mbarrier_arrive(query_barrier(spec, shared, which))
 
 

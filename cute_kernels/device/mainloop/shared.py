@@ -28,7 +28,8 @@ class Shared:
     inverses: of the row factors of each query, f32 [row, query] (attend/query_range.py).
     Only the end of a share needs the next three, which stay out of registers: opener, the slice that opened the share's first row
     (PieceResults.find_opener), or crew and combines (schedule/crew.py). opener and crew share memory: a partition needs only one.
-    opening, pages: one warp finds them for the others (schedule/opening.py).
+    opening, pages: one warp finds them for the others; seen: words of an opening for the warp that looks ahead, or None
+    (schedule/opening.py).
     declined: Int8 per piece of the share's first row: whether its CTA declines.
     items: words of an Item (schedule/dealing.py) [word, slot], if items are dealt.
     """
@@ -48,6 +49,7 @@ class Shared:
     opening: cute.Tensor
     pages: cute.Tensor
     declined: cute.Tensor
+    seen: cute.Tensor | None = None
     items: cute.Tensor | None = None
 
 
@@ -105,9 +107,12 @@ def allocate(spec: KernelSpec, smem) -> Shared:
     if spec.merge_floats:
         merge = merge_tensors(spec, states.allocate_array(Float32, spec.merge_floats, byte_alignment=16))
     barriers = smem.allocate_array(Int64, spec.barrier_count)
-    shapes = spec.hole_stages * spec.hole_words, crew_words(spec) + 1, SHARE_WORDS + len(row_fields(spec)), 32
+    opening_words, seen = SHARE_WORDS + len(row_fields(spec)), None
+    shapes = spec.hole_stages * spec.hole_words, crew_words(spec) + 1, opening_words, 32
     holes, crew, opening, pages = (smem.allocate_tensor(Int32, cute.make_layout(n), byte_alignment=16) for n in shapes)
     declined = smem.allocate_tensor(Int8, cute.make_layout(spec.most_pieces), byte_alignment=16)
+    if spec.hears_share:
+        seen = smem.allocate_tensor(Int32, cute.make_layout(opening_words), byte_alignment=16)
     scales = (None, None) if spec.settles_scales else make_scale_rings(spec, smem, spec.num_stages)
     wide_scales = make_scale_rings(spec, smem, spec.wide_scale_stages, widened=True) if spec.widens_tiles else (None, None)
     inverses = smem.allocate_tensor(Float32, cute.make_layout((TILE_M * spec.row_tiles, 2)), byte_alignment=16)
@@ -115,7 +120,7 @@ def allocate(spec: KernelSpec, smem) -> Shared:
     end = crew, crew, combines  # opener, crew, combines
     items = smem.allocate_tensor(Int32, cute.make_layout((item_words(spec), ITEMS))) if spec.dealt else None
     return Shared(
-        rings, wide, scales, wide_scales, query, inverses, merge, barriers, holes, *end, opening, pages, declined, items
+        rings, wide, scales, wide_scales, query, inverses, merge, barriers, holes, *end, opening, pages, declined, seen, items
     )
 
 

@@ -37,7 +37,7 @@ from ..kv.wide_scales import make_coming
 from ..problem import Problem
 from ..ptx.registers import LANES, quotient, remainder
 from ..schedule.crew import prepare_end
-from ..schedule.opening import Opening, find_opening, first_pages, meet, meet_consumers, publish, read_opening
+from ..schedule.opening import Opening, find_opening, first_pages, hear_share, meet, meet_consumers, publish, read_opening
 from ..schedule.work_scheduler import Piece, Share, following, keys_of, make_piece, take_share, unfinished
 from . import tile
 from .beside import bring_following, make_query_barriers
@@ -146,8 +146,12 @@ class TmaMainloop(TokenScales, Widening):
         """
         spec, rows, batch = self.spec, problem.rows.unsettled(), problem.batch(self.spec)
         atom_k, coords_k, atom_v, coords_v = problem.caches
-        share = take_share(spec, rows, batch)
-        row = open_row_or_nothing(spec, rows, share.row, batch)
+        if cutlass.const_expr(spec.hears_share):
+            opening = hear_share(spec, problem, shared)
+            share, row = opening.share, opening.row
+        else:
+            share = take_share(spec, rows, batch)
+            row = open_row_or_nothing(spec, rows, share.row, batch)
         piece = make_piece(spec, rows, share, share.row, row, share.tile, Int32(0))
         pages = first_pages(spec, rows, share, row)
         if unfinished(share, share.row, share.tile):
@@ -212,11 +216,11 @@ class TmaMainloop(TokenScales, Widening):
         """(the opening, the pages of its first boxes): one producer finds and publishes them, the others read them."""
         spec = self.spec
         if cutlass.const_expr(spec.tile_producers == 1 and not scales):
-            opening, pages = find_opening(spec, problem)
+            opening, pages = find_opening(spec, problem, shared)
             publish(spec, shared, opening, pages)
         else:
             if cutlass.const_expr(not scales) and part == 0:
-                publish(spec, shared, *find_opening(spec, problem))
+                publish(spec, shared, *find_opening(spec, problem, shared))
             else:
                 cute.arch.griddepcontrol_wait()
                 meet(spec)

@@ -11,6 +11,13 @@ ROWS = 8  # from here on, one per warpgroup: its query has come, or may be overw
 BETWEEN = 12  # all warps that have work meet between the phases of a mixed kernel (kernels/mixed.py)
 ATTENDING = 13  # the attending warps among them meet once more
 CREWS = 14  # the warps that widen tiles
+SEEN = 15  # the share, as it seems to be, lies in shared memory for the warp that looks ahead (schedule/opening.py)
+BESIDE = 0  # as OPENED, for warps beside the loop
+
+
+def arrive(barrier_id: int, warps: int):
+    """This warp has come to a barrier, and does not wait."""
+    cute.arch.inline_ptx(f"barrier.arrive {barrier_id}, {32 * warps};")
 
 
 def sync_branches(barrier_id: int, warps: int):

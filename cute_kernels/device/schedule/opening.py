@@ -2,7 +2,8 @@
 
 Until the kernels before this one are done, lengths and page tables may still change. But the lengths seldom change between two
 launches, and finding a share takes longer than reading them. So the warp finds the share at once, from the lengths as they are.
-After the wait it reads at the same time whether the lengths are still the same and the pages of its first boxes.
+After the wait it reads at the same time whether the lengths are still the same and the pages of its first boxes. What it finds
+before the wait is also what the warp that looks ahead needs: values read early serve prefetches.
 """
 
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from ..attend.query_rows import Row, first_tile
 from ..kv.source import Rows, box_pages, open_row_or_nothing, row_fields
 from ..mainloop.shared import SHARE_WORDS, Shared
 from ..problem import Problem
-from ..ptx.barriers import ALONE, OPENED, sync_branches
+from ..ptx.barriers import ALONE, BESIDE, OPENED, SEEN, arrive, sync_branches
 from ..ptx.registers import LANES
 from ..ptx.warps import warp_number
 from .work_scheduler import FAN, LaneRows, Share, keys_of, locate, read_rows, share_of, span_of, take_share, unfinished
@@ -32,7 +33,7 @@ class Opening:
 
 
 @cute.jit
-def find_opening(spec: cutlass.Constexpr, problem: Problem) -> tuple[Opening, Int32]:
+def find_opening(spec: cutlass.Constexpr, problem: Problem, shared: Shared) -> tuple[Opening, Int32]:
     """(this CTA's opening, box_pages of its first boxes), once the kernels before this one are done."""
     rows, batch = problem.rows, problem.batch(spec)
     few = cutlass.min(batch, LANES * FAN)  # of more rows a lane does not keep all lengths: the share is found anew then
@@ -40,6 +41,9 @@ def find_opening(spec: cutlass.Constexpr, problem: Problem) -> tuple[Opening, In
     seen = read_rows(spec, unsettled, Int32(0), few, span_of(few), False)
     share = share_of(spec, unsettled, few, seen, False)
     row = first_row(spec, seen, share.row, few)
+    if cutlass.const_expr(spec.hears_share):
+        leave_opening(spec, shared.seen, Opening(share, row))
+        arrive(SEEN, 2)
     cute.arch.griddepcontrol_wait()
     settled = read_rows(spec, rows, Int32(0), few, span_of(few), False)
     pages = first_pages(spec, unsettled, share, row)  # reads past no end, even from an outdated start
@@ -87,13 +91,12 @@ def first_row(spec: KernelSpec, rows: LaneRows, row: Int32, batch: Int32) -> Row
 
 def comes_late(spec: KernelSpec) -> bool:
     """Whether the last consumer warp looks ahead: it needs longer for that than another warp for the share."""
-    return spec.token_scales > 0 and spec.num_warps > 1
+    return spec.looks_ahead and spec.token_scales > 0 and spec.num_warps > 1
 
 
 def meet(spec: KernelSpec):
     """Producers and consumers, except a late consumer, meet: each sees what the others wrote before, mbarriers included."""
-    others = spec.producers + spec.widening_warps + spec.assistants
-    sync_branches(OPENED, spec.num_warps - comes_late(spec) + others)
+    sync_branches(OPENED, spec.num_warps - comes_late(spec) + spec.producers + spec.widening_warps)
 
 
 @cute.jit
@@ -112,20 +115,44 @@ def meet_consumers(spec: cutlass.Constexpr):
 @cute.jit
 def publish(spec: cutlass.Constexpr, shared: Shared, opening: Opening, pages: Int32):
     """The warp that found an opening leaves it to the other warps, and meets them."""
+    leave_opening(spec, shared.opening, opening)
+    shared.pages[cute.arch.lane_idx()] = pages
+    meet(spec)
+    if cutlass.const_expr(spec.assistants > 0):
+        arrive(BESIDE, 1 + spec.assistants)
+
+
+def meet_beside(spec: KernelSpec):
+    """As `meet`, for warps beside the loop, which hold nobody up: one of them may still look ahead."""
+    sync_branches(BESIDE, 1 + spec.assistants)
+
+
+@cute.jit
+def leave_opening(spec: cutlass.Constexpr, words: cute.Tensor, opening: Opening):
+    """One lane writes an opening to shared memory."""
     share = opening.share
     ends = share.row, share.tile, share.prefix, share.end_row, share.end_tile
     with cute.arch.elect_one():
         row = [getattr(opening.row, name) for name in row_fields(spec)]
         for i, word in enumerate((*ends, share.step, share.longer, *row)):
-            shared.opening[i] = word
-    shared.pages[cute.arch.lane_idx()] = pages
-    meet(spec)
+            words[i] = word
+
+
+def take_opening(spec: KernelSpec, problem: Problem, words: cute.Tensor) -> Opening:
+    """The opening that leave_opening wrote."""
+    unit, index, units, _ = locate(spec, problem.rows)
+    fields = row_fields(spec)
+    found = [cute.arch.make_warp_uniform(words[i]) for i in range(SHARE_WORDS + len(fields))]
+    row = Row(**dict(zip(fields, found[SHARE_WORDS:], strict=True)))
+    return Opening(Share(unit, index, *found[:SHARE_WORDS], units), row)
 
 
 def read_opening(spec: KernelSpec, problem: Problem, shared: Shared) -> tuple[Opening, Int32]:
     """(opening, pages) that `publish` left, for a warp that has met the others."""
-    unit, index, units, _ = locate(spec, problem.rows)
-    fields = row_fields(spec)
-    words = [cute.arch.make_warp_uniform(shared.opening[i]) for i in range(SHARE_WORDS + len(fields))]
-    row = Row(**dict(zip(fields, words[SHARE_WORDS:], strict=True)))
-    return Opening(Share(unit, index, *words[:SHARE_WORDS], units), row), shared.pages[cute.arch.lane_idx()]
+    return take_opening(spec, problem, shared.opening), shared.pages[cute.arch.lane_idx()]
+
+
+def hear_share(spec: KernelSpec, problem: Problem, shared: Shared) -> Opening:
+    """The opening as it seemed to be before the wait, for the warp that looks ahead."""
+    sync_branches(SEEN, 2)
+    return take_opening(spec, problem, shared.seen)

@@ -95,11 +95,11 @@ def barrier(emitter: Emitter, instruction: Instruction) -> None:
     """Meets a CTA's named barriers; a warp's own barrier needs nothing once the warp's lanes are together."""
     if instruction.opcode == "bar.warp.sync":
         return
-    if instruction.opcode not in ("bar.sync", "barrier.sync", "bar.arrive"):
+    if instruction.opcode not in ("bar.sync", "barrier.sync", "bar.arrive", "barrier.arrive"):
         raise unknown(instruction)
     number, *count = (emitter.source(operand, "u32") for operand in instruction.operands)
     threads = f"int({count[0]}[0])" if count else "w.cta.threads"
-    emitter.line(f"w.meet(int({number}[0]), {threads}, {instruction.opcode != 'bar.arrive'}, {emitter.mask})")
+    emitter.line(f"w.meet(int({number}[0]), {threads}, {'arrive' not in instruction.opcode}, {emitter.mask})")
 
 
 def mbarrier(emitter: Emitter, instruction: Instruction) -> None:
