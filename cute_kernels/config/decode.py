@@ -45,8 +45,9 @@ ITEM_COST, PIECE_COST = 1, 8  # tiles that an item takes beyond its own, and in 
 CLAIMED_PIECE_COST = 12  # PIECE_COST where items are claimed: pieces of 320 rows over 8k ended 4% later than whole blocks (H100)
 ARRIVAL_WORDS = 4  # words of 16 bytes after a state: how many pieces of a block have arrived, for each of up to 16 m-tiles
 LINE_BYTES = 128  # of a cache line
+HALF_ROWS = 32  # packed rows of a state whose words are of f16 (device/combine/halves.py)
 LINE_WORDS = 8  # words of a state in a cache line: fewer columns are not worth a CTA (device/combine/combine.py)
-WORDS_AN_LSE = 4  # wide words of a state for each copy of its row's lse (device/combine/partials.py)
+WORDS_AN_LSE = 4  # most wide words of a state for each copy of its row's lse (device/combine/partials.py)
 WORDS_IN_FLIGHT = 16  # words of a state that a thread of the combine waits for together, if one CTA combines a row
 PARTS_IN_FLIGHT = 4  # parts that a thread of the combine waits for together: few rows have more, and each costs instructions
 MOST_PIECES = 512  # of a row whose combine is divided; with more, the CTA of the last piece combines the row alone
@@ -199,12 +200,31 @@ class KernelSpec(WarpSpec):
 
     @property
     def wide_words(self) -> bool:
-        """Whether a word of a state holds four columns: if states have many (device/combine/partials.py)."""
+        """Whether a word of a state holds four columns, or eight: if states have many (device/combine/partials.py)."""
         return self.several or self.by_warpgroup
+
+    @property
+    def half_words(self) -> bool:
+        """Whether a word of a state holds eight columns in f16: of many rows whose output is less precise than f16.
+
+        Not if blocks are dealt, of which few are cut. A row has whole groups of WORDS_AN_LSE words.
+        """
+        several = self.wide_words and self.packed_rows >= HALF_ROWS and self.padded_v_head_dim % (8 * WORDS_AN_LSE) == 0
+        return several and self.element_type == "bf16" and not self.dealt
+
+    @property
+    def words_an_lse(self) -> int:
+        """Wide words for each copy of their row's lse: one of f16 if states merge in shared memory.
+
+        There the lanes of an lse would have to loop together to find a power of two, and ptxas makes a worse loop over tiles.
+        """
+        return 1 if self.half_words and not self.by_warpgroup else WORDS_AN_LSE
 
     @property
     def word_columns(self) -> int:
         """Columns of a word of a state."""
+        if self.half_words:
+            return 8
         return 4 if self.wide_words else 2
 
     @property
@@ -214,12 +234,12 @@ class KernelSpec(WarpSpec):
 
     @property
     def state_words(self) -> int:
-        """Words of 16 bytes of a unit's state in the workspace; wide words also have 8 bytes of lse per WORDS_AN_LSE of them.
+        """Words of 16 bytes of a unit's state in the workspace; wide words also have 8 bytes of lse per words_an_lse of them.
 
         ARRIVAL_WORDS come last if blocks that are dealt may be cut.
         """
         words = self.packed_rows * self.row_words
-        return words + (-(-words // (2 * WORDS_AN_LSE)) if self.wide_words else 0) + self.deals_pieces * ARRIVAL_WORDS
+        return words + (-(-words // (2 * self.words_an_lse)) if self.wide_words else 0) + self.deals_pieces * ARRIVAL_WORDS
 
     @property
     def store_columns(self) -> int:
@@ -245,7 +265,7 @@ class KernelSpec(WarpSpec):
     def words_together(self) -> int:
         """Words of a row that a thread merges and sends together, up to four: their merge weights are computed once.
 
-        The number of wide words in a row is a multiple of four, since its padded columns are a multiple of 16.
+        The number of wide words in a row is a multiple of four, since its padded columns are a multiple of 16, or of 32 for f16.
         """
         if not self.wide_words:
             return self.combine_words
@@ -256,7 +276,7 @@ class KernelSpec(WarpSpec):
     def combine_words(self) -> int:
         """Words that a thread combines together."""
         if self.wide_words:
-            return 2 if self.by_warpgroup else 1
+            return 2 if self.by_warpgroup and not self.half_words else 1
         return self.store_columns // 2
 
     @property
@@ -264,10 +284,11 @@ class KernelSpec(WarpSpec):
         """Parts of a row that a thread of the combine waits for together.
 
         Twice as many where warps have registers: the 16 parts of 1 x 8k, 32 rows over 8 bits, are one round then, 0.4 us sooner.
+        And of f16, whose words are half as many.
         """
         if not self.divides_combine:
             return WORDS_IN_FLIGHT // self.combine_words
-        return PARTS_IN_FLIGHT * (2 if self.register_shares is not None and not self.by_warpgroup else 1)
+        return PARTS_IN_FLIGHT * (2 if self.half_words or (self.register_shares is not None and not self.by_warpgroup) else 1)
 
     @property
     def merge_columns(self) -> int:

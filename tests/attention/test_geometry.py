@@ -139,6 +139,18 @@ def test_words_of_a_state() -> None:
     assert (alone.packed_rows, alone.state_words) == (71, 71 * 12 + 107), "the last 8 bytes of 107 words have no use"
 
 
+def test_words_of_f16() -> None:
+    """Of 32 rows and more with an output in bf16: eight columns, and 8 bytes more for each word, or for four by warpgroups."""
+    problem = ck.PagedAttentionDescriptor(3, 8, 1, 128, 16, q_dtype=torch.bfloat16, max_q_len=4).problem
+    spec = kernel_of(problem)
+    assert (spec.packed_rows, spec.half_words, spec.row_words) == (32, True, 16)
+    assert spec.state_words == 32 * 16 + 32 * 16 // 2
+    together = replace(spec, mma="warpgroup", block_rows=64, num_warps=8)
+    assert (together.half_words, together.state_words) == (True, 64 * 16 + 64 * 16 // 8)
+    less = [{"element_type": "f16"}, {"block_rows": 16}, {"head_dim": 80, "v_head_dim": 80}, {"partition": "dealt"}]
+    assert not any(replace(spec, **changes).half_words for changes in less)
+
+
 def test_words_that_a_thread_sends_together() -> None:
     """The weights of a row's states are found once for them: all words that a thread has, up to four."""
     several = ck.PagedAttentionDescriptor(8, 8, 1, 128, 16, q_dtype=torch.bfloat16, max_q_len=2).problem

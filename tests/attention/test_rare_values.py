@@ -10,7 +10,7 @@ import torch
 
 import cute_kernels as ck
 from tests.support.attention_cases import VERIFY_32, VERIFY_64, case, make_attention, make_low_attention, make_sunk_attention
-from tests.support.attention_harness import assert_close, run, select
+from tests.support.attention_harness import assert_close, assert_close_by_columns, run, select, spread_values
 from tests.support.harness import BACKENDS, assert_bitwise, device_of
 from tests.support.storage import STORAGES
 
@@ -89,3 +89,13 @@ def test_rows_with_a_token_without_values(storage: str, rows: dict[str, Any], dt
     described = case("sink", {**HEADS, **LENGTHS, **STORAGES[storage], "dtype": dtype, "softmax_scale": 1.0}, **rows)
     inputs = make_sunk_attention(described, device_of(backend))
     assert_close(inputs, run(select(described, backend), inputs))
+
+
+@EVERY_BACKEND
+@pytest.mark.parametrize("rows", [ALONE, VERIFY_32, VERIFY_64, ROWS], ids=["one row", "32 rows", "64 rows", "many rows"])
+def test_columns_of_v_of_any_magnitude(rows: dict[str, Any], backend: str) -> None:
+    """Between parts of a cut row some columns travel as f16; an infinity or a NaN among them is none of its neighbours."""
+    described = case("columns", {**HEADS, **LENGTHS}, **rows)
+    inputs, plan = make_attention(described, device_of(backend)), select(described, backend)
+    spread_values(inputs)
+    assert_close_by_columns(inputs, run(plan, inputs))

@@ -12,7 +12,7 @@ from cute_kernels.config.decode import DecodeConfig
 from tests.interpreted.machine.attention import Kernel, kernel_of
 from tests.interpreted.runs import attention_operands, run_attention
 from tests.support.attention_cases import EVERYTHING, TOKEN_SCALES, Case, case, make_attention
-from tests.support.attention_harness import assert_close, assert_padding
+from tests.support.attention_harness import assert_close, assert_close_by_columns, assert_padding, spread_values
 from tests.support.harness import assert_bitwise
 from tests.support.inputs import NAN
 from tests.support.logit_patterns import LOGITS, follow_logits
@@ -26,13 +26,14 @@ HEAD = ck.KVScale.HEAD
 WIDE: dict[tuple[int, int, int], tuple[int, int]] = {
     (64, 2, 4): (8, 1),
     (64, 4, 4): (16, 2),
-    (64, 8, 8): (32, 2),
+    (64, 8, 8): (32, 1),
     (80, 4, 8): (16, 1),
     (80, 8, 4): (32, 4),
     (128, 2, 8): (8, 1),
     (128, 4, 4): (16, 4),
-    (128, 8, 8): (32, 4),
+    (128, 8, 8): (32, 2),
 }
+MANY_ROWS = {"q_lens": (8, 8, 7, 1), "max_q_len": 8}
 
 
 def rows_of(q_len: int) -> dict[str, Any]:
@@ -64,6 +65,19 @@ def test_wide_words(head_dim: int, q_len: int, warps: int) -> None:
     assert spec.wide_words and not spec.by_warpgroup
     assert (spec.packed_rows, spec.words_together) == WIDE[head_dim, q_len, warps]
     check(kernel, problem)
+
+
+@pytest.mark.parametrize("partition", ["balanced", "invariant"])
+@pytest.mark.parametrize("warps", WARPS)
+def test_words_of_f16(warps: int, partition: str) -> None:
+    """Columns of V of any magnitude, infinity and NaN keep what bf16 has of them, whether a row is cut or not."""
+    problem = case("f16", {**ONE_HEAD, **LENGTHS, "head_dim": 128}, **MANY_ROWS)
+    kernel, inputs = made(problem, warps, partition), make_attention(problem)
+    assert kernel.spec.half_words and not kernel.spec.by_warpgroup
+    spread_values(inputs)
+    found = run_attention(kernel, inputs)
+    assert_close_by_columns(inputs, found)
+    assert_bitwise(run_attention(kernel, inputs, seed=3, resident=1), found)
 
 
 def test_wide_words_of_an_invariant_plan() -> None:

@@ -22,7 +22,7 @@ from tests.support.attention_cases import (
     make_low_attention,
     make_sunk_attention,
 )
-from tests.support.attention_harness import assert_close
+from tests.support.attention_harness import assert_close, assert_close_by_columns, spread_values
 from tests.support.harness import assert_bitwise
 from tests.support.logit_patterns import LOGITS, follow_logits
 from tests.support.scale_patterns import follow_pattern
@@ -162,6 +162,27 @@ def test_rows_are_cut(name: str) -> None:
     kernel, problem = made(name)
     stores = kernel.run(*attention_operands(make_attention(problem)))
     assert stores > 4 * 64 * kernel.spec.row_words, "no row of two pieces that are written and cleared"
+
+
+@pytest.mark.parametrize(
+    ("rows", "config", "storage"),
+    [
+        (ROWS_64, TURNS, {}),  # one warpgroup settles all columns
+        (ROWS_128, TOGETHER, {}),  # each settles its own rows
+        (ROWS_64, TURNS, {"kv_dtype": E4M3, "v_dtype": KVDtype.BF16}),  # each settles half of the columns
+    ],
+    ids=["64 rows", "128 rows", "64 rows in halves"],
+)
+def test_words_of_f16(rows: dict[str, Any], config: DecodeConfig, storage: dict[str, Any]) -> None:
+    """As in test_several_rows: columns of V of any magnitude, infinity and NaN."""
+    problem = case("f16", {**ONE_HEAD, **CUT, **storage}, **rows)
+    descriptor = problem.descriptor()
+    kernel = kernel_of(descriptor.problem, config, "balanced", SLICES, descriptor=descriptor)
+    assert kernel.spec.half_words and kernel.spec.settles_halves == bool(storage)
+    inputs = make_attention(problem)
+    spread_values(inputs)
+    found = run_attention(kernel, inputs)
+    assert_close_by_columns(inputs, found)
 
 
 @pytest.mark.parametrize("parts", [9, 12])

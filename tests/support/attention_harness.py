@@ -11,7 +11,7 @@ import cute_kernels as ck
 from tests.support.attention_cases import AttentionInputs, Case
 from tests.support.harness import assert_bitwise, device_of
 from tests.support.inputs import NAN
-from tests.support.tolerance import Tolerance, check_states
+from tests.support.tolerance import Tolerance, check_rows, check_states
 
 Result = tuple[Tensor, Tensor]
 
@@ -142,3 +142,28 @@ def assert_padding(inputs: AttentionInputs, result: Result, fill: float) -> None
         rest = tensor[total:]
         assert torch.equal(rest.isnan(), torch.full_like(rest, math.isnan(fill), dtype=torch.bool))
         assert math.isnan(fill) or (rest == fill).all()
+
+
+def spread_values(inputs: AttentionInputs) -> None:
+    """Makes V's columns multiples of powers of two, another one for each 32, and gives two columns an infinity and a NaN.
+
+    A request's first key, which all its query rows see, has them. V has 16 bits, in pages [pages, heads, slots, head_dim].
+    """
+    powers = torch.tensor([2.0**100, 1.0, 2.0**-100, 2.0**50], dtype=inputs.v.dtype, device=inputs.v.device)
+    inputs.v.mul_(powers.repeat_interleave(32)[: inputs.v.shape[-1]])
+    for pages in inputs.kv.rows:
+        if len(pages):
+            inputs.v[int(pages[0]), :, 0, 5], inputs.v[int(pages[0]), :, 0, 40] = torch.inf, torch.nan
+
+
+def assert_close_by_columns(inputs: AttentionInputs, result: Result, width: int = 32) -> None:
+    """assert_close of `width` columns at a time. Columns that are not finite in f64 are so in the result."""
+    case = inputs.case
+    for request in (b for b in range(case.batch) if case.q_lens[b] and case.cache.lengths[b]):
+        rows = range(case.begins[request], case.begins[request] + case.q_lens[request])
+        exact, _, same = attend(inputs, request)
+        found, finite = result[0][rows.start : rows.stop], exact.isfinite()
+        assert torch.equal(found.double().where(~finite, 0.0).nan_to_num(7.0), exact.where(~finite, 0.0).nan_to_num(7.0))
+        parts = (tensor.where(finite, 0.0).split(width, -1) for tensor in (found, exact, same))
+        for part in zip(*parts, strict=True):
+            check_rows(*part, rows)

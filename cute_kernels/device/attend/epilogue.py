@@ -17,7 +17,7 @@ from ..combine.partials import columns_of_word, send, word_of_column
 from ..kv.scale import Scaling, inverse_of_unit, unit_of
 from ..mainloop.tile import swizzled
 from ..ptx.packed import pack
-from ..ptx.registers import LANES, quotient, remainder
+from ..ptx.registers import LANES, quotient, remainder, unknown
 from ..schedule.work_scheduler import Piece
 from .attend import RowTile, WarpState, row_scales
 from .bases import rounded_product
@@ -304,9 +304,16 @@ def store_partial(
     together = cutlass.const_expr(storers.words)
     beside, step = cutlass.const_expr((1, spec.row_words // together) if spec.wide_words else (together, 1))
     per_row = cutlass.const_expr(spec.row_words * beside // together)
-    for index in cutlass.range(
-        storers.thread * beside, piece.block.rows * per_row, storers.count * beside, unroll=stores_together(spec)
-    ):
+    meets = cutlass.const_expr(spec.half_words and spec.words_an_lse > 1)  # lanes find a power of two together
+    begin, end = storers.thread * beside, piece.block.rows * per_row
+    if cutlass.const_expr(meets):
+        begin -= cute.arch.lane_idx()
+    for base in cutlass.range(begin, end, storers.count * beside, unroll=stores_together(spec)):
+        index, there = base, None
+        if cutlass.const_expr(meets):  # all lanes of a warp loop equally often
+            index = base + cute.arch.lane_idx()
+            there = index < end
+            index = cutlass.select_(there, index, 0)
         row, word = quotient(index, per_row), remainder(index, per_row)
         first = index if cutlass.const_expr(per_row == spec.row_words) else row * spec.row_words + word
         weights, inverse, row_lse = settled_row(spec, merge, row, scaling)
@@ -316,7 +323,7 @@ def store_partial(
             columns = [start + c for start in starts for c in range(width)]
             values.append([merged(spec, merge[0], weights, inverse, row, column) for column in columns])
         for j in cutlass.range_constexpr(together):
-            send(spec, words, first + j * step, slot, values[j], row_lse, mark)
+            send(spec, words, first + j * step, slot, values[j], row_lse, mark, there)
 
 
 @dataclass(frozen=True)
@@ -351,10 +358,28 @@ def send_rows(
     some = range(cute.size(outputs, mode=[1])) if some is None else some
     for r in cutlass.range_constexpr(len(settled.rows)):
         row = settled.rows[r]
-        if row < heads:
-            for c in cutlass.range_constexpr(some.start, some.stop, spec.word_columns):
-                index = row * spec.row_words + word_of_column(spec, settled.coords[r, c][1])
-                send(spec, words, index, slot, [outputs[r, c + i] for i in range(spec.word_columns)], settled.lse[r], mark)
+        if cutlass.const_expr(spec.half_words):  # a predicate, as lanes of other rows take part
+            send_row(spec, settled, r, words, slot, mark, some, row < unknown(heads))
+        elif row < heads:
+            send_row(spec, settled, r, words, slot, mark, some)
+
+
+def send_row(
+    spec: KernelSpec,
+    settled: SettledRows,
+    r: int,
+    words: cute.Tensor,
+    slot: Int32,
+    mark: Int32,
+    some: range,
+    there: Boolean | None = None,
+):
+    """send_rows of one of a lane's rows. there: as in `send`; PTX takes no predicate that is known when it is compiled."""
+    outputs = rows_of(settled.acc_o)
+    for c in range(some.start, some.stop, spec.word_columns):
+        index = settled.rows[r] * spec.row_words + word_of_column(spec, settled.coords[r, c][1])
+        values = [outputs[r, c + i] for i in range(spec.word_columns)]
+        send(spec, words, index, slot, values, settled.lse[r], mark, there)
 
 
 @cute.jit

@@ -72,15 +72,15 @@ def share_halves(spec: cutlass.Constexpr, merge: tuple, own: LaneState, heads: I
     """Leaves in `merge` what the other turn's send_halves needs of a warp's state: the half of the columns that it settles."""
     share_peaks(merge, own, heads, order)
     if order == 0:
-        share_columns(merge[0], own, heads, half_of(own, 1))
+        share_columns(merge[0], own, heads, half_of(spec, own, 1))
     else:
-        share_columns(merge[0], own, heads, half_of(own, 0))
+        share_columns(merge[0], own, heads, half_of(spec, own, 0))
 
 
-def half_of(own: LaneState, which: int) -> range:
+def half_of(spec: KernelSpec, own: LaneState, which: int) -> range:
     """The first (0) or second half of a lane's columns of the output, in whole words of a state."""
-    columns = cute.size(own.outputs, mode=[1])
-    half = -(-columns // 8) * 4
+    columns, word = cute.size(own.outputs, mode=[1]), spec.word_columns
+    half = -(-columns // (2 * word)) * word
     return range(half, columns) if which else range(half)
 
 
@@ -102,7 +102,7 @@ def send_halves(
     """
     for place in cutlass.range_constexpr(2):
         if order == place:
-            some, lses = cutlass.const_expr(half_of(own, place)), cute.make_rmem_tensor(len(own.rows), Float32)
+            some, lses = cutlass.const_expr(half_of(spec, own, place)), cute.make_rmem_tensor(len(own.rows), Float32)
             for r in cutlass.range_constexpr(len(own.rows)):
                 if own.rows[r] < heads:
                     factors, lses[r] = turn_factors(spec, merge, own.rows[r], own.unit, place, scaling)

@@ -15,11 +15,10 @@ from cutlass import Boolean, Float32, Int8, Int32
 
 from ...config.decode import LINE_WORDS, MOST_PIECES, KernelSpec
 from ..attend.epilogue import join_sink, lse_factor
-from ..attend.pack_gqa import sync_consumers
 from ..attend.query_rows import QueryBlock, place_in
-from ..attend.softmax import finite_or_zero
 from ..ptx.registers import LANES, as_float, quotient, remainder
 from ..schedule.work_scheduler import Piece
+from .merging import Sharing, clear_state, merge_parts, merge_sharers, normalised, sharing_of, width_of_all
 from .partials import PRESENT, WRITTEN, clear, columns_of_word, is_missing, receive, without_mark
 
 
@@ -64,6 +63,11 @@ def usual_round(spec: KernelSpec) -> Round:
     return Round(spec.combine_words, spec.parts_in_flight, True)
 
 
+def takes_many(spec: KernelSpec) -> bool:
+    """Whether the round MANY may serve columns: words of f16 are shared at little cost, and have one round for all but FEW."""
+    return spec.by_warpgroup and spec.divides_combine and not spec.half_words
+
+
 def has_many(spec: KernelSpec, columns: Columns, count: Int32) -> Boolean:
     """Whether the round MANY serves the columns, in `count` parts: no threads share words, and each word has a thread.
 
@@ -72,11 +76,6 @@ def has_many(spec: KernelSpec, columns: Columns, count: Int32) -> Boolean:
     """
     alone = columns.bits == width_of_all(spec)
     return alone & (columns.high - columns.low <= spec.num_warps * LANES) & (count > usual_round(spec).parts)
-
-
-def width_of_all(spec: KernelSpec) -> int:
-    """log2 of all threads of the combine."""
-    return (spec.num_warps * LANES).bit_length() - 1
 
 
 def all_columns(spec: KernelSpec, piece: Piece, parts: Parts) -> Columns:
@@ -100,7 +99,7 @@ def width_bits(spec: KernelSpec, words: Int32, count: Int32) -> Int32:
     """log2 of how many neighbouring threads take different words; further threads take the same words of other parts.
 
     It is the largest width at which a thread waits for all its parts together, unless the words need more: merging costs.
-    Warpgroups share no words if more than half of the threads have one (MANY).
+    Warpgroups share no words of f32 if more than half of the threads have one (MANY).
     """
     most, usual = width_of_all(spec), usual_round(spec)
     found = Int32(most)
@@ -108,7 +107,7 @@ def width_bits(spec: KernelSpec, words: Int32, count: Int32) -> Int32:
         narrower = (words <= usual.words << bits) & (count > usual.parts << (most - bits - 1))
         found = cutlass.select_(narrower, bits, found)
     busy = words > 1 << (most - 1)
-    return cutlass.select_(busy, most, found) if spec.by_warpgroup and spec.divides_combine else found
+    return cutlass.select_(busy, most, found) if takes_many(spec) else found
 
 
 @cute.jit
@@ -121,6 +120,8 @@ def combine_columns(spec: cutlass.Constexpr, words: cute.Tensor, parts: Parts, c
     if cutlass.const_expr(spec.by_warpgroup and spec.divides_combine):
         if parts.count <= FEW.parts:
             combine_rounds(spec, FEW, *rest)
+        elif cutlass.const_expr(not takes_many(spec)):
+            combine_rounds(spec, usual_round(spec), *rest)
         elif has_many(spec, columns, parts.count):
             combine_rounds(spec, MANY, *rest)
         else:
@@ -142,16 +143,16 @@ def combine_rounds(
     sinks,
 ):
     """combine_columns with `together` as its round."""
-    thread, bits = cute.arch.thread_idx()[0], cute.arch.make_warp_uniform(columns.bits)
-    width = 1 << bits
+    bits = cute.arch.make_warp_uniform(columns.bits)
+    width, sharing = 1 << bits, sharing_of(spec, bits)
     for base in cutlass.range(columns.low, columns.high, width * together.words, unroll=1):
-        step, begin = 1, base + (thread & (width - 1)) * together.words
+        step, begin = 1, base + sharing.word * together.words
         if cutlass.const_expr(spec.by_warpgroup):  # neighbours take neighbouring words: with 4 words per thread it matters
-            step, begin = width, base + (thread & (width - 1))
-        states = gather(spec, together, words, parts, columns.high, begin, step, bits, scratch[1])
+            step, begin = width, base + sharing.word
+        states = gather(spec, together, words, parts, columns.high, begin, step, bits, sharing, scratch[1])
         if cutlass.const_expr(together.shares):
-            merge_sharers(spec, states, width, scratch[0])
-        if begin < columns.high and thread < width:
+            merge_sharers(spec, states, bits, sharing, scratch[0])
+        if begin < columns.high and sharing.leads:
             for j in cutlass.range_constexpr(together.words):
                 if cutlass.const_expr(not spec.by_warpgroup) or begin + j * step < columns.high:
                     store_word(spec, states[None, j], columns, begin + j * step, out, lse, sinks)
@@ -167,6 +168,7 @@ def gather(
     begin: Int32,
     step,
     bits: Int32,
+    sharing: Sharing,
     declined,
 ):
     """Merges this thread's words, from `begin` on and `step` apart, over its parts: (columns, peak, total) x words."""
@@ -175,78 +177,25 @@ def gather(
         clear_state(states[None, j])
     others, mine = Int32(1), Int32(0)
     if cutlass.const_expr(together.shares):
-        others, mine = (spec.num_warps * LANES) >> bits, cute.arch.thread_idx()[0] >> bits
+        others, mine = (spec.num_warps * LANES) >> bits, sharing.part
     for base in cutlass.range(
         0, parts.count, others * together.parts, unroll=1
     ):  # all lanes of a warp loop equally often: collect syncs them
         p = base + mine
-        found = cute.make_rmem_tensor((spec.word_columns + 1, together.parts, together.words), Float32)
-        collect(spec, words, parts, high, (begin, step), others, p, found, declined)
+        shape = together.parts, together.words
+        found, marks = cute.make_rmem_tensor((held_values(spec), *shape), Float32), cute.make_rmem_tensor(shape, Int32)
+        collect(spec, words, parts, high, (begin, step), others, p, found, marks, declined)
         for j in cutlass.range_constexpr(together.words):
-            merge_parts(states[None, j], found[None, None, j])
+            if cutlass.const_expr(spec.half_words):
+                merge_parts(states[None, j], found[None, None, j], marks[None, j])
+            else:
+                merge_parts(states[None, j], found[None, None, j])
     return states
 
 
-@cute.jit
-def clear_state(state: cute.Tensor):
-    """Makes a running state empty."""
-    state.fill(0.0)
-    state[cute.size(state) - 2] = -Float32.inf
-
-
-@cute.jit
-def merge_sharers(spec: cutlass.Constexpr, states: cute.Tensor, width: Int32, buffer: cute.Tensor):
-    """Calls merge_threads if threads share columns."""
-    if width < spec.num_warps * LANES:
-        merge_threads(spec, states, width, buffer)
-
-
-@cute.jit
-def merge_threads(spec: cutlass.Constexpr, states: cute.Tensor, width: Int32, buffer: cute.Tensor):
-    """Merges the states of threads that have the same columns, into the states of the first `width` threads.
-
-    Lanes of a warp merge by shuffles, warps through `buffer` [value of a state, word, thread].
-    """
-    thread, words = cute.arch.thread_idx()[0], cutlass.const_expr(spec.combine_words)
-    values, peak = cutlass.const_expr(spec.word_columns + 2), cutlass.const_expr(spec.word_columns)
-    cute.arch.sync_warp()  # lanes may have diverged in the branches of merge_parts
-    for step in cutlass.range_constexpr(LINE_WORDS.bit_length() - 1, LANES.bit_length() - 1):
-        if width <= cutlass.const_expr(1 << step):
-            for j in cutlass.range_constexpr(words):
-                other = cute.make_rmem_tensor((values, 1), Float32)
-                for c in cutlass.range_constexpr(values):
-                    other[c, 0] = cute.arch.shuffle_sync_bfly(states[c, j], offset=1 << step)
-                merge_parts(states[None, j], other)
-    sync_consumers(spec)
-    cute.autovec_copy(states, buffer[None, None, thread])
-    sync_consumers(spec)
-    if thread < width:
-        found = cute.make_rmem_tensor((values, words, spec.num_warps), Float32)
-        for w in cutlass.range_constexpr(spec.num_warps):
-            other = thread + w * cutlass.max(width, LANES)
-            inside = other < spec.num_warps * LANES
-            cute.autovec_copy(buffer[None, None, cutlass.select_(inside, other, thread)], found[None, None, w])
-            for j in cutlass.range_constexpr(words):
-                found[peak, j, w] = cutlass.select_(inside, found[peak, j, w], -Float32.inf)
-        for j in cutlass.range_constexpr(words):
-            clear_state(states[None, j])
-            merge_parts(states[None, j], found[None, j, None])
-
-
-def merge_buffer(spec: KernelSpec, base: cute.Pointer) -> cute.Tensor:
-    """f32 [value of a state, word, thread] for merge_threads: innermost are the values with narrow words, else the threads."""
-    values, words, threads = spec.word_columns + 2, spec.combine_words, spec.num_warps * LANES
-    stride = (threads, threads * values, 1) if spec.wide_words else (1, values, values * words)
-    return cute.make_tensor(base, cute.make_layout((values, words, threads), stride=stride))
-
-
-@cute.jit
-def normalised(state: cute.Tensor) -> tuple[list[Float32], Float32]:
-    """(columns, lse in base 2) of a running (columns, peak, total); (0, -inf) when it is empty."""
-    count = cutlass.const_expr(cute.size(state) - 2)
-    total = state[count + 1]
-    inverse = Float32(0.0) if total == 0.0 else cute.arch.rcp_approx(total)
-    return [state[c] * inverse for c in range(count)], cute.math.log2(total, fastmath=True) + state[count]
+def held_values(spec: KernelSpec) -> int:
+    """Registers for a word of a part and its lse, as they come: four if its columns are in f16."""
+    return (spec.word_columns // 2 if spec.half_words else spec.word_columns) + 1
 
 
 @cute.jit
@@ -277,45 +226,6 @@ def store_word(
 
 
 @cute.jit
-def merge_parts(state: cute.Tensor, parts: cute.Tensor):
-    """Merges a chunk's parts (columns, lse) into the running (columns, peak, total).
-
-    Parts may be running states too. The chunk has one maximum, so that the weights do not wait for each other. It is NaN if any
-    part's is: with -inf in its place, a part that saw NaN alone would be an empty one to the next merge.
-    """
-    at, values = cutlass.const_expr(cute.size(state) - 2), cutlass.const_expr(cute.size(state))
-    peak = state[at]
-    for i in cutlass.range_constexpr(cute.size(parts, mode=[1])):
-        peak = cute.arch.fmax(peak, parts[at, i], nan=True)
-    shift = finite_or_zero(peak)
-    decay = cute.math.exp2(state[at] - shift, fastmath=True)
-    for c in cutlass.range_constexpr(values):
-        state[c] = peak if cutlass.const_expr(c == at) else state[c] * decay
-    for i in cutlass.range_constexpr(cute.size(parts, mode=[1])):
-        weight = cute.math.exp2(parts[at, i] - shift, fastmath=True)
-        total = parts[at + 1, i] if cutlass.const_expr(cute.size(parts, mode=[0]) == values) else Float32(1.0)
-        sums = [state[c] for c in range(at)] + [state[at + 1]]
-        sums = add_weighted(sums, [parts[c, i] for c in range(at)] + [total], weight)
-        for c in cutlass.range_constexpr(at):
-            state[c] = sums[c]
-        state[at + 1] = sums[at]
-
-
-def add_weighted(sums: list, values: list, weight: Float32) -> list:
-    """Adds values times a weight to sums, by a predicate: an empty part, of weight 0, adds nothing, whatever its values."""
-    count = len(sums)
-    steps = [
-        f"mov.f32 sum{i}, {{$r{2 + i}}}; @{{$r0}} fma.rn.f32 sum{i}, {{$r{2 + count + i}}}, {{$r1}}, sum{i};"
-        for i in range(count)
-    ]
-    results = [f"mov.f32 {{$w{i}}}, sum{i};" for i in range(count)]
-    registers = f".reg .f32 {', '.join(f'sum{i}' for i in range(count))};"
-    text = f"{{ {registers} {' '.join(steps + results)} }}"
-    args = [weight != 0.0, weight, *sums, *values]
-    return list(cute.arch.inline_ptx(text, write_only_types=[Float32] * count, read_only_args=args))
-
-
-@cute.jit
 def collect(
     spec: cutlass.Constexpr,
     words: cute.Tensor,
@@ -325,16 +235,18 @@ def collect(
     others: Int32,
     p: Int32,
     found: cute.Tensor,
+    seen: cute.Tensor,
     declined: cute.Tensor,
 ):
-    """Waits for a chunk of this thread's parts, every `others`-th from p on, and clears their words. found: (columns, lse).
+    """Waits for a chunk of this thread's parts, every `others`-th from p on, and clears their words.
+
+    found: (columns, lse) of each; seen: their marks.
 
     place: (the first of the thread's words, how far the words are apart). All loads of a round are in flight together, and a
     round asks only for words that are missing.
     """
     values, chunk, count = (cutlass.const_expr(cute.size(found, mode=[mode])) for mode in range(3))
     begin, step = place
-    seen = cute.make_rmem_tensor((chunk, count), Int32)
     found.fill(0.0)
     for j in cutlass.range_constexpr(count):
         for i in cutlass.range_constexpr(chunk):

@@ -6,20 +6,21 @@ NCCL's LL protocol). A word without a mark is zero: a workspace is zeroed once, 
 read, so that it leaves the workspace as it found it. The sign of a mark next to an lse is a message (schedule/crew.py): DECLINED.
 
 Narrow words, of 16 bytes, hold two columns, the lse and a mark. Wide words hold four columns, of which the first gives its lowest
-bit for a mark. After all wide words come words of 8 bytes with an lse and its mark, one for WORDS_AN_LSE wide words, so that it
-has one reader.
+bit for a mark, or eight in f16 (halves.py). After all wide words come words of 8 bytes with an lse and its mark, one for so many
+wide words (KernelSpec.words_an_lse) that it has one reader.
 """
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, Uint8
 
-from ...config.decode import LINE_BYTES, SLOTS, WORDS_AN_LSE, KernelSpec
+from ...config.decode import LINE_BYTES, SLOTS, KernelSpec
 from ..ptx.registers import as_bits, as_float, quotient, remainder
+from .halves import as_halves
 
 WORD = 4  # 32-bit parts of a word of 16 bytes
-WRITTEN, DECLINED = 1, -1  # marks: a state; a state whose CTA leaves its columns to the row's last CTA
-PRESENT = 1  # the bit that marks a wide word
+WRITTEN, DECLINED = 1, -1  # marks, or signs of marks: a state; a state whose CTA leaves its columns to the row's last CTA
+PRESENT = 1  # the bit that marks a wide word of f32
 
 
 def open_workspace(spec: KernelSpec, workspace: cute.Tensor) -> cute.Tensor:
@@ -54,18 +55,20 @@ def workspace_from(workspace: cute.Tensor, begin: Int64) -> cute.Tensor:
 def columns_of_word(spec: KernelSpec, word: Int32) -> tuple[list[Int32], int]:
     """(where the runs of neighbouring columns of a packed row's word begin, columns per run).
 
-    If states go to memory from registers, a word has a lane's columns, two of each of two n8 steps.
+    If states go to memory from registers, a word has a lane's columns, two of each of two n8 steps, or of four in f16.
     """
     if spec.settles_alone or spec.settles_halves:
-        first = quotient(word, 4) * 16 + remainder(word, 4) * 2
-        return [first, first + 8], 2
+        steps = spec.word_columns // 2
+        first = quotient(word, 4) * (8 * steps) + remainder(word, 4) * 2
+        return [first + 8 * step for step in range(steps)], 2
     return [word * spec.word_columns], spec.word_columns
 
 
 def word_of_column(spec: KernelSpec, column: Int32) -> Int32:
     """The word of a packed row whose first run begins at `column`."""
     if spec.settles_alone or spec.settles_halves:
-        return quotient(column, 16) * 4 + quotient(remainder(column, 16), 2)
+        together = 4 * spec.word_columns  # of the four lanes of a row
+        return quotient(column, together) * 4 + quotient(remainder(column, together), 2)
     return quotient(column, spec.word_columns)
 
 
@@ -76,16 +79,32 @@ def word_at(words: cute.Tensor, index: Int32, slot: Int32) -> Int64:
 
 def lse_at(spec: KernelSpec, words: cute.Tensor, index: Int32, slot: Int32) -> Int64:
     """The address of the lse of a wide word."""
-    return word_at(words, spec.packed_rows * spec.row_words, slot) + quotient(index, WORDS_AN_LSE) * 8
+    return word_at(words, spec.packed_rows * spec.row_words, slot) + quotient(index, spec.words_an_lse) * 8
 
 
 @cute.jit
-def send(spec: cutlass.Constexpr, words: cute.Tensor, index: Int32, slot: Int32, values: list, lse: Float32, mark: Int32):
-    """Writes a word, and with the first of the words that share an lse also that lse."""
+def send(
+    spec: cutlass.Constexpr,
+    words: cute.Tensor,
+    index: Int32,
+    slot: Int32,
+    values: list,
+    lse: Float32,
+    mark: Int32,
+    there: Boolean | None = None,
+):
+    """Writes a word, and with the first of the words that share an lse also that lse.
+
+    there: whether there is such a word, None if always: where lanes find a power of two together (halves.py), all call it.
+    """
     address = word_at(words, index, slot)
-    if cutlass.const_expr(spec.wide_words):
+    if cutlass.const_expr(spec.half_words):
+        pairs, field = as_halves(spec, values)
+        store_words(address, *pairs, there)
+        store_pair(lse_at(spec, words, index, slot), lse, mark * field, with_lse(spec, index, there))
+    elif cutlass.const_expr(spec.wide_words):
         store_words(address, as_float(as_bits(values[0]) | PRESENT), *values[1:])
-        store_pair(lse_at(spec, words, index, slot), lse, mark, has_lse(index))
+        store_pair(lse_at(spec, words, index, slot), lse, mark, with_lse(spec, index))
     else:
         store_words(address, *values, lse, mark)
 
@@ -96,12 +115,15 @@ def clear(spec: cutlass.Constexpr, words: cute.Tensor, index: Int32, slot: Int32
     nothing = Float32(0.0)
     store_words(word_at(words, index, slot), nothing, nothing, nothing, Int32(0), there)
     if cutlass.const_expr(spec.wide_words):
-        store_pair(lse_at(spec, words, index, slot), nothing, Int32(0), there & has_lse(index))
+        store_pair(lse_at(spec, words, index, slot), nothing, Int32(0), with_lse(spec, index, there))
 
 
-def has_lse(index: Int32) -> Boolean:
-    """Whether a wide word is the first of those that share an lse."""
-    return remainder(index, WORDS_AN_LSE) == 0
+def with_lse(spec: KernelSpec, index: Int32, there: Boolean | None = None) -> Boolean | None:
+    """Whether a wide word, if it is `there`, is the first of those that share an lse; None if always."""
+    if spec.words_an_lse == 1:
+        return there
+    first = remainder(index, spec.words_an_lse) == 0
+    return first if there is None else there & first
 
 
 def store_words(address: Int64, first, second, third, fourth, there: Boolean | None = None):
@@ -136,9 +158,11 @@ def receive(spec: KernelSpec, words: cute.Tensor, index: Int32, slot: Int32, kno
 
 
 def receive_columns(spec: KernelSpec, words: cute.Tensor, index: Int32, slot: Int32, known: tuple) -> tuple:
-    """As `receive`, the four columns of a wide word alone."""
+    """As `receive`, a wide word alone: its four columns, or four pairs of them."""
     address = word_at(words, index, Int32(0)), slot_bytes(words, slot)
     test = ".reg .b32 mark; and.b32 mark, {$r2}, 1; setp.eq.s32 absent, mark, 0; "
+    if spec.half_words:
+        test = ".reg .b32 first; mov.b32 first, {$r2}; setp.eq.s32 absent, first, 0; "
     return load_words(address, test, known, Float32)
 
 
@@ -175,9 +199,12 @@ def load_pair(address: tuple[Int64, Int64], known: tuple) -> tuple[Float32, Int3
 def is_missing(spec: KernelSpec, known: tuple) -> Boolean:
     """Whether a word that `receive` returned lacks its mark, or its lse's mark."""
     missing = known[-1] == 0
-    return missing | (as_bits(known[0]) & PRESENT == 0) if spec.wide_words else missing
+    if not spec.wide_words:
+        return missing
+    first = as_bits(known[0])
+    return missing | ((first if spec.half_words else first & PRESENT) == 0)
 
 
 def without_mark(spec: KernelSpec, first: Float32) -> Float32:
-    """The first column of a received word, without the mark."""
-    return as_float(as_bits(first) & ~PRESENT) if spec.wide_words else first
+    """The first column of a received word without the mark, or the first pair."""
+    return as_float(as_bits(first) & ~PRESENT) if spec.wide_words and not spec.half_words else first

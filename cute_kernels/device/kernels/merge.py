@@ -12,7 +12,7 @@ from cutlass import Boolean, Float32, Int32, Uint16, Uint32, Uint64
 from ...config.merge import MergeSpec
 from ..attend.epilogue import join_sink, lse_factor
 from ..attend.softmax import finite_or_zero
-from ..combine.combine import merge_parts, normalised
+from ..combine.merging import merge_parts, normalised
 
 WORDS = {16: Uint16, 32: Uint32, 64: Uint64}  # what one load brings, by its bits
 

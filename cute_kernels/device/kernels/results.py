@@ -9,7 +9,8 @@ from ..attend.epilogue import Storers, send_rows, store_final, store_partial, st
 from ..attend.pack_gqa import row_tiles_of
 from ..attend.query_rows import Row, tiles_of
 from ..attend.turns import send_halves
-from ..combine.combine import Columns, Parts, all_columns, combine_columns, merge_buffer
+from ..combine.combine import Columns, Parts, all_columns, combine_columns
+from ..combine.merging import merge_buffer
 from ..combine.partials import DECLINED, WRITTEN, open_workspace
 from ..kv.scale import Scaling
 from ..kv.source import open_row
