@@ -190,6 +190,16 @@ def test_queries_of_many_requests_beside_the_loop(partition: Any, cache: dict[st
     check(kernel, problem)
 
 
+@pytest.mark.parametrize("head_dim", [33, 62, 126])
+@pytest.mark.parametrize("cache", [E4M3, {"kv_dtype": ck.KVDtype.BF16, "v_dtype": ck.KVDtype.E4M3}], ids=["e4m3", "K of 16 bits"])
+def test_queries_of_paired_warps_of_any_columns(cache: dict[str, Any], head_dim: int) -> None:
+    """A lane's four columns may end in the middle, and begin at a multiple of two or four bytes; some rows are not in use."""
+    problem = case("columns", {**ONE_HEAD, **LENGTHS, **cache, "head_dim": head_dim}, **MANY_ROWS)
+    kernel = made(problem, 8)
+    assert kernel.spec.paired and kernel.spec.query_warps > 0
+    check(kernel, problem)
+
+
 @pytest.mark.parametrize(("tile_n", "page_size", "producers"), [(16, 16, 4), (32, 8, 4), (48, 8, 4), (80, 8, 1)])
 def test_producers_that_take_tiles_in_turn(tile_n: int, page_size: int, producers: int) -> None:
     """A tile is 1 to 10 boxes, so that 32 pages are those of 32 tiles, 8, 5 or 3; rows end before, at and after such a bound."""
