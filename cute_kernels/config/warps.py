@@ -131,9 +131,9 @@ class WarpSpec(TilingSpec):
         readers, who wait for no crew, could pass such a warp by a whole turn of the barriers.
         """
         every, half = range(self.widening_warps), self.widening_warps // 2
-        works = self.wide[0] is not None or (self.token_scales > 0 and not self.settles_scales), self.wide[1] is not None
-        if all(works) and None not in self.wide and not self.one_crew:
+        if None not in self.wide and not self.one_crew:
             return every[:half], every[half:]
+        works = self.wide[0] is not None or (self.token_scales > 0 and not self.settles_scales), self.wide[1] is not None
         return (every if works[0] else every[:0]), (every if works[1] else every[:0])
 
     @property

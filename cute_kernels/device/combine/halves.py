@@ -26,8 +26,8 @@ def as_halves(spec: KernelSpec, values: list) -> tuple[list[Int32], Int32]:
 
     All lanes of a warp call it together if words of several lanes share an lse.
     """
-    peak = Int32(0)
-    for value in values:  # past the largest finite number, infinity and NaN, numbers become negative
+    peak = Int32(0)  # the bits of twice the largest finite magnitude: those of infinity and NaN become negative
+    for value in values:
         peak = cutlass.max(peak, (as_bits(value) & MAGNITUDE) + (1 << FIELD))
     for step in range(spec.words_an_lse.bit_length() - 1):
         peak = cutlass.max(peak, cute.arch.shuffle_sync_bfly(peak, offset=1 << step))

@@ -41,7 +41,7 @@ def width_of_all(spec: KernelSpec) -> int:
 def sharing_of(spec: KernelSpec, bits: Int32) -> Sharing:
     """How a thread shares words where 2^bits threads have different words. Neighbours have neighbouring words.
 
-    Lanes of a warp share words of f16 first, which needs no barrier: 1 x 8k has four threads for each word.
+    Lanes of a warp share words of f16 first, which needs no barrier: at 1 x 8k two lanes share a word of 64 packed rows.
     """
     thread, width = cute.arch.thread_idx()[0], 1 << bits
     if not spec.half_words:
