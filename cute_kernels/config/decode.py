@@ -207,10 +207,11 @@ class KernelSpec(WarpSpec):
     def half_words(self) -> bool:
         """Whether a word of a state holds eight columns in f16: of many rows whose output is less precise than f16.
 
-        Not if blocks are dealt, of which few are cut. A row has whole groups of WORDS_AN_LSE words.
+        Not if blocks are dealt, of which few are cut, nor in a phase of a mixed kernel: at head_dim 64 ptxas then moves values to
+        uniform registers in the loop over tiles. A row has whole groups of WORDS_AN_LSE words.
         """
         several = self.wide_words and self.packed_rows >= HALF_ROWS and self.padded_v_head_dim % (8 * WORDS_AN_LSE) == 0
-        return several and self.element_type == "bf16" and not self.dealt
+        return several and self.element_type == "bf16" and not self.dealt and self.q_lens is None
 
     @property
     def words_an_lse(self) -> int:

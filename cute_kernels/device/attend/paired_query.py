@@ -9,7 +9,6 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from ...config.decode import KernelSpec
-from ...config.problem import UNIT_BYTES
 from ...config.tiling import HALF_TILE_M, TILE_M
 from ..ptx.registers import LANES, quotient, remainder
 from ..ptx.warps import warp_number
@@ -58,14 +57,16 @@ def columns_of_lane(spec: KernelSpec) -> list[Int32]:
 
 
 def load_row(spec: KernelSpec, source: cute.Tensor, block: QueryBlock, row: Int32) -> cute.Tensor:
-    """This lane's pairs of columns of a packed row; zeros for columns past head_dim, or of a row not in use."""
+    """This lane's pairs of columns of a packed row; zeros for columns past head_dim, or of a row not in use.
+
+    head_dim is a multiple of 16, as TMA brings the tiles that paired warps read.
+    """
     columns = columns_of_lane(spec)
     pairs = cute.make_rmem_tensor(2 * len(columns), Int32)
     start = source.iterator.toint() + Int64(cute.crd2idx((*place_in_view(spec, block, row), 0), source.layout)) * spec.q_bytes
-    load = load_pairs if spec.head_dim % 2 == 0 else load_elements
     for i, column in enumerate(columns):
         count = cutlass.select_(row < block.rows, spec.head_dim - column, Int32(0))
-        pairs[2 * i], pairs[2 * i + 1] = load(start + column * spec.q_bytes, count)
+        pairs[2 * i], pairs[2 * i + 1] = load_pairs(start + column * spec.q_bytes, count)
     return pairs
 
 
@@ -80,18 +81,6 @@ def load_pairs(address: Int64, count: Int32) -> tuple[Int32, Int32]:
         "mov.b32 {$w0}, first; mov.b32 {$w1}, second; }"
     )
     found = cute.arch.inline_ptx(text, write_only_types=[Int32, Int32], read_only_args=[address, count, together])
-    return found[0], found[1]
-
-
-def load_elements(address: Int64, count: Int32) -> tuple[Int32, Int32]:
-    """load_pairs for an odd head_dim, element by element: an address is a multiple of two bytes only."""
-    steps = [
-        f"mov.b16 c{i}, 0; setp.gt.s32 inside, {{$r1}}, {i}; @inside ld.global.b16 c{i}, [{{$r0}}+{UNIT_BYTES * i}];"
-        for i in range(COLUMNS)
-    ]
-    text = " ".join(["{ .reg .b16 c0, c1, c2, c3; .reg .pred inside;", *steps])
-    text += " mov.b32 {$w0}, {c0, c1}; mov.b32 {$w1}, {c2, c3}; }"
-    found = cute.arch.inline_ptx(text, write_only_types=[Int32, Int32], read_only_args=[address, count])
     return found[0], found[1]
 
 
