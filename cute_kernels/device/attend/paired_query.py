@@ -6,7 +6,7 @@ loads, maxima and products hide each other.
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64
+from cutlass import Boolean, Float32, Int32, Int64
 
 from ...config.decode import KernelSpec
 from ...config.tiling import HALF_TILE_M, TILE_M
@@ -65,22 +65,21 @@ def load_row(spec: KernelSpec, source: cute.Tensor, block: QueryBlock, row: Int3
     pairs = cute.make_rmem_tensor(2 * len(columns), Int32)
     start = source.iterator.toint() + Int64(cute.crd2idx((*place_in_view(spec, block, row), 0), source.layout)) * spec.q_bytes
     for i, column in enumerate(columns):
-        count = cutlass.select_(row < block.rows, spec.head_dim - column, Int32(0))
-        pairs[2 * i], pairs[2 * i + 1] = load_pairs(start + column * spec.q_bytes, count)
+        inside = (row < block.rows) & (column < spec.head_dim)
+        pairs[2 * i], pairs[2 * i + 1] = load_pairs(start + column * spec.q_bytes, inside)
     return pairs
 
 
-def load_pairs(address: Int64, count: Int32) -> tuple[Int32, Int32]:
-    """Two neighbouring pairs, by one load if the address allows it; zeros for columns past the first `count`, an even number."""
-    together = address % (2 * PAIR_BYTES) == 0
+def load_pairs(address: Int64, inside: Boolean) -> tuple[Int32, Int32]:
+    """Two neighbouring pairs, by one load if the address allows it; zeros if they are not `inside`."""
     text = (
-        "{ .reg .b32 first, second; .reg .pred two, four, both, apart; mov.b32 first, 0; mov.b32 second, 0; "
-        "setp.ge.s32 two, {$r1}, 2; setp.ge.s32 four, {$r1}, 4; and.pred both, four, {$r2}; not.pred apart, both; "
-        "and.pred two, two, apart; and.pred four, four, apart; @both ld.global.v2.b32 {first, second}, [{$r0}]; "
-        "@two ld.global.b32 first, [{$r0}]; @four ld.global.b32 second, [{$r0}+4]; "
+        "{ .reg .b32 first, second; .reg .pred both, apart; mov.b32 first, 0; mov.b32 second, 0; "
+        "and.pred both, {$r1}, {$r2}; xor.pred apart, {$r1}, both; @both ld.global.v2.b32 {first, second}, [{$r0}]; "
+        "@apart ld.global.b32 first, [{$r0}]; @apart ld.global.b32 second, [{$r0}+4]; "
         "mov.b32 {$w0}, first; mov.b32 {$w1}, second; }"
     )
-    found = cute.arch.inline_ptx(text, write_only_types=[Int32, Int32], read_only_args=[address, count, together])
+    together = address % (2 * PAIR_BYTES) == 0
+    found = cute.arch.inline_ptx(text, write_only_types=[Int32, Int32], read_only_args=[address, inside, together])
     return found[0], found[1]
 
 

@@ -65,11 +65,11 @@ def clear_state(state: cute.Tensor):
 def merge_sharers(spec: cutlass.Constexpr, states: cute.Tensor, bits: Int32, sharing: Sharing, buffer: cute.Tensor):
     """Calls merge_threads if threads share columns. bits: as in sharing_of."""
     if 1 << bits < spec.num_warps * LANES:
-        merge_threads(spec, states, bits, sharing, buffer)
+        merge_threads(spec, states, sharing, buffer)
 
 
 @cute.jit
-def merge_threads(spec: cutlass.Constexpr, states: cute.Tensor, bits: Int32, sharing: Sharing, buffer: cute.Tensor):
+def merge_threads(spec: cutlass.Constexpr, states: cute.Tensor, sharing: Sharing, buffer: cute.Tensor):
     """Merges the states of threads that have the same columns, into the states of those that lead.
 
     Lanes of a warp merge by shuffles, warps through `buffer` [value of a state, word, thread].
