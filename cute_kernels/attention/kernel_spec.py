@@ -37,7 +37,7 @@ def kernel_spec(problem: DecodeProblem, arch: Arch, target: Target, config: Deco
         unit_heads=config.unit_heads,
         query=problem.query,
         block_rows=rows,
-        many_blocks=problem.query != "one" and problem.packed_rows > rows,
+        many_blocks=problem.query != "one" and problem.packed_rows * config.unit_heads > rows,
         modifiers=problem.modifiers,
         mma=config.mma,
     )
@@ -48,7 +48,7 @@ def block_rows(problem: DecodeProblem, arch: Arch, config: DecodeConfig) -> int:
 
     At most as many m-tiles as the warps attend to; only one if each warp reads its own tiles, on sm80 from two stages per warp.
     """
-    needed = 1 << (problem.packed_rows - 1).bit_length()
+    needed = 1 << (problem.packed_rows * config.unit_heads - 1).bit_length()
     if config.mma == "warpgroup":
         return min(TILE_M * config.num_warps, max(WARPGROUP_M, needed))
     if problem.query == "one":
@@ -61,7 +61,7 @@ def block_rows(problem: DecodeProblem, arch: Arch, config: DecodeConfig) -> int:
 
 def units_of(problem: DecodeProblem, spec: KernelSpec) -> int:
     """Units of a row (head blocks): its KV heads, spec.unit_heads at a time, times the blocks of their packed rows."""
-    blocks = -(-problem.packed_rows // spec.block_rows) if spec.several else spec.m_tiles
+    blocks = -(-problem.packed_rows * spec.unit_heads // spec.block_rows) if spec.several else spec.m_tiles
     return problem.num_kv_heads // spec.unit_heads * blocks
 
 

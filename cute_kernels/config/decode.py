@@ -151,7 +151,7 @@ class KernelSpec(WarpSpec):
             return 1
         if self.splits:
             return 2 if self.row_tiles <= 2 and self.smem_with(2) <= SMEM_BYTES[self.target] else 1
-        return 1 if self.row_tiles > 2 and self.holds_query else 2
+        return 1 if self.row_tiles > 2 and (self.holds_query or self.tile_heads > 1) else 2
 
     @property
     def query_tile(self) -> RingShape:
@@ -171,7 +171,7 @@ class KernelSpec(WarpSpec):
             return combine if self.split and not self.dealt else 0
         states = self.packed_rows * (self.merge_columns + 1 + 2 * self.turns)
         if not self.by_warpgroup:
-            states = self.merge_places * self.packed_rows * (self.merge_columns + 2)
+            states = self.merge_places * self.merge_rows * (self.merge_columns + 2)
         return max(states, combine)
 
     @property
@@ -192,6 +192,11 @@ class KernelSpec(WarpSpec):
     def merge_places(self) -> int:
         """States of a packed row in the merge buffer."""
         return self.turns // 2 if self.folds else self.turns
+
+    @property
+    def merge_rows(self) -> int:
+        """Rows of a place in the merge buffer: a unit's packed rows, or those of the KV head that its warps attend to."""
+        return self.packed_rows // self.tile_heads
 
     @property
     def ring_bytes(self) -> int:

@@ -147,8 +147,10 @@ def _query_reasons(spec: KernelSpec) -> list[str]:
         reasons.append(f"the {spec.row_tiles} m-tiles of block_rows={spec.block_rows} do not divide num_warps={spec.num_warps}")
     if spec.shares_ring:
         reasons += _shared_ring_reasons(spec)
-    if spec.unit_heads > 1:
-        reasons.append(f"unit_heads={spec.unit_heads} takes one query row a request")
+    if spec.unit_heads > 1 and (spec.tile_producers == 1 or spec.readers > 1 or spec.many_blocks):
+        reasons.append(
+            f"unit_heads={spec.unit_heads} of several query rows take tokens' scales and warps of all a head's m-tiles"
+        )
     return reasons
 
 
@@ -189,7 +191,7 @@ def _unit_reasons(spec: KernelSpec) -> list[str]:
         reasons.append(f"unit_heads={spec.unit_heads} needs the TMA mainloop")
     if spec.unit_heads > 2:
         reasons.append(f"unit_heads={spec.unit_heads} is not 1 or 2")
-    if spec.unit_rows > TILE_M:
+    if spec.unit_rows > TILE_M and not spec.several:
         reasons.append(f"unit_heads={spec.unit_heads} of {spec.group_size} query heads each exceed the {TILE_M} rows of a tile")
     if spec.num_warps % spec.unit_heads:
         reasons.append(f"unit_heads={spec.unit_heads} does not divide num_warps={spec.num_warps}: a warp attends to one KV head")

@@ -59,7 +59,7 @@ class TilingSpec(ProblemSpec):
 
     arch: the mainloop ("sm90": one TMA producer warp and a ring of mbarriers; "sm80": a cp.async ring per warp, or one that all
     warps share). target: what the kernel is compiled for. unit_heads: KV heads of a unit, which one CTA works on at a time.
-    block_rows: packed rows (query rows x query heads of a KV head) of a unit if a request may have several query rows, 8 or a
+    block_rows: packed rows (query rows x query heads) of a unit if a request may have several query rows, 8 or a
     multiple of 16 (m-tiles); many_blocks: whether a request may have more. mma: "warpgroup": four warps with neighbouring
     m-tiles multiply together; block_rows is then above 0 also if a request has one query row.
     """
@@ -156,11 +156,17 @@ class TilingSpec(ProblemSpec):
         return max(1, self.block_rows // TILE_M)
 
     @property
+    def tile_heads(self) -> int:
+        """KV heads of a unit, each of which has m-tiles of its own. If a request has one query row, they have one m-tile."""
+        return self.unit_heads if self.several else 1
+
+    @property
     def warp_tiles(self) -> int:
         """M-tiles that one warp attends to together: a KV tile that the warp reads and converts serves all of them."""
         if not self.several or self.by_warpgroup:
             return 1
-        return min(self.row_tiles, most_warp_tiles(self.num_warps, self.padded_v_head_dim, self.splits, self.pairs_tiles))
+        of_head = self.row_tiles // self.tile_heads
+        return min(of_head, most_warp_tiles(self.num_warps, self.padded_v_head_dim, self.splits, self.pairs_tiles))
 
     @property
     def pairs_tiles(self) -> bool:
@@ -179,7 +185,7 @@ class TilingSpec(ProblemSpec):
     @property
     def readers(self) -> int:
         """Warps that read a KV tile, each for warp_tiles m-tiles of the unit."""
-        return self.row_tiles // self.warp_tiles
+        return self.row_tiles // (self.warp_tiles * self.tile_heads)
 
     @property
     def turns(self) -> int:
@@ -201,7 +207,7 @@ class TilingSpec(ProblemSpec):
 
     @property
     def unit_rows(self) -> int:
-        """Query heads of a unit's KV heads."""
+        """Query heads of a unit's KV heads: its packed rows for one query row."""
         return self.group_size * self.unit_heads
 
     @property

@@ -106,6 +106,31 @@ def test_rows_that_grow_and_shrink_in_a_graph(arch: str) -> None:
         assert_close(replace(inputs, case=meant, kv=kv), (out.flatten(0, 1), lse))
 
 
+@pytest.mark.parametrize("lengths", [(1000, 64, 31, 700), (512,), (1024, 1023, 0)], ids=["uneven", "one length", "long"])
+def test_two_kv_heads_a_cta(lengths: tuple[int, ...]) -> None:
+    """On few SMs a CTA takes two KV heads: right, bit for bit the same again, and in a graph over other lengths."""
+    described = replace(NAMED["two_kv_heads"], cache=replace(NAMED["two_kv_heads"].cache, lengths=(lengths * 12)[:12]))
+    plan = select(described, "sm90", sm_count=16)
+    assert plan.explain().chosen.spec.unit_heads == 2, plan.explain()
+    inputs = make_attention(described, "cuda", dead=0.5)
+    result = run(plan, inputs)
+    assert_close(inputs, result)
+    assert_bitwise(run(plan, inputs), result)
+    out, lse, workspace = torch.full_like(inputs.q, NAN), torch.full_like(result[1], NAN), plan.new_workspace()
+    given = {**inputs.scales, "out": out, "lse": lse, "workspace": workspace}
+    plan.run(inputs.q, inputs.k, inputs.v, inputs.table, **given)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        plan.run(inputs.q, inputs.k, inputs.v, inputs.table, **given)
+    now = torch.tensor(described.cache.lengths).roll(1).minimum(torch.tensor(described.cache.lengths))
+    inputs.table.operands[1].copy_(now)
+    out.fill_(NAN), lse.fill_(NAN)
+    graph.replay()
+    rows = [pages[: -(-length // 16)] for pages, length in zip(inputs.kv.rows, now.tolist(), strict=True)]
+    meant = replace(described, cache=replace(described.cache, lengths=tuple(now.tolist())))
+    assert_close(replace(inputs, case=meant, kv=replace(inputs.kv, shape=meant.cache, rows=rows)), (out, lse))
+
+
 @pytest.mark.parametrize("arch", ARCHES)
 @pytest.mark.parametrize("name", ["everything", "long", "tree_2_words", "uniform_strided", "packed", "verify_32_e4m3_ragged"])
 def test_a_side_stream_and_another_grid_agree(name: str, arch: str) -> None:

@@ -298,7 +298,7 @@ def test_what_warpgroups_cannot_have(change: dict[str, Any], reason: str) -> Non
         ({"block_rows": 48}, "the 3 m-tiles of block_rows=48 do not divide num_warps=4"),
         ({"block_rows": 256}, "the 16 m-tiles of block_rows=256 do not divide num_warps=4"),
         ({"block_rows": 64, "num_stages": 15}, "num_stages=15 is not a multiple of the 2 turns of its warps"),
-        ({"unit_heads": 2}, "unit_heads=2 takes one query row a request"),
+        ({"unit_heads": 2}, "unit_heads=2 of several query rows take tokens' scales"),
         ({"arch": "sm80", "block_rows": 32}, "block_rows=32 on sm80 shares a ring between the warps: all of num_warps=4"),
     ],
 )

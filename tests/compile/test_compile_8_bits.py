@@ -96,6 +96,19 @@ def test_two_kv_heads_a_cta(head_dim: int, storage: Storage, tmp_path: Path) -> 
     assert_no_spills(sass)
 
 
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_two_kv_heads_of_paired_warps(head_dim: int, tmp_path: Path) -> None:
+    """A producer brings the tiles of one head, and a warp attends to those of one: both parts are there once."""
+    stored = {"kv_dtype": INT8, "k_scale": TOKEN_F16, "v_scale": TOKEN_F16, "max_seq_len": 1024}
+    described = ck.PagedAttentionDescriptor(64, 32, 8, head_dim, 16, torch.bfloat16, max_q_len=8, **stored).problem
+    (config,) = candidates(described, "sm90", "sm_90a", 132)
+    assert (config.unit_heads, config.num_warps) == (2, 8)
+    spec = kernel_spec(described, "sm90", "sm_90a", config, partition="balanced")
+    ptx, sass = dump(spec, tmp_path)
+    assert len(re.findall(r"cp\.async\.bulk\.tensor\.[45]d", ptx)) == 2 * spec.tile_n // spec.box_rows
+    assert_no_spills(sass)
+
+
 @pytest.mark.parametrize(
     ("target", "described"),
     [

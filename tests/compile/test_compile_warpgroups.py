@@ -44,7 +44,8 @@ CASES: dict[str, dict[str, Any]] = {
     "int8 token, 128 rows": {**INT8_TOKEN, "max_q_len": 32},
 }
 CHOSEN = {"e4m3, 64 rows, uniform": (96, 8), "e4m3, 128 rows": (96, 8), "int8 token, 64 rows": (96, 8)}  # tiles, warps
-# loads and stores of spilled registers of kernels with two m-tiles a warp over e4m3, in the loop over tiles and in all; by
+SPILLS = {"e4m3, 64 rows, uniform": 2}  # loads and stores of spilled registers, outside the loop over tiles
+# the same of kernels with two m-tiles a warp over e4m3, in the loop over tiles and in all; by
 # head_dim, query
 PAIRED_SPILLS = {(128, "uniform"): (0, 23), (128, "ragged"): (0, 16), (64, "uniform"): (0, 35)}
 
@@ -68,8 +69,7 @@ def test_warpgroups(name: str, tmp_path: Path) -> None:
     assert "mma.sync" not in ptx
     loop = sass[sass.index("HGMMA") : sass.rindex("HGMMA")]
     assert not re.search(r"\b(LDL|STL)\b", loop), "registers spilled in the loop over tiles"
-    spills = 2 if spec.hears_share else 0  # of a warp that looks ahead and hears of the share
-    assert len(re.findall(r"\b(?:LDL|STL)\b", sass)) <= spills, "registers spilled to local memory"
+    assert len(re.findall(r"\b(?:LDL|STL)\b", sass)) <= SPILLS.get(name, 0), "registers spilled to local memory"
     assert sass.count("HGMMA") == spec.padded_head_dim // 16 + ends * spec.tile_n // 16
     assert sass.count("WARPGROUP.DEPBAR") == 2 * ends, "the assembler waits for more than both products"
 

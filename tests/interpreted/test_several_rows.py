@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 import cute_kernels as ck
 from cute_kernels.config.decode import DecodeConfig
 from tests.interpreted.machine.attention import Kernel, kernel_of
+from tests.interpreted.machine.grid import Cta
 from tests.interpreted.runs import attention_operands, run_attention
 from tests.support.attention_cases import EVERYTHING, TOKEN_SCALES, Case, case, make_attention
 from tests.support.attention_harness import assert_close, assert_close_by_columns, assert_padding, spread_values
@@ -20,6 +22,7 @@ from tests.support.logit_patterns import LOGITS, follow_logits
 ONE_HEAD: dict[str, Any] = {"num_heads": 4, "num_kv_heads": 1}
 LENGTHS = {"lengths": (700, 0, 33, 400)}
 WARPS = {4: DecodeConfig(32, 8, 4, 1), 8: DecodeConfig(16, 8, 8, 1)}
+TWO_HEADS = DecodeConfig(16, 8, 8, 1, 2)
 E4M3 = {"kv_dtype": ck.KVDtype.E4M3}
 HEAD = ck.KVScale.HEAD
 # (head_dim, query rows of 4 heads, warps) -> (packed rows per unit, words that a thread merges and sends together)
@@ -188,6 +191,51 @@ def test_queries_of_many_requests_beside_the_loop(partition: Any, cache: dict[st
     assert (kernel.spec.query_warps, kernel.spec.query_buffers) == (4 if kernel.spec.token_scales else 3, 2)
     assert kernel.spec.stores_beside == (partition == "balanced" and not kernel.spec.token_scales)
     check(kernel, problem)
+
+
+@pytest.mark.parametrize(
+    ("fields", "rows", "partition", "ctas"),
+    [
+        ({"head_dim": 128}, {"q_lens": (8, 8, 7, 1, 8)}, "balanced", 4),
+        ({"num_heads": 20}, {"q_lens": (6,) * 5, "uniform": True, **EVERYTHING}, "balanced", 2),
+        ({"num_heads": 20, "kv_dtype": ck.KVDtype.E4M3, "v_scale": ck.KVScale.NONE}, {"q_lens": (6, 6, 5, 0, 6)}, "balanced", 4),
+        ({"dtype": torch.float16, "num_heads": 32}, {"q_lens": (4, 3, 4, 4, 4)}, "balanced", 2),
+        ({"num_heads": 32}, {"q_lens": (4,) * 5, "uniform": True, "tree": True, **EVERYTHING}, "balanced", 2),
+        ({}, {"q_lens": (8, 8, 7, 1, 8)}, "invariant", 2),
+    ],
+    ids=["int8", "groups of 5, everything", "e4m3 K alone", "f16 queries", "tree, everything", "invariant"],
+)
+def test_two_kv_heads_of_paired_warps(fields: dict[str, Any], rows: dict[str, Any], partition: Any, ctas: int) -> None:
+    """Two units of two KV heads: neighbouring warps attend to different heads; some requests have few tiles, one has none."""
+    of_heads = {"num_heads": 16, "num_kv_heads": 4, "head_dim": 64, "lengths": (700, 0, 33, 300, 90), **TOKEN_SCALES, **fields}
+    problem = case("heads", of_heads, **{"max_q_len": max(rows["q_lens"]), **rows})
+    descriptor = problem.descriptor()
+    kernel = kernel_of(descriptor.problem, TWO_HEADS, partition, ctas, descriptor=descriptor)
+    spec = kernel.spec
+    assert spec.paired and (spec.unit_heads, spec.block_rows, spec.turns, spec.merge_rows) == (2, 64, 8, 32)
+    check(kernel, problem)
+
+
+@pytest.mark.parametrize("count", [4, 5, 6])
+def test_whole_requests_of_one_length(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of three CTAs of a unit takes two whole requests, the last of them what is left, which may be none."""
+    rows = {"q_lens": (8,) * count, "max_q_len": 8, "uniform": True}
+    of_heads = {"num_heads": 16, "num_kv_heads": 4, "head_dim": 64, "lengths": (256,) * count, **TOKEN_SCALES}
+    problem = case("whole", of_heads, **rows)
+    descriptor = problem.descriptor()
+    kernel = kernel_of(descriptor.problem, TWO_HEADS, "balanced", 3, descriptor=descriptor)
+    check(kernel, problem)
+    (operands, extras), done, start = attention_operands(make_attention(problem)), [], Cta.__init__
+
+    def count_rows(cta: Cta, grid: Any, number: int) -> None:
+        done.append(int((~operands.lse.isnan()).sum()))  # what the CTAs before have stored
+        start(cta, grid, number)
+
+    monkeypatch.setattr(Cta, "__init__", count_rows)
+    kernel.run(operands, extras, resident=1)
+    of_request = problem.q_lens[0] * 8  # rows of a unit's query heads
+    expected = [min(2, max(count - 2 * ctas, 0)) * of_request for ctas in range(3) for _ in range(2)]
+    assert [after - before for before, after in pairwise([*done, count * 2 * of_request])] == expected
 
 
 @pytest.mark.parametrize("head_dim", [32, 96])

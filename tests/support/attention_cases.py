@@ -95,6 +95,8 @@ EVERYTHING = {"window_left": 40, "softcap": 3.0, "alibi": True, "sinks": True}
 LONG = {"lengths": (3000, 64, 31, 700)}
 UNIFORM = {"uniform": True, "q_lens": (4,) * len(LENGTHS), "max_q_len": 4}
 VERIFY = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128, **LONG}  # packed rows for warps, for one warpgroup, or for two
+# on 16 SMs a CTA takes two KV heads of these
+SHORT = {**VERIFY, "lengths": (1000, 64, 31, 700) * 3, "max_seq_len": 1024}
 VERIFY_32, VERIFY_64, VERIFY_128 = (
     {"uniform": True, "q_lens": (rows // 4,) * 4, "max_q_len": rows // 4} for rows in (32, 64, 128)
 )
@@ -165,6 +167,8 @@ CASES = (
     case("verify_32_e4m3", {**VERIFY, "kv_dtype": E4M3}, **VERIFY_32),
     case("verify_32_int8_everything", {**VERIFY, **TOKEN_SCALES, "head_dim": 64, "page_size": 64}, **VERIFY_32, **EVERYTHING),
     case("verify_32_e4m3_ragged", {**VERIFY, "kv_dtype": E4M3}, q_lens=(8, 5, 0, 3), max_q_len=8, sinks=True),
+    case("two_kv_heads", {**SHORT, **TOKEN_SCALES}, q_lens=(8,) * 12, uniform=True),
+    case("two_kv_heads_everything", {**SHORT, **TOKEN_SCALES, "head_dim": 64}, q_lens=(8, 5, 0, 3) * 3, **EVERYTHING),
     case("verify_64_e4m3", {**VERIFY, "kv_dtype": E4M3}, **VERIFY_64),
     case("verify_64_e4m3_everything", {**VERIFY, "kv_dtype": E4M3, "head_dim": 64, "page_size": 64}, **VERIFY_64, **EVERYTHING),
     case("verify_128_e4m3", {**VERIFY, "kv_dtype": E4M3}, **VERIFY_128, window_left=1023),

@@ -37,6 +37,8 @@ PAIRED = (8_192, 8, 1)
 # (TilingSpec.pairs_tiles), 7 to 22% sooner than the shapes below, which were swept on an H200, too: 8 warps on large tiles were
 # fastest or within 4% of it; on smaller ones if a share has fewer than SHARE_TILES large ones; 4 warps with token scales
 PAIRED_M_TILES = 32, 8
+# most tokens of a row whose CTAs then take two KV heads, if tokens have scales: a CTA ends half as many pieces
+PAIRED_TOKENS = 1_024
 M_TILES, M_TILES_OF_SHORT, M_TILES_OF_TOKEN_SCALES = (64, 8), (32, 8), (32, 4)
 SHARE_TILES = 4
 M_TILES_ROWS = 32  # packed rows: with more, warpgroups end first (docs/notes/kernel-log.md)
@@ -115,7 +117,8 @@ def candidates(problem: DecodeProblem, arch: Arch, target: Target, sm_count: int
         if not by_warps(problem):
             return [warpgroup_config(problem, sm_count, phase)]
         tile_n, num_warps = m_tiles_shape(problem, sm_count, phase)
-        shapes = [(tile_n * token_bytes(problem), num_warps, 1, 1)]
+        heads = 2 if not phase and pairs_rows(problem, (tile_n, num_warps), sm_count) else 1
+        shapes = [(tile_n * token_bytes(problem), num_warps, 1, heads)]
     elif pairs_heads(problem, arch):
         shapes.append((*PAIRED, 2))
     for tile_bytes, most_warps, ctas_per_sm, unit_heads in shapes:
@@ -282,6 +285,19 @@ def pairs_heads(problem: DecodeProblem, arch: Arch) -> bool:
         return False
     fits = problem.num_kv_heads % 2 == 0 and 2 * problem.group_size <= TILE_M // 2 and problem.head_dim <= PAIRED_HEAD_DIM
     return arch == "sm90" and problem.has_8_bits and "token" in scales and scales <= {"token", "none"} and fits
+
+
+def pairs_rows(problem: DecodeProblem, shape: tuple[int, int], sm_count: int) -> bool:
+    """Whether a CTA takes two KV heads of several query rows: of short rows, if it then has half as many, all of them whole.
+
+    shape: tokens of a tile, and consumer warps.
+    """
+    heads, scales = problem.num_kv_heads, {problem.k_scale.granularity, problem.v_scale.granularity}
+    fits = shape == PAIRED_M_TILES and "token" in scales <= {"token", "none"} and problem.packed_rows > TILE_M
+    if not fits or heads % 2 or row_tokens(problem) > PAIRED_TOKENS:
+        return False
+    alone, pairs = (-(-problem.batch_size // max(1, sm_count // units)) for units in (heads, heads // 2))
+    return 1 < pairs <= alone / 2
 
 
 def spills_with_8_warps(problem: DecodeProblem) -> bool:

@@ -22,7 +22,7 @@ from ..schedule.work_scheduler import Piece
 from .attend import RowTile, WarpState, row_scales
 from .bases import rounded_product
 from .pack_gqa import VECTOR, lane_rows_of, place_of, sync_consumers
-from .query_rows import QueryBlock, block_view, place_in, place_in_view
+from .query_rows import QueryBlock, block_view, head_of_row, place_in, place_in_view, row_of_head
 from .relative import end_bases
 from .softmax import finite_or_zero, quad_sum, rescale_row, rows_of
 
@@ -56,14 +56,15 @@ def value_column(spec: KernelSpec, column: int) -> int:
 
 def is_of(spec: KernelSpec, row: Int32, order: Int32) -> Boolean | bool:
     """Whether the warp at place `order` of the merge attends to a packed row's KV head: places alternate between KV heads."""
-    return spec.unit_heads == 1 or quotient(row, spec.group_size) == remainder(order, spec.unit_heads)
+    alike = spec.unit_heads == 1 or spec.tile_heads > 1  # a warp's m-tiles have rows of its own KV head alone
+    return alike or head_of_row(spec, row) == remainder(order, spec.unit_heads)
 
 
 def places_of(spec: KernelSpec, row: Int32) -> list:
     """The places in the merge of the warps that attend to a packed row."""
     if spec.unit_heads == 1:
         return list(range(spec.merge_places))
-    return [quotient(row, spec.group_size) + place for place in range(0, spec.num_warps, spec.unit_heads)]
+    return [head_of_row(spec, row) + place for place in range(0, spec.merge_places, spec.unit_heads)]
 
 
 @cute.jit
@@ -139,13 +140,13 @@ def share_state(spec: cutlass.Constexpr, merge: tuple, own: LaneState, heads: In
     acc, row_max, row_sum, _ = merge
     for r in cutlass.range_constexpr(cute.size(own.state.row_max)):
         total = quad_sum(own.state.row_sum[r])
-        row = own.rows[r]
-        if row < heads and is_of(spec, row, place):
+        at = row_of_head(spec, own.rows[r])
+        if own.rows[r] < heads and is_of(spec, own.rows[r], place):
             for c, column in enumerate(columns_of_row(spec, own, r)):
-                acc[row, column, place] = own.outputs[r, c] * own.unit
+                acc[at, column, place] = own.outputs[r, c] * own.unit
             if cute.arch.lane_idx() % 4 == 0:
-                row_max[row, place] = peak_of(own, r)
-                row_sum[row, place] = total * own.unit
+                row_max[at, place] = peak_of(own, r)
+                row_sum[at, place] = total * own.unit
 
 
 @cute.jit
@@ -153,21 +154,21 @@ def join_state(spec: cutlass.Constexpr, merge: tuple, own: LaneState, heads: Int
     """Adds an m-tile's state to the one that another warp left at a place of the merge."""
     acc, row_max, row_sum, _ = merge
     for r in cutlass.range_constexpr(cute.size(own.state.row_max)):
-        row, totals = own.rows[r], (quad_sum(own.state.row_sum[r]) * own.unit, row_sum[own.rows[r], place])
-        peaks = peak_of(own, r), row_max[row, place]
+        at = row_of_head(spec, own.rows[r])
+        totals, peaks = (quad_sum(own.state.row_sum[r]) * own.unit, row_sum[at, place]), (peak_of(own, r), row_max[at, place])
         cute.arch.sync_warp()  # the four lanes of a row have read both numbers
         peak = cute.arch.fmax(*peaks)
         weights = [state_weight(each, finite_or_zero(peak), scaling) for each in peaks]
         columns = columns_of_row(spec, own, r)
-        if row < heads:
+        if own.rows[r] < heads:
             for begin in cutlass.range_constexpr(0, len(columns), JOINED):
                 some = range(begin, min(begin + JOINED, len(columns)))
-                there = [acc[row, columns[c], place] for c in some]  # loads before stores: the compiler makes vectors of both
+                there = [acc[at, columns[c], place] for c in some]  # loads before stores: the compiler makes vectors of both
                 for c in some:
-                    acc[row, columns[c], place] = own.outputs[r, c] * (own.unit * weights[0]) + there[c - begin] * weights[1]
+                    acc[at, columns[c], place] = own.outputs[r, c] * (own.unit * weights[0]) + there[c - begin] * weights[1]
             if cute.arch.lane_idx() % 4 == 0:
-                row_max[row, place] = peak
-                row_sum[row, place] = totals[0] * weights[0] + totals[1] * weights[1]
+                row_max[at, place] = peak
+                row_sum[at, place] = totals[0] * weights[0] + totals[1] * weights[1]
 
 
 def state_weight(row_max: Float32, shift: Float32, scaling: Scaling) -> Float32:
@@ -182,16 +183,16 @@ def merge_row(spec: cutlass.Constexpr, row_max, row_sum, row: Int32, scaling: Sc
 
     The factor is known later than the weights, so it is not multiplied into them: that would hold up the sum.
     """
-    places = places_of(spec, row)
+    places, at = places_of(spec, row), row_of_head(spec, row)
     weights = cute.make_rmem_tensor(len(places), Float32)
     peak = -Float32.inf
     for w in cutlass.range_constexpr(len(places)):
-        peak = cute.arch.fmax(peak, row_max[row, places[w]])
+        peak = cute.arch.fmax(peak, row_max[at, places[w]])
     shift = finite_or_zero(peak)
     total = Float32(0.0)
     for w in cutlass.range_constexpr(len(places)):
-        weights[w] = state_weight(row_max[row, places[w]], shift, scaling)
-        total += weights[w] * row_sum[row, places[w]]
+        weights[w] = state_weight(row_max[at, places[w]], shift, scaling)
+        total += weights[w] * row_sum[at, places[w]]
     return weights, *normalisation(spec, total, shift, scaling)
 
 
@@ -238,7 +239,7 @@ def merged(spec: cutlass.Constexpr, acc, weights, inverse: Float32, row: Int32, 
         value = acc[row, column, 0]
     else:
         for w in cutlass.range_constexpr(len(places)):
-            value += weights[w] * acc[row, column, places[w]]
+            value += weights[w] * acc[row_of_head(spec, row), column, places[w]]
     return value * inverse
 
 

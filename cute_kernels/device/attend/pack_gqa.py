@@ -25,7 +25,7 @@ from ..ptx.cp_async import copy_async
 from ..ptx.registers import LANES, quotient, remainder
 from ..ptx.warps import warp_number
 from .query_range import rescale
-from .query_rows import QueryBlock, block_view, place_in, place_in_view
+from .query_rows import QueryBlock, block_view, packed_row_of, place_in, place_in_view
 
 PAIR_BYTES = 4  # of two 16-bit columns of the query, or of one f32 column
 VECTOR = 8  # 16-bit columns of the query in 16 bytes
@@ -144,12 +144,12 @@ def fetch_fragments(spec: cutlass.Constexpr, q: cute.Tensor, block: QueryBlock, 
     source, lane = block_view(spec, q, block), cute.arch.lane_idx()
     columns = cutlass.const_expr(spec.query_fragment[1])
     steps = cutlass.const_expr(spec.padded_head_dim // columns)
-    stop = block.rows if cutlass.const_expr(spec.brings_rows) else spec.row_tiles * steps
+    stop = rows_to_bring(spec, block.rows) if cutlass.const_expr(spec.brings_rows) else spec.row_tiles * steps
     for turn in cutlass.range(warp, stop, spec.num_warps, unroll=1):
         if cutlass.const_expr(spec.brings_rows):
             for column in lane_columns(spec):
                 if column < spec.padded_head_dim:
-                    fetch_pair(spec, source, block, turn, column, shared, place_of(spec, turn, column))
+                    fetch_pair(spec, source, block, packed_row_of(spec, turn), column, shared, place_of(spec, turn, column))
         else:
             first, step = Int32(0), turn
             if cutlass.const_expr(spec.row_tiles > 1):
@@ -157,7 +157,13 @@ def fetch_fragments(spec: cutlass.Constexpr, q: cute.Tensor, block: QueryBlock, 
             for half, rows in product(range(2), range(2)):
                 column = step * columns + lane % 4 * word_columns(spec) + columns // 2 * half
                 word = cutlass.const_expr(half + 2 * rows if spec.splits else rows + 2 * half)
-                fetch_pair(spec, source, block, first + lane // 4 + 8 * rows, column, shared, (word, lane, turn))
+                row = packed_row_of(spec, first + lane // 4 + 8 * rows)
+                fetch_pair(spec, source, block, row, column, shared, (word, lane, turn))
+
+
+def rows_to_bring(spec: KernelSpec, rows: Int32) -> Int32:
+    """How many rows of a unit's m-tiles warps bring: all, if the packed rows of two KV heads are in different ones."""
+    return rows if spec.tile_heads == 1 else Int32(spec.block_rows)
 
 
 def rows_apart(spec: KernelSpec, per_row: int) -> int:
@@ -259,7 +265,7 @@ def settle_query(
         if cutlass.const_expr(spec.by_warpgroup):
             cute.arch.sync_warp()  # a lane has fetched elements that other lanes rescale
         words, columns = cute.recast_tensor(shared, Int32), lane_columns(spec)
-        begin, step, stop = warp_number(), spec.num_warps, cutlass.select_(fresh, heads, 0)
+        begin, step, stop = warp_number(), spec.num_warps, cutlass.select_(fresh, rows_to_bring(spec, heads), 0)
         if cutlass.const_expr(spec.dealt):  # a warp has fetched the rows of its own m-tile
             begin, stop, step = begin * TILE_M, cutlass.min(stop, (begin + 1) * TILE_M), 1
         together = cutlass.const_expr(ROWS_TOGETHER if spec.by_warpgroup else 1)
@@ -323,7 +329,10 @@ def turn_of(spec: KernelSpec) -> Int32:
 
 def row_tiles_of(spec: KernelSpec) -> list[Int32 | int]:
     """The m-tiles that this warp attends to."""
-    return [reader_of(spec) * spec.warp_tiles + i for i in range(spec.warp_tiles)]
+    first = reader_of(spec) * spec.warp_tiles
+    if spec.tile_heads > 1:  # a warp has tiles of one of the unit's KV heads
+        first = remainder(cute.arch.make_warp_uniform(warp_number()), spec.tile_heads) * spec.warp_tiles
+    return [first + i for i in range(spec.warp_tiles)]
 
 
 def read_query(spec: KernelSpec, shared: cute.Tensor, held: cute.Tensor | None, row_tile: Int32 | int) -> cute.Tensor:
@@ -366,11 +375,16 @@ def row_block(spec: KernelSpec, shared: cute.Tensor, row_tile: Int32 | int) -> c
 
 def read_inverses(spec: KernelSpec, shared: cute.Tensor, row_tile: Int32 | int) -> list[Float32] | None:
     """The inverses that settle_query left for this lane's rows of an m-tile; None where all are 1."""
-    return [shared[packed] for packed in lane_rows_of(spec, row_tile)] if spec.limits_query else None
+    return [shared[row] for row in tile_rows_of(spec, row_tile)] if spec.limits_query else None
 
 
 def lane_rows_of(spec: KernelSpec, row_tile: Int32 | int) -> list[Int32]:
     """The packed rows in use that this lane holds of an accumulator of a unit's m-tile."""
+    return [packed_row_of(spec, row) for row in tile_rows_of(spec, row_tile)]
+
+
+def tile_rows_of(spec: KernelSpec, row_tile: Int32 | int) -> list[Int32]:
+    """The rows in use, of all m-tiles of a unit, that this lane holds of an accumulator of one m-tile."""
     return [row_tile * TILE_M + cute.arch.lane_idx() // 4 + 8 * r for r in range(spec.lane_rows)]
 
 

@@ -1,7 +1,9 @@
 """The query rows of a request: where they are in q, and which keys they see.
 
 The packed rows (packed GQA) of a request and a KV head are the pairs (query row, query head); the heads of a query row are
-neighbours. A unit (head block) holds those packed rows, or a block of them if there may be more than spec.block_rows.
+neighbours. A unit (head block) holds those packed rows, or a block of them if there may be more than spec.block_rows. If a unit
+has two KV heads, its packed rows are those of both, and the query heads of a query row are still neighbours; but each KV head has
+m-tiles of its own, of the rows of its own query heads.
 """
 
 from dataclasses import dataclass
@@ -108,7 +110,7 @@ def blocks_of(spec: KernelSpec, queries: Queries | None) -> Int32 | int:
     """Units that share a KV head."""
     if not spec.many_blocks:
         return spec.m_tiles
-    return quotient(queries.max_q_len * spec.group_size + spec.block_rows - 1, spec.block_rows)
+    return quotient(queries.max_q_len * spec.unit_rows + spec.block_rows - 1, spec.block_rows)
 
 
 def block_of_unit(spec: KernelSpec, queries: Queries | None, unit: Int32) -> Int32:
@@ -122,7 +124,7 @@ def heads_of(spec: KernelSpec, queries: Queries | None, unit: Int32) -> tuple[In
     blocks = blocks_of(spec, queries)
     kv_head = quotient(unit, blocks) * spec.unit_heads
     if spec.several:
-        return kv_head, kv_head * spec.group_size, Int32(spec.group_size)
+        return kv_head, kv_head * spec.group_size, Int32(spec.unit_rows)
     first = remainder(unit, blocks) * spec.unit_m
     return kv_head, kv_head * spec.group_size + first, cutlass.min(spec.unit_rows - first, spec.unit_m)
 
@@ -137,20 +139,40 @@ def query_block(spec: KernelSpec, queries: Queries | None, unit: Int32, heads: t
 def block_of_rows(spec: KernelSpec, block: Int32, head: Int32, index: Int32, row: Row) -> QueryBlock:
     """Block `block` of the packed rows of request `index`, opened as `row`, and of a KV head whose first query head is `head`."""
     base = block * spec.block_rows
-    rows = cutlass.max(cutlass.min(row.queries * spec.group_size - base, spec.block_rows), 0)
+    rows = cutlass.max(cutlass.min(row.queries * spec.unit_rows - base, spec.block_rows), 0)
     return QueryBlock(index, head, rows, row.query, base)
+
+
+def packed_row_of(spec: KernelSpec, row: Int32) -> Int32:
+    """The packed row of a unit in row `row` of its m-tiles: those of its first KV head come first."""
+    if spec.tile_heads == 1:
+        return row
+    head, own = quotient(row, spec.merge_rows), remainder(row, spec.merge_rows)
+    return quotient(own, spec.group_size) * spec.unit_rows + head * spec.group_size + remainder(own, spec.group_size)
+
+
+def row_of_head(spec: KernelSpec, packed: Int32) -> Int32:
+    """The number of a packed row of a unit among those of its KV head, if each KV head has m-tiles of its own."""
+    if spec.tile_heads == 1:
+        return packed
+    return quotient(packed, spec.unit_rows) * spec.group_size + remainder(packed, spec.group_size)
+
+
+def head_of_row(spec: KernelSpec, packed: Int32) -> Int32:
+    """Which of its unit's KV heads a packed row belongs to."""
+    return quotient(remainder(packed, spec.unit_rows) if spec.several else packed, spec.group_size)
 
 
 def query_row_of(spec: KernelSpec, block: QueryBlock, packed: Int32) -> Int32:
     """Which of its request's query rows a packed row of a block belongs to."""
-    return quotient(block.base + packed, spec.group_size) if spec.several else Int32(0)
+    return quotient(block.base + packed, spec.unit_rows) if spec.several else Int32(0)
 
 
 def place_in(spec: KernelSpec, block: QueryBlock, packed: Int32) -> tuple:
     """Where a packed row of a block is in q, out and lse: all their coordinates but the column."""
     if not spec.several:
         return block.row, block.head + packed
-    query_row, head = query_row_of(spec, block, packed), block.head + remainder(block.base + packed, spec.group_size)
+    query_row, head = query_row_of(spec, block, packed), block.head + remainder(block.base + packed, spec.unit_rows)
     return (block.row, query_row, head) if spec.query == "uniform" else (block.query + query_row, head)
 
 
@@ -193,10 +215,10 @@ def kv_range(spec: KernelSpec, queries: Queries | None, row: Row, block: Int32 |
         return KvRange(row.length)
     first, last, some = Int32(0), Int32(0), Boolean(True)
     if spec.several:
-        packed, count = block * spec.block_rows, row.queries * spec.group_size
+        packed, count = block * spec.block_rows, row.queries * spec.unit_rows
         some = packed < count
-        first = quotient(packed, spec.group_size)
-        last = quotient(cutlass.max(cutlass.min(packed + spec.block_rows, count) - 1, 0), spec.group_size)
+        first = quotient(packed, spec.unit_rows)
+        last = quotient(cutlass.max(cutlass.min(packed + spec.block_rows, count) - 1, 0), spec.unit_rows)
     positions = position_of(spec, row, first), position_of(spec, row, last)
     end = cutlass.max(cutlass.select_(some, end_seen(spec, queries, row, positions[1]), 0), 0)
     inner_end = end_seen(spec, queries, row, positions[0])

@@ -74,7 +74,9 @@ class DecodeKernel(PieceResults):
         self.overlap = spec.target == "sm_90a"  # programmatic dependent launch: starts while the previous kernel drains
         self.divides = spec.divides_combine
         self.counts_turns = spec.q_lens is not None or spec.query_warps > 0
-        self.fetches_late = spec.query_buffers == 1 and (spec.by_warpgroup or spec.splits or spec.shares_ring)
+        read_late = spec.by_warpgroup or spec.splits or spec.shares_ring or spec.tile_heads > 1
+        self.opens_early = spec.several and spec.tile_heads == 1
+        self.fetches_late = spec.query_buffers == 1 and read_late  # the warps read it from shared memory, tile by tile
 
     @cute.jit
     def __call__(
@@ -249,14 +251,14 @@ class DecodeKernel(PieceResults):
             row_tiles = self.row_tiles(problem, piece, buffer, factors, held, states)
             if cutlass.const_expr(spec.query_buffers == 1 and not self.fetches_late):
                 sync_consumers(spec)  # all warps have read their query rows
-            if cutlass.const_expr(spec.several):  # the next row says which query rows to fetch
+            if cutlass.const_expr(self.opens_early):  # the next row says which query rows to fetch
                 row = open_following(spec, problem, share, next_index, next_first)
             if cutlass.const_expr(not self.fetches_late and spec.query_warps == 0):
                 self.fetch_next(problem, next_buffer, share, heads, index, (next_index, next_first), row)
             for state in states:
                 reset_state(spec, state)
             self.mainloop.consume(piece, Attention(products, row_tiles, scaling), problem, shared)
-            if cutlass.const_expr(not spec.several):
+            if cutlass.const_expr(not self.opens_early):
                 row = open_following(spec, problem, share, next_index, next_first)
             if cutlass.const_expr(self.divides):
                 settle(spec, problem, shared, share)

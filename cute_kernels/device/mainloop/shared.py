@@ -70,7 +70,7 @@ def merge_tensors(spec: KernelSpec, base: cute.Pointer) -> tuple:
     """
     if spec.settles_alone:
         return cute.make_tensor(base, cute.make_layout(spec.merge_floats)), None, None, None
-    rows, warps, columns = spec.packed_rows, spec.merge_places, spec.merge_columns
+    rows, warps, columns = spec.merge_rows, spec.merge_places, spec.merge_columns
     outputs = 1 if spec.by_warpgroup else warps
     states = cute.make_layout((rows, warps), stride=(warps, 1))
     acc = cute.make_layout((rows, columns, outputs), stride=(columns, 1, rows * columns))

@@ -13,6 +13,8 @@ second; num_warps is even, so a warp has tiles of one head. If a unit has severa
 reads each tile, each warp for its own m-tiles; groups, not warps, then alternate.
 """
 
+from collections.abc import Iterable
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64
@@ -24,7 +26,7 @@ from ...config.warps import PRODUCER_WARPS
 from ..attend.attend import Attention, attend_tile
 from ..attend.mask import has_outside, zero_outside
 from ..attend.pack_gqa import prefetch_query, reader_of, turn_of
-from ..attend.query_rows import Row, TilePlace, first_tile, place_of_tile
+from ..attend.query_rows import Row, TilePlace, first_tile, heads_of, place_of_tile, query_block
 from ..kv.source import (
     box_pages,
     empty_row,
@@ -69,6 +71,7 @@ class TmaMainloop(TokenScales, Widening):
         self.producer_warps = PRODUCER_WARPS[spec.arch]  # 0: no warp only brings tiles
         self.ahead_warp = spec.num_warps + (-1 if spec.token_scales else 1)
         self.boxes = spec.tile_n // spec.box_rows
+        self.parts = max(1, spec.tile_producers // spec.tile_heads)  # producers that take the tiles of a KV head in turn
         self.opens_late = False  # whether a producer looks up a piece only behind the last tile of the piece before
         # arrivals at a full barrier: K and V, each lane's scales, their flags; scales come with K if V has barriers of its own
         self.arrivals = 1 + (32 + 1 if spec.token_scales and not spec.settles_scales else 0), 1
@@ -171,7 +174,7 @@ class TmaMainloop(TokenScales, Widening):
         """The number, in its row, of the piece's KV tile i."""
         return first_tile(self.spec, piece.keys) + (piece.first + i)
 
-    def box_at(self, piece: Piece, shape: RingShape, index: Int32, block: int, page: Int32, head: int) -> tuple:
+    def box_at(self, piece: Piece, shape: RingShape, index: Int32, block: int, page: Int32, head: Int32 | int) -> tuple:
         """The coordinates of a row's box `index`, on `page`, for a column block and one of the unit's KV heads."""
         slot = remainder(index, self.spec.page_size // self.spec.box_rows) if self.spec.page_size else index
         return (slot, 0, *((block,) if shape.by_block else ()), piece.kv_head + head, page)
@@ -196,14 +199,24 @@ class TmaMainloop(TokenScales, Widening):
             if cutlass.const_expr(not scales) and (piece.first == 0) & (part == 0):
                 with cute.arch.elect_one():
                     inspect_request(spec, problem.rows, index, problem.status)
-            if cutlass.const_expr(spec.tile_producers > 1):
+            if cutlass.const_expr(spec.tile_producers > 1 and spec.query_warps > 0):
                 turn += Int32(upcoming[0] > index)
                 if more and upcoming[0] > index:
                     bring_following(spec, problem, shared, share, upcoming[0], row, turn, part)
+            if cutlass.const_expr(spec.tile_heads > 1 and not scales):
+                self.prefetch_next(problem, share, upcoming[0], row, more & (upcoming[0] > index) & (part == 0))
             issued += piece.stop - piece.first
             index, tile = upcoming
         if cutlass.const_expr(spec.divides_combine and not scales):
             self.end_share(problem, shared, share, opening.row, part)
+
+    @cute.jit
+    def prefetch_next(self, problem: Problem, share: Share, index: Int32, row: Row, there: Boolean):
+        """Prefetches into L2 the query of a share's row `index`, opened as `row`: the consumers fetch it between two pieces."""
+        if there:
+            queries = problem.rows.queries
+            heads = heads_of(self.spec, queries, share.unit)
+            prefetch_query(self.spec, problem.q, query_block(self.spec, queries, share.unit, heads, index, row))
 
     @cute.jit
     def end_share(self, problem: Problem, shared: Shared, share: Share, row: Row, part: Int32):
@@ -248,7 +261,7 @@ class TmaMainloop(TokenScales, Widening):
         spec, rows, num_pages = self.spec, problem.rows, problem.rows.num_pages
         tiles_ahead, tiles = cutlass.const_expr(32 // self.boxes), piece.stop - piece.first
         upcoming, holes, found = pages, Int32(0), self.no_next(problem, num_pages)
-        parts, begin = cutlass.const_expr(spec.tile_producers), self.own_tile(piece, part)
+        parts, begin = cutlass.const_expr(self.parts), self.own_tile(piece, part)
         middle = cutlass.const_expr(min(tiles_ahead // 2, tiles_ahead - parts))
         settles = cutlass.const_expr(scales and spec.settles_scales)
         coming = make_coming(spec) if settles else None
@@ -263,7 +276,7 @@ class TmaMainloop(TokenScales, Widening):
                     if cutlass.const_expr(spec.source == "paged" and not scales):
                         token = token_of_lane(spec, tile - ahead)
                         holes = find_holes(token, piece.keys, spec.box_rows, pages, num_pages, piece.index, problem.status)
-                for head in cutlass.range_constexpr(spec.unit_heads):
+                for head in self.own_heads(part):
                     place = pages, ahead * self.boxes
                     if cutlass.const_expr(not scales):
                         self.issue_boxes(problem, shared, piece, i, head, place, holes, (0,) if lead else (0, 1))
@@ -286,8 +299,12 @@ class TmaMainloop(TokenScales, Widening):
 
     def own_tile(self, piece: Piece, part: Int32) -> Int32:
         """The first tile of a piece that a producer brings: of all of the share's tiles every so many is its own."""
-        parts = self.spec.tile_producers
-        return Int32(0) if parts == 1 else (part - piece.issued) & (parts - 1)
+        return Int32(0) if self.parts == 1 else (part // self.spec.tile_heads - piece.issued) & (self.parts - 1)
+
+    def own_heads(self, part: Int32) -> Iterable[Int32 | int]:
+        """The unit's KV heads whose tiles a producer brings: all, or one if producers take tiles in turn."""
+        heads = self.spec.unit_heads
+        return range(heads) if self.spec.tile_producers == 1 else (part % heads if heads > 1 else 0,)
 
     def no_next(self, problem: Problem, pages: Int32) -> tuple:
         """The result of open_next past the share's end. pages: a page past the cache."""
@@ -300,7 +317,7 @@ class TmaMainloop(TokenScales, Widening):
         keys = keys_of(self.spec, problem.rows, unit, row)
         return row, box_pages(self.spec, problem.rows, row.start, keys, first_tile(self.spec, keys) + tile)
 
-    def ordinal(self, piece: Piece, i: Int32, head: int) -> Int32:
+    def ordinal(self, piece: Piece, i: Int32, head: Int32 | int) -> Int32:
         """The number, in the share's stream of tiles, of the piece's tile i of a KV head."""
         return (piece.issued + i) * self.spec.unit_heads + head
 
@@ -330,7 +347,7 @@ class TmaMainloop(TokenScales, Widening):
         shared: Shared,
         piece: Piece,
         i: Int32,
-        head: cutlass.Constexpr,
+        head: Int32 | int,
         place: tuple[Int32, Int32],
         holes: Int32,
         caches: cutlass.Constexpr,
@@ -357,7 +374,7 @@ class TmaMainloop(TokenScales, Widening):
             self.copy_boxes(piece, i, head, place, (tiles, stage, full, policy))
 
     @cute.jit
-    def copy_boxes(self, piece: Piece, i: Int32, head: cutlass.Constexpr, place: tuple[Int32, Int32], target: tuple):
+    def copy_boxes(self, piece: Piece, i: Int32, head: Int32 | int, place: tuple[Int32, Int32], target: tuple):
         """Issues the boxes of a tile. target: (atom, global boxes, shared boxes, shape) per cache; stage, barrier, policy."""
         (pages, lane), (caches, stage, full, policy) = place, target
         for box in cutlass.range_constexpr(self.boxes):

@@ -29,7 +29,7 @@ class TokenScales:
 
     @cute.jit
     def issue_scales(
-        self, problem: Problem, shared: Shared, piece: Piece, i: Int32, head: cutlass.Constexpr, place: tuple[Int32, Int32]
+        self, problem: Problem, shared: Shared, piece: Piece, i: Int32, head: Int32 | int, place: tuple[Int32, Int32]
     ):
         """Issues the scales of the piece's tile i, one token per lane, found before its stage is free. place: see issue_boxes."""
         found = self.find_scales(problem, piece, i, head, *place)
@@ -61,7 +61,7 @@ class TokenScales:
                 cute.arch.mbarrier_arrive(factor_barrier(spec, shared, wide_stage))
             cute.arch.mbarrier_arrive(widened_barrier(spec, shared, wide))
 
-    def find_scales(self, problem: Problem, piece: Piece, i: Int32, head: int, pages: Int32, lane: Int32) -> list:
+    def find_scales(self, problem: Problem, piece: Piece, i: Int32, head: Int32 | int, pages: Int32, lane: Int32) -> list:
         """Where the scales of the piece's tile i are: [K's, V's] per 32 tokens. Lanes from `lane` on hold the tile's pages."""
         spec, num_pages, found = self.spec, problem.rows.num_pages, []
         for token in range(0, spec.tile_n, 32):

@@ -342,13 +342,18 @@ def share_of(spec: cutlass.Constexpr, rows: Rows, batch: Int32, lanes: LaneRows,
     cost = warp_sum(lanes.total)
     if cutlass.const_expr(spec.leaves_ctas):
         most = cutlass.select_(leaves(lanes, cost), quotient(most + LEFT - 1, LEFT), most)
-    opening = Int32(spec.piece_cost)
+    opening, whole = Int32(spec.piece_cost), Int32(0)
     if cutlass.const_expr(spec.partition == "balanced" and spec.q_lens is None):
-        opening, most = equal_parts(spec, lanes, cost, batch, most)
+        opening, equal = equal_parts(spec, lanes, cost, batch, most)
+        if cutlass.const_expr(spec.tile_heads > 1):
+            opening, equal, whole = whole_rows(spec, lanes, cost, batch, most, (opening, equal))
+        most = equal
         lanes, cost = with_opening(spec, lanes, opening), cost - (spec.piece_cost - opening) * batch
     slices = slices_of(spec, cost, most)
     step = quotient(cost, slices)
     longer = cost - step * slices
+    if cutlass.const_expr(spec.tile_heads > 1):
+        step, longer = cutlass.select_(whole > 0, whole, step), cutlass.select_(whole > 0, 0, longer)
     row, tile, prefix, end_row, end_tile = batch, Int32(0), cost, batch, Int32(0)
     if cutlass.const_expr(spec.q_lens is not None):
         slices = cutlass.select_(cost > 0, slices, 0)  # this phase serves no request
@@ -375,11 +380,7 @@ def equal_parts(spec: cutlass.Constexpr, lanes: LaneRows, cost: Int32, batch: In
     cost: of the batch, with spec.piece_cost for each row. most: as in slices_of. The answer does not depend on how a warp has
     read the rows, only on what it has read. All CTAs wait for it, and execute it once: so there is no division.
     """
-    top, mask = lanes.costs[0], batch - 1
-    for j in cutlass.range_constexpr(1, FAN):
-        top = cutlass.max(top, lanes.costs[j])
-    top = cute.arch.warp_redux_sync(top, "max")
-    alike = (top * batch == cost) & (top > spec.piece_cost) & (top < MOST_ALIKE) & (batch <= LANES * FAN)
+    (top, alike), mask = cost_of_all(spec, lanes, cost, batch), batch - 1
     tiles, even = cost - spec.piece_cost * batch, most - (most & mask)
     full = (batch == 1) | (slices_of(spec, tiles, even) == even)
     pays = even == most
@@ -387,6 +388,30 @@ def equal_parts(spec: cutlass.Constexpr, lanes: LaneRows, cost: Int32, batch: In
         pays = parts_pay(spec, even >> cute.arch.popc(mask), top - spec.piece_cost, tiles, most)
     equal = alike & (batch & mask == 0) & full & pays  # a power of two has no bit in common with one less
     return cutlass.select_(equal, Int32(0), Int32(spec.piece_cost)), cutlass.select_(equal, even, most)
+
+
+def cost_of_all(spec: KernelSpec, lanes: LaneRows, cost: Int32, batch: Int32) -> tuple[Int32, Boolean]:
+    """(the cost of the longest row, whether it is that of all rows). cost: of the batch."""
+    top = lanes.costs[0]
+    for j in range(1, FAN):
+        top = cutlass.max(top, lanes.costs[j])
+    top = cute.arch.warp_redux_sync(top, "max")
+    return top, (top * batch == cost) & (top > spec.piece_cost) & (top < MOST_ALIKE) & (batch <= LANES * FAN)
+
+
+def whole_rows(spec: KernelSpec, lanes: LaneRows, cost: Int32, batch: Int32, most: Int32, otherwise: tuple) -> tuple:
+    """(what a row costs beyond its tiles, most slices, tiles of a slice) if each slice takes a few whole rows of one length.
+
+    So it does if there are more rows than slices, unless what the last slices lack costs more than to cut rows. Otherwise the
+    first two are as given, and the third is 0. cost, most: as in equal_parts. Only where a unit has two KV heads, whose 33 slices
+    on 132 SMs would cut 64 rows; those of one head are 16.
+    """
+    (top, alike), (opening, slices) = cost_of_all(spec, lanes, cost, batch), otherwise
+    rows, row = quotient(batch + most - 1, most), top - spec.piece_cost
+    pays = parts_pay(spec, Int32(1), rows * row, cost - spec.piece_cost * batch, most)
+    whole = alike & (rows > 1) & (rows * row >= spec.min_share) & pays
+    found = (Int32(0), opening), (quotient(batch + rows - 1, rows), slices), (rows * row, Int32(0))
+    return tuple(cutlass.select_(whole, *pair) for pair in found)
 
 
 def parts_pay(spec: KernelSpec, parts: Int32, row: Int32, tiles: Int32, slices: Int32) -> Boolean:
