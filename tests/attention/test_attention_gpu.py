@@ -128,7 +128,7 @@ def test_two_kv_heads_a_cta(lengths: tuple[int, ...]) -> None:
     graph.replay()
     rows = [pages[: -(-length // 16)] for pages, length in zip(inputs.kv.rows, now.tolist(), strict=True)]
     meant = replace(described, cache=replace(described.cache, lengths=tuple(now.tolist())))
-    assert_close(replace(inputs, case=meant, kv=replace(inputs.kv, shape=meant.cache, rows=rows)), (out, lse))
+    assert_close(replace(inputs, case=meant, kv=replace(inputs.kv, shape=meant.cache, rows=rows)), (out.flatten(0, 1), lse))
 
 
 @pytest.mark.parametrize("arch", ARCHES)
