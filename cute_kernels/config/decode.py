@@ -102,6 +102,15 @@ class KernelSpec(WarpSpec):
         return self.partition == "dealt_pieces"
 
     @property
+    def values_apart(self) -> bool:
+        """Whether K and V have a producer each: of prompts over 16 bits, where one issues 32 TMA boxes a tile for pages of 16.
+
+        Over 8 bits the crews set the pace, and in a mixed kernel it was not timed.
+        """
+        boxes = self.tile_n > self.box_rows and not self.gathers
+        return self.dealt and boxes and not self.widens_tiles and not self.token_scales and self.q_lens is None
+
+    @property
     def claims(self) -> bool:
         """Whether a CTA claims items when it comes to them: CTAs that serve an earlier phase come late."""
         return self.dealt and self.q_lens is not None

@@ -165,7 +165,7 @@ class TilingSpec(ProblemSpec):
         """M-tiles that one warp attends to together: a KV tile that the warp reads and converts serves all of them."""
         if not self.several or self.by_warpgroup:
             return 1
-        of_head = self.row_tiles // self.tile_heads
+        of_head = max(1, self.row_tiles // self.tile_heads)
         return min(of_head, most_warp_tiles(self.num_warps, self.padded_v_head_dim, self.splits, self.pairs_tiles))
 
     @property
@@ -185,7 +185,7 @@ class TilingSpec(ProblemSpec):
     @property
     def readers(self) -> int:
         """Warps that read a KV tile, each for warp_tiles m-tiles of the unit."""
-        return self.row_tiles // (self.warp_tiles * self.tile_heads)
+        return max(1, self.row_tiles // (self.warp_tiles * self.tile_heads))
 
     @property
     def turns(self) -> int:

@@ -138,8 +138,14 @@ class WarpSpec(TilingSpec):
 
     @property
     def producers(self) -> int:
-        """Warps that bring tiles and scales: one brings K and V, another one the scales of tokens; or all bring both."""
-        return self.gatherers or max(self.tile_producers, 2 if self.token_scales and not self.brings_scales else 1)
+        """Warps that bring tiles and scales: one brings K and V, another one the scales of tokens, or V; or all bring both."""
+        two = (self.token_scales and not self.brings_scales) or self.values_apart
+        return self.gatherers or max(self.tile_producers, 2 if two else 1)
+
+    @property
+    def values_apart(self) -> bool:
+        """Whether K and V have a producer each (KernelSpec)."""
+        return False
 
     @property
     def tile_producers(self) -> int:

@@ -330,6 +330,29 @@ def test_who_converts_scales_of_tokens(fields: dict[str, Any], settles: bool, al
     assert (spec.settles_scales, spec.widens_alike) == (settles, alike)
 
 
+@pytest.mark.parametrize(
+    ("fields", "apart"),
+    [
+        ({}, True),
+        ({"page_size": 64}, True),
+        ({"page_size": 128}, False),  # a box is a whole tile
+        ({"page_size": None, "table_format": "none"}, False),
+        ({"page_size": 5}, False),  # gathered
+        ({"kv_dtype": ck.KVDtype.E4M3}, False),
+        ({"kv_dtype": ck.KVDtype.INT8, "k_scale": ck.KVScale.TOKEN_F16, "v_scale": ck.KVScale.TOKEN_F16}, False),
+        ({"query_format": "ragged"}, False),  # a phase of a mixed kernel
+        ({"max_q_len": 32, "max_seq_len": 65_536}, False),  # 128 rows of long rows: cut
+    ],
+)
+def test_prompts_whose_values_have_a_producer(fields: dict[str, Any], apart: bool) -> None:
+    """Then two producers take each item. Elsewhere, beside one that brings scales of tokens, or none."""
+    shape = {"head_dim": 128, "page_size": 16, "max_q_len": 8192, "max_seq_len": 8192, "query_format": "uniform", **fields}
+    chosen = explain(ck.PagedAttentionDescriptor(1, 32, 8, q_dtype=torch.bfloat16, **shape).problem, PRETEND["h200"]).chosen
+    spec = (chosen.phases or (chosen,))[-1].spec
+    assert spec.values_apart == apart
+    assert spec.producers == spec.gatherers + (0 if spec.gathers else 1 + (apart or spec.token_scales > 0))
+
+
 @pytest.mark.parametrize(("batch", "kv_heads", "phases"), [(8, 8, [16, 64, 128]), (4, 2, [16, 64])])
 def test_phases_of_a_mixed_kernel_have_registers_for_all_warps(batch: int, kv_heads: int, phases: list[int]) -> None:
     """The last phase's shares of registers hold in all phases. With blocks of 64 rows it needs no other phase of that size."""

@@ -160,29 +160,29 @@ class DecodeKernel(PieceResults):
     def supply(self, problem: Problem, shared: Shared, role: Int32):
         """The warps that bring tiles, widen them or assist the consumers.
 
-        role: 0, or below `gatherers` or tile_producers: K and V, and tokens' scales if `brings_scales`; else 1 brings the scales.
-        The last ones widen, or assist.
+        role: 0, or below `gatherers` or tile_producers: K and V, and tokens' scales if `brings_scales`; else 1 brings the scales,
+        or V (Load). The last ones widen, or assist.
         """
-        spec = self.spec
+        spec, (tiles, other) = self.spec, self.mainloop.loads
         if cutlass.const_expr(spec.gathers):
             if role == 0:
                 self.mainloop.gather(problem, shared, role, leads=True)
             elif role < spec.gatherers:
                 self.mainloop.gather(problem, shared, role, leads=False)
         elif role < spec.tile_producers:
-            self.mainloop.produce(problem, shared, role, scales=False)
+            self.mainloop.produce(problem, shared, role, tiles)
         elif cutlass.const_expr(spec.widens_tiles):
             if role >= spec.first_widening:
                 self.mainloop.widen(problem, shared, role - spec.first_widening)
             elif role == 1 and cutlass.const_expr(spec.token_scales > 0 and not spec.brings_scales):
-                self.mainloop.produce(problem, shared, role, scales=True)
+                self.mainloop.produce(problem, shared, role, other)
         elif cutlass.const_expr(spec.assistants > 0):
             if role >= spec.producers:
                 self.assist(problem, shared, role - spec.producers)
             elif cutlass.const_expr(spec.token_scales > 0 and not spec.brings_scales):
-                self.mainloop.produce(problem, shared, role, scales=True)
-        elif role == 1 and cutlass.const_expr(spec.token_scales > 0):  # other warps may only have registers to hand over
-            self.mainloop.produce(problem, shared, role, scales=True)
+                self.mainloop.produce(problem, shared, role, other)
+        elif role == 1 and cutlass.const_expr(spec.producers > 1):  # other warps may only have registers to hand over
+            self.mainloop.produce(problem, shared, role, other)
 
     @cute.jit
     def assist(self, problem: Problem, shared: Shared, worker: Int32):

@@ -49,19 +49,19 @@ class DealtMainloop(OverlapMainloop):
         """Does nothing: a CTA's first loads are small compared with all that follow."""
 
     @cute.jit
-    def produce(self, problem: Problem, shared: Shared, part: Int32, scales: cutlass.Constexpr):
-        """A producer warp: every item, in order. scales: whether it brings tokens' scales; K, V and the items otherwise."""
+    def produce(self, problem: Problem, shared: Shared, part: Int32, load: cutlass.Constexpr):
+        """A producer warp: every item, in order. load: what it brings; the one that leads finds the items."""
         spec, rows, batch, issued, turn = self.spec, problem.rows, problem.batch(self.spec), Int32(0), Int32(0)
         cute.arch.griddepcontrol_wait()
         meet_all(spec)
-        item, found, pages = self.next_item(problem, shared, turn, self.begin_search(problem, leads=not scales), scales)
+        item, found, pages = self.next_item(problem, shared, turn, self.begin_search(problem, load.leads), load.leads)
         while item.index < batch:
             piece = piece_of(spec, rows, item, issued)
             issued += piece.stop - piece.first
             turn += 1
             where = shared, turn, found
-            item, found, pages = self.issue(problem, shared, where, piece, pages, Boolean(True), part, scales)
-        if cutlass.const_expr(not scales):
+            item, found, pages = self.issue(problem, shared, where, piece, pages, Boolean(True), part, load)
+        if cutlass.const_expr(load.leads):
             self.end(problem, found)
 
     def begin_search(self, problem: Problem, leads: bool) -> Found:
@@ -80,13 +80,13 @@ class DealtMainloop(OverlapMainloop):
         cut = Cut(*(Int32(0) for _ in range(4))) if self.spec.deals_pieces else None
         return Item(Int32(0), Int32(0), Int32(0), empty_row(self.spec), cut), nothing_found(self.spec), pages
 
-    def open_next(self, problem: Problem, where: tuple, piece: Piece, scales: bool) -> tuple:
+    def open_next(self, problem: Problem, where: tuple, piece: Piece, leads: bool) -> tuple:
         """The item after a piece's. where: (shared memory, the item's round, Found of the previous one)."""
-        return self.next_item(problem, *where, scales)
+        return self.next_item(problem, *where, leads)
 
-    def next_item(self, problem: Problem, shared: Shared, turn: Int32, found: Found, scales: bool) -> tuple[Item, Found, Int32]:
+    def next_item(self, problem: Problem, shared: Shared, turn: Int32, found: Found, leads: bool) -> tuple[Item, Found, Int32]:
         """(the item of a round, where to search for the next, pages_of it)."""
-        item, found = self.find_or_take(problem, shared, turn, found, leads=not scales)
+        item, found = self.find_or_take(problem, shared, turn, found, leads)
         return item, found, pages_of(self.spec, problem.rows, item)
 
     def find_or_take(self, problem: Problem, shared: Shared, turn: Int32, found: Found, leads: bool) -> tuple[Item, Found]:

@@ -4,7 +4,7 @@ The scales of tokens have a producer warp of their own: one warp took longer to 
 arrive. Without scales that second warp looks ahead (L2 prefetch); with two CTAs per SM, one more warp would leave too few
 registers to each. Where instructions set the pace instead, four producers take tiles in turn, one for each scheduler of the SM:
 each brings boxes and scales of its tiles, and its part of the next query. Beside three warpgroups that attend over 8 bits one
-producer brings both as well.
+producer brings both as well. In prompts over small pages of 16 bits K and V have a producer each (Load).
 
 Tile i of a share (work partition) lies in stage i % num_stages and belongs to warp i % num_warps. num_stages is a multiple of
 num_warps, so a stage always has the same reader: with several readers, a fast one passes a parity that an older phase satisfied
@@ -14,6 +14,7 @@ reads each tile, each warp for its own m-tiles; groups, not warps, then alternat
 """
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
@@ -63,6 +64,25 @@ EVICT_NORMAL = 0x1000000000000000
 AHEAD = 4  # look_ahead prefetches a quarter of the ring: more would delay the loads themselves
 
 
+@dataclass(frozen=True)
+class Load:
+    """What a producer warp brings. caches: K (0), V (1) or both; scales: whether it brings those of tokens.
+
+    leads: whether it finds the opening, or the items, for all.
+    """
+
+    caches: tuple[int, ...]
+    scales: bool
+    leads: bool
+
+
+def loads_of(spec: KernelSpec) -> tuple[Load, Load]:
+    """What the producers of tiles bring, and what the one beside them brings, if there is one: the scales of tokens, or V."""
+    if spec.values_apart:
+        return Load((0,), False, True), Load((1,), False, False)
+    return Load((0, 1), spec.brings_scales, True), Load((), True, False)
+
+
 class TmaMainloop(TokenScales, Widening):
     """Host part: tensor maps. Device part: producer and consumers of one CTA's range of tiles."""
 
@@ -71,6 +91,7 @@ class TmaMainloop(TokenScales, Widening):
         self.producer_warps = PRODUCER_WARPS[spec.arch]  # 0: no warp only brings tiles
         self.ahead_warp = spec.num_warps + (-1 if spec.token_scales else 1)
         self.boxes = spec.tile_n // spec.box_rows
+        self.loads = loads_of(spec)
         self.parts = max(1, spec.tile_producers // spec.tile_heads)  # producers that take the tiles of a KV head in turn
         self.opens_late = False  # whether a producer looks up a piece only behind the last tile of the piece before
         # arrivals at a full barrier: K and V, each lane's scales, their flags; scales come with K if V has barriers of its own
@@ -180,34 +201,33 @@ class TmaMainloop(TokenScales, Widening):
         return (slot, 0, *((block,) if shape.by_block else ()), piece.kv_head + head, page)
 
     @cute.jit
-    def produce(self, problem: Problem, shared: Shared, part: Int32, scales: cutlass.Constexpr):
+    def produce(self, problem: Problem, shared: Shared, part: Int32, load: cutlass.Constexpr):
         """The work of a producer warp: every tile of the share, in order, or those that are its part of tile_producers' work.
 
-        scales: whether it brings the scales of tokens alone; otherwise it brings K and V, and the first one finds the opening for
-        all warps.
+        load: what it brings. If that leads, the first one finds the opening for all warps.
         """
         spec, issued, turn = self.spec, Int32(0), Int32(0)  # turn: as consumers count rows
         part = part if cutlass.const_expr(spec.tile_producers > 1) else Int32(0)
-        opening, pages = self.open_or_read(problem, shared, part, scales)
+        opening, pages = self.open_or_read(problem, shared, part, load.leads)
         share, row = opening.share, opening.row
         index, tile = share.row, share.tile
         while unfinished(share, index, tile):
             piece = make_piece(spec, problem.rows, share, index, row, tile, issued)
             upcoming = following(spec, problem.rows, problem.batch(spec), piece)
             where, more = (share.unit, upcoming), unfinished(share, *upcoming)
-            row, pages = self.issue(problem, shared, where, piece, pages, more, part, scales)
-            if cutlass.const_expr(not scales) and (piece.first == 0) & (part == 0):
+            row, pages = self.issue(problem, shared, where, piece, pages, more, part, load)
+            if cutlass.const_expr(load.leads) and (piece.first == 0) & (part == 0):
                 with cute.arch.elect_one():
                     inspect_request(spec, problem.rows, index, problem.status)
             if cutlass.const_expr(spec.tile_producers > 1 and spec.query_warps > 0):
                 turn += Int32(upcoming[0] > index)
                 if more and upcoming[0] > index:
                     bring_following(spec, problem, shared, share, upcoming[0], row, turn, part)
-            if cutlass.const_expr(spec.tile_heads > 1 and not scales):
+            if cutlass.const_expr(spec.tile_heads > 1 and load.leads):
                 self.prefetch_next(problem, share, upcoming[0], row, more & (upcoming[0] > index) & (part == 0))
             issued += piece.stop - piece.first
             index, tile = upcoming
-        if cutlass.const_expr(spec.divides_combine and not scales):
+        if cutlass.const_expr(spec.divides_combine and load.leads):
             self.end_share(problem, shared, share, opening.row, part)
 
     @cute.jit
@@ -225,14 +245,14 @@ class TmaMainloop(TokenScales, Widening):
             prepare_end(self.spec, problem, shared, share, row)
 
     @cute.jit
-    def open_or_read(self, problem: Problem, shared: Shared, part: Int32, scales: cutlass.Constexpr) -> tuple[Opening, Int32]:
+    def open_or_read(self, problem: Problem, shared: Shared, part: Int32, leads: cutlass.Constexpr) -> tuple[Opening, Int32]:
         """(the opening, the pages of its first boxes): one producer finds and publishes them, the others read them."""
         spec = self.spec
-        if cutlass.const_expr(spec.tile_producers == 1 and not scales):
+        if cutlass.const_expr(spec.tile_producers == 1 and leads):
             opening, pages = find_opening(spec, problem, shared)
             publish(spec, shared, opening, pages)
         else:
-            if cutlass.const_expr(not scales) and part == 0:
+            if cutlass.const_expr(leads) and part == 0:
                 publish(spec, shared, *find_opening(spec, problem, shared))
             else:
                 cute.arch.griddepcontrol_wait()
@@ -250,7 +270,7 @@ class TmaMainloop(TokenScales, Widening):
         pages: Int32,
         more: Boolean,
         part: Int32,
-        scales: cutlass.Constexpr,
+        load: cutlass.Constexpr,
     ):
         """Issues this producer's copies for a piece, each tile once its stage is free. Lane l of `pages` has the page of box l.
 
@@ -263,24 +283,24 @@ class TmaMainloop(TokenScales, Widening):
         upcoming, holes, found = pages, Int32(0), self.no_next(problem, num_pages)
         parts, begin = cutlass.const_expr(self.parts), self.own_tile(piece, part)
         middle = cutlass.const_expr(min(tiles_ahead // 2, tiles_ahead - parts))
-        settles = cutlass.const_expr(scales and spec.settles_scales)
+        settles = cutlass.const_expr(load.scales and spec.settles_scales)
         coming = make_coming(spec) if settles else None
         # tiles by which K goes ahead of V, or loads of scales ahead of their stores
-        lead = cutlass.const_expr(1 if spec.overlaps and (settles or not scales) else 0)
+        lead = cutlass.const_expr(1 if spec.overlaps and (settles or len(load.caches) > 1) else 0)
         behind = pages  # those of the tile before
         for i in cutlass.range(begin, tiles + lead, parts, unroll=1):
             ahead, tile = remainder(i, tiles_ahead), self.tile_at(piece, i)
             if cutlass.const_expr(lead == 0) or i < tiles:
                 if is_first(ahead, 0, parts):
                     pages = upcoming
-                    if cutlass.const_expr(spec.source == "paged" and not scales):
+                    if cutlass.const_expr(spec.source == "paged" and 0 in load.caches):
                         token = token_of_lane(spec, tile - ahead)
                         holes = find_holes(token, piece.keys, spec.box_rows, pages, num_pages, piece.index, problem.status)
                 for head in self.own_heads(part):
                     place = pages, ahead * self.boxes
-                    if cutlass.const_expr(not scales):
-                        self.issue_boxes(problem, shared, piece, i, head, place, holes, (0,) if lead else (0, 1))
-                    if cutlass.const_expr((scales or spec.brings_scales) and not settles):
+                    if cutlass.const_expr(len(load.caches) > 0):
+                        self.issue_boxes(problem, shared, piece, i, head, place, holes, (0,) if lead else load.caches)
+                    if cutlass.const_expr(load.scales and not settles):
                         self.issue_scales(problem, shared, piece, i, head, place)
                 if is_first(ahead, middle, parts):  # not at 0: a select takes `pages`, and the first tiles would wait
                     upcoming = box_pages(spec, rows, piece.row.start, piece.keys, tile - ahead + tiles_ahead)
@@ -292,9 +312,9 @@ class TmaMainloop(TokenScales, Widening):
                     self.issue_boxes(problem, shared, piece, i - 1, 0, place, holes, (1,))
                 behind = pages
             if is_first(i, lead, parts) and more and cutlass.const_expr(not self.opens_late):
-                found = self.open_next(problem, where, piece, scales)
+                found = self.open_next(problem, where, piece, load.leads)
         if (cutlass.const_expr(self.opens_late) or begin >= tiles) and more:
-            found = self.open_next(problem, where, piece, scales)
+            found = self.open_next(problem, where, piece, load.leads)
         return found
 
     def own_tile(self, piece: Piece, part: Int32) -> Int32:
@@ -310,7 +330,7 @@ class TmaMainloop(TokenScales, Widening):
         """The result of open_next past the share's end. pages: a page past the cache."""
         return empty_row(self.spec), pages
 
-    def open_next(self, problem: Problem, where: tuple, piece: Piece, scales: bool) -> tuple[Row, Int32]:
+    def open_next(self, problem: Problem, where: tuple, piece: Piece, leads: bool) -> tuple[Row, Int32]:
         """(row, box_pages) of the piece after `piece`; an empty row past the batch. where: (unit, `following` the piece)."""
         unit, (index, tile) = where
         row = open_row_or_nothing(self.spec, problem.rows, index, problem.batch(self.spec))
