@@ -84,6 +84,11 @@ class ProblemSpec:
         return self.query != "one"
 
     @property
+    def unit_rows(self) -> int:
+        """Packed rows of a query row: the query heads of a KV head, or of a unit's two (TilingSpec)."""
+        return self.group_size
+
+    @property
     def padded_head_dim(self) -> int:
         """head_dim rounded up to whole steps over the narrower cache."""
         return padded_head_dim(self.head_dim, min(self.k_bytes, self.v_bytes))
