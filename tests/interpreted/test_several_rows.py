@@ -202,8 +202,9 @@ def test_queries_of_many_requests_beside_the_loop(partition: Any, cache: dict[st
         ({"dtype": torch.float16, "num_heads": 32}, {"q_lens": (4, 3, 4, 4, 4)}, "balanced", 2),
         ({"num_heads": 32}, {"q_lens": (4,) * 5, "uniform": True, "tree": True, **EVERYTHING}, "balanced", 2),
         ({}, {"q_lens": (8, 8, 7, 1, 8)}, "invariant", 2),
+        ({}, {"q_lens": (8, 8, 7, 1, 8)}, "whole", 2),
     ],
-    ids=["int8", "groups of 5, everything", "e4m3 K alone", "f16 queries", "tree, everything", "invariant"],
+    ids=["int8", "groups of 5, everything", "e4m3 K alone", "f16 queries", "tree, everything", "invariant", "whole"],
 )
 def test_two_kv_heads_of_paired_warps(fields: dict[str, Any], rows: dict[str, Any], partition: Any, ctas: int) -> None:
     """Two units of two KV heads: neighbouring warps attend to different heads; some requests have few tiles, one has none."""

@@ -317,7 +317,7 @@ def expected_schedule(problem: DecodeProblem, spec: KernelSpec, grid: int) -> tu
     """(slices, pieces, parts of a cut row) of one unit, as the device's work_scheduler makes them; 1 part if nothing is cut.
 
     If rows stay whole, slices past the batch have no work and are not counted. It does not foresee that equal rows may leave
-    slices without work (work_scheduler.equal_parts): the times that the model was fitted to are of before.
+    slices without work (equal_rows.equal_parts): the times that the model was fitted to are of before.
     """
     batch, tiles = problem.batch_size, -(-row_tokens(problem) // spec.tile_n)
     most = grid // units_of(problem, spec)

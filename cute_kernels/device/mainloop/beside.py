@@ -16,7 +16,7 @@ from cutlass import Boolean, Float32, Int32
 
 from ...config.decode import KernelSpec
 from ..attend.epilogue import Storers, join_state, share_state
-from ..attend.pack_gqa import query_buffer
+from ..attend.pack_gqa import prefetch_query, query_buffer
 from ..attend.paired_query import bring_rows
 from ..attend.query_rows import QueryBlock, Row, heads_of, query_block
 from ..kv.scale import Scaling, open_scaling
@@ -58,11 +58,23 @@ def bring_following(
     spec: KernelSpec, problem: Problem, shared: Shared, share: Share, index: Int32, row: Row, turn: Int32, worker: Int32
 ):
     """bring_query of a share's row `index`, opened as `row`, for a worker that has not opened the share's heads and scales."""
+    kv_head, block = block_of_share(spec, problem, share, index, row)
+    sign = open_scaling(spec, problem.scales, kv_head, Float32(1.0)).sign
+    bring_query(spec, problem, shared, block, turn, sign, worker)
+
+
+@cute.jit
+def prefetch_following(spec: cutlass.Constexpr, problem: Problem, share: Share, index: Int32, row: Row, there: Boolean):
+    """Prefetches into L2 the query of a share's row `index`, opened as `row`, which the consumers fetch between two pieces."""
+    if there:
+        prefetch_query(spec, problem.q, block_of_share(spec, problem, share, index, row)[1])
+
+
+def block_of_share(spec: KernelSpec, problem: Problem, share: Share, index: Int32, row: Row) -> tuple[Int32, QueryBlock]:
+    """(the first KV head of a share's unit, the block that the unit holds of the share's row `index`, opened as `row`)."""
     queries = problem.rows.queries
     heads = heads_of(spec, queries, share.unit)
-    block = query_block(spec, queries, share.unit, heads, index, row)
-    sign = open_scaling(spec, problem.scales, heads[0], Float32(1.0)).sign
-    bring_query(spec, problem, shared, block, turn, sign, worker)
+    return heads[0], query_block(spec, queries, share.unit, heads, index, row)
 
 
 def buffer_of(spec: KernelSpec, turn: Int32) -> Int32:

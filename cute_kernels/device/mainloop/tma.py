@@ -27,7 +27,7 @@ from ...config.warps import PRODUCER_WARPS
 from ..attend.attend import Attention, attend_tile
 from ..attend.mask import has_outside, zero_outside
 from ..attend.pack_gqa import prefetch_query, reader_of, turn_of
-from ..attend.query_rows import Row, TilePlace, first_tile, heads_of, place_of_tile, query_block
+from ..attend.query_rows import Row, TilePlace, first_tile, place_of_tile
 from ..kv.source import (
     box_pages,
     empty_row,
@@ -43,7 +43,7 @@ from ..schedule.crew import prepare_end
 from ..schedule.opening import Opening, find_opening, first_pages, hear_share, meet, meet_consumers, publish, read_opening
 from ..schedule.work_scheduler import Piece, Share, following, keys_of, make_piece, take_share, unfinished
 from . import tile
-from .beside import bring_following, make_query_barriers
+from .beside import bring_following, make_query_barriers, prefetch_following
 from .boxes import EVICT_FIRST, partition_boxes, tensor_map
 from .shared import (
     Shared,
@@ -224,19 +224,11 @@ class TmaMainloop(TokenScales, Widening):
                 if more and upcoming[0] > index:
                     bring_following(spec, problem, shared, share, upcoming[0], row, turn, part)
             if cutlass.const_expr(spec.tile_heads > 1 and load.leads):
-                self.prefetch_next(problem, share, upcoming[0], row, more & (upcoming[0] > index) & (part == 0))
+                prefetch_following(spec, problem, share, upcoming[0], row, more & (upcoming[0] > index) & (part == 0))
             issued += piece.stop - piece.first
             index, tile = upcoming
         if cutlass.const_expr(spec.divides_combine and load.leads):
             self.end_share(problem, shared, share, opening.row, part)
-
-    @cute.jit
-    def prefetch_next(self, problem: Problem, share: Share, index: Int32, row: Row, there: Boolean):
-        """Prefetches into L2 the query of a share's row `index`, opened as `row`: the consumers fetch it between two pieces."""
-        if there:
-            queries = problem.rows.queries
-            heads = heads_of(self.spec, queries, share.unit)
-            prefetch_query(self.spec, problem.q, query_block(self.spec, queries, share.unit, heads, index, row))
 
     @cute.jit
     def end_share(self, problem: Problem, shared: Shared, share: Share, row: Row, part: Int32):

@@ -21,7 +21,8 @@ from ..problem import Problem
 from ..ptx.barriers import ALONE, BESIDE, OPENED, SEEN, arrive, sync_branches
 from ..ptx.registers import LANES
 from ..ptx.warps import warp_number
-from .work_scheduler import FAN, LaneRows, Share, keys_of, locate, read_rows, share_of, span_of, take_share, unfinished
+from .equal_rows import FAN, LaneRows
+from .work_scheduler import Share, keys_of, locate, read_rows, share_of, span_of, take_share, unfinished
 
 
 @dataclass(frozen=True)

@@ -4,9 +4,8 @@ A unit (head block) is one or two KV heads and an m-tile, or a KV head and a que
 that read the same pages are neighbours. It works on slice i // units of the batch: each row costs its KV tiles plus
 spec.piece_cost, the rows are laid end to end, and the slices cut that line into equal parts. So every batch is balanced to a
 tile, however ragged, and a captured graph stays balanced when lengths change. A row that a cut splits leaves partial states. No
-slice is smaller than spec.min_share: a small batch uses fewer CTAs. Where rows are as long as each other, and each is cut into as
-many parts, rows cost their tiles alone, so that the parts are equal: each of them costs an opening. CTAs that are left over for
-that stay without work, unless two openings in some CTAs cost less (equal_parts).
+slice is smaller than spec.min_share: a small batch uses fewer CTAs. Where rows are as long as each other, other cuts may cost
+less (equal_rows).
 
 A cut falls where the line says, but never within MIN_TILES of a row's ends (partition "balanced"); or it falls back to the
 start of a block, whose size depends on the row's length only, and every block is a piece (KV split) of its own ("invariant"); or
@@ -17,7 +16,7 @@ from dataclasses import dataclass, replace
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32
+from cutlass import Boolean, Int32
 
 from ...config.decode import MAX_BLOCKS, MIN_BLOCK, MIN_TILES, KernelSpec
 from ...config.problem import QueryLengths
@@ -37,13 +36,11 @@ from ..attend.query_rows import (
 )
 from ..kv.source import Rows, open_row, row_fields
 from ..ptx.registers import LANES, lane_sum, quotient, remainder
+from .equal_rows import FAN, LaneRows, equal_parts, longest_of, slices_of, whole_rows, with_opening
 
 MOST_COST, HALF = 2**30 - 1, 16  # HALF: bits that warp_sum adds at a time
 DEALT_ROWS = 128  # packed rows of a block of long queries, as dealt_cost counts them
 LEFT = 3  # of so many slices, a phase keeps one if it leaves the others to the phase that deals
-FAN = 4  # rows that a lane reads at a time; if it has no more rows, it keeps the cost of each
-MOST_EVEN = 2**20  # tiles of a batch past which it does not pay to leave slices without work
-MOST_ALIKE = 2**30 // (LANES * FAN)  # cost of a row of so few that a warp keeps the cost of each: its product with their number
 
 
 @dataclass(frozen=True)
@@ -168,22 +165,6 @@ def warp_sum(value: Int32) -> Int32:
 def capped(cost: Int32) -> Int32:
     """Keeps sums of costs from wrapping, whatever lengths the caller's memory holds: all work past MOST_COST is in one slice."""
     return cutlass.min(cost, MOST_COST)
-
-
-@dataclass(frozen=True)
-class LaneRows:
-    """What a warp reads of rows [begin, stop): `span` rows per lane, of which lane 0 has the first.
-
-    first: this lane's first row. words: for each field of a Row (kv/source.py), its values in the lane's last FAN rows; costs:
-    the costs of these rows; Int32 [FAN] each. A row that the lane lacks costs 0. total: the cost of all the lane's rows, capped;
-    dealt: the dealt_cost of them all, capped, or -1 if that of any row is.
-    """
-
-    first: Int32
-    words: tuple
-    costs: cute.Tensor
-    total: Int32
-    dealt: Int32
 
 
 def dealt_cost(spec: KernelSpec, rows: Rows, row: Int32, length: Int32) -> Int32:
@@ -344,10 +325,10 @@ def share_of(spec: cutlass.Constexpr, rows: Rows, batch: Int32, lanes: LaneRows,
         most = cutlass.select_(leaves(lanes, cost), quotient(most + LEFT - 1, LEFT), most)
     opening, whole = Int32(spec.piece_cost), Int32(0)
     if cutlass.const_expr(spec.partition == "balanced" and spec.q_lens is None):
-        opening, equal = equal_parts(spec, lanes, cost, batch, most)
+        longest, every = longest_of(spec, lanes, cost, batch), most
+        opening, most = equal_parts(spec, longest, cost, batch, every)
         if cutlass.const_expr(spec.tile_heads > 1):
-            opening, equal, whole = whole_rows(spec, lanes, cost, batch, most, (opening, equal))
-        most = equal
+            opening, most, whole = whole_rows(spec, longest, cost, batch, every, (opening, most))
         lanes, cost = with_opening(spec, lanes, opening), cost - (spec.piece_cost - opening) * batch
     slices = slices_of(spec, cost, most)
     step = quotient(cost, slices)
@@ -365,74 +346,6 @@ def share_of(spec: cutlass.Constexpr, rows: Rows, batch: Int32, lanes: LaneRows,
     uniform = cute.arch.make_warp_uniform
     ends = uniform(row), uniform(tile), uniform(prefix), uniform(end_row), uniform(end_tile)
     return Share(unit, index, *ends, uniform(step), uniform(longer), units)
-
-
-def slices_of(spec: KernelSpec, cost: Int32, most: Int32) -> Int32:
-    """Slices of a batch of this cost, up to `most`."""
-    return cutlass.max(cutlass.min(quotient(cost, spec.min_share), most), 1)
-
-
-@cute.jit
-def equal_parts(spec: cutlass.Constexpr, lanes: LaneRows, cost: Int32, batch: Int32, most: Int32) -> tuple[Int32, Int32]:
-    """(what a row costs beyond its tiles, most slices): nothing, and as many for each row, if rows are cut into equal parts.
-
-    So are 1, 2, 4, 8, ... rows of one length, if parts of one piece each make up for the slices that are left without work.
-    cost: of the batch, with spec.piece_cost for each row. most: as in slices_of. The answer does not depend on how a warp has
-    read the rows, only on what it has read. All CTAs wait for it, and execute it once: so there is no division.
-    """
-    (top, alike), mask = cost_of_all(spec, lanes, cost, batch), batch - 1
-    tiles, even = cost - spec.piece_cost * batch, most - (most & mask)
-    full = (batch == 1) | (slices_of(spec, tiles, even) == even)
-    pays = even == most
-    if (even > 0) & (even < most):
-        pays = parts_pay(spec, even >> cute.arch.popc(mask), top - spec.piece_cost, tiles, most)
-    equal = alike & (batch & mask == 0) & full & pays  # a power of two has no bit in common with one less
-    return cutlass.select_(equal, Int32(0), Int32(spec.piece_cost)), cutlass.select_(equal, even, most)
-
-
-def cost_of_all(spec: KernelSpec, lanes: LaneRows, cost: Int32, batch: Int32) -> tuple[Int32, Boolean]:
-    """(the cost of the longest row, whether it is that of all rows). cost: of the batch."""
-    top = lanes.costs[0]
-    for j in range(1, FAN):
-        top = cutlass.max(top, lanes.costs[j])
-    top = cute.arch.warp_redux_sync(top, "max")
-    return top, (top * batch == cost) & (top > spec.piece_cost) & (top < MOST_ALIKE) & (batch <= LANES * FAN)
-
-
-def whole_rows(spec: KernelSpec, lanes: LaneRows, cost: Int32, batch: Int32, most: Int32, otherwise: tuple) -> tuple:
-    """(what a row costs beyond its tiles, most slices, tiles of a slice) if each slice takes a few whole rows of one length.
-
-    So it does if there are more rows than slices, unless what the last slices lack costs more than to cut rows. Otherwise the
-    first two are as given, and the third is 0. cost, most: as in equal_parts. Only where a unit has two KV heads, whose 33 slices
-    on 132 SMs would cut 64 rows; those of one head are 16.
-    """
-    (top, alike), (opening, slices) = cost_of_all(spec, lanes, cost, batch), otherwise
-    rows, row = quotient(batch + most - 1, most), top - spec.piece_cost
-    pays = parts_pay(spec, Int32(1), rows * row, cost - spec.piece_cost * batch, most)
-    whole = alike & (rows > 1) & (rows * row >= spec.min_share) & pays
-    found = (Int32(0), opening), (quotient(batch + rows - 1, rows), slices), (rows * row, Int32(0))
-    return tuple(cutlass.select_(whole, *pair) for pair in found)
-
-
-def parts_pay(spec: KernelSpec, parts: Int32, row: Int32, tiles: Int32, slices: Int32) -> Boolean:
-    """Whether `parts` of each row, one piece each, end sooner than all `slices` of a batch, which open second pieces.
-
-    row, tiles: those of a row and of the batch. A second piece takes a part of spec.piece_cost, found by measurement
-    (docs/notes/kernel-log.md), and rows that stay whole are not combined either.
-    """
-    part = ((row + parts).to(Float32) - 0.5) * cute.arch.rcp_approx(parts.to(Float32))  # cut off: rounded up
-    quarters = spec.piece_cost * (1 if spec.widens_tiles else 4 if spec.paired else 2)
-    opening = quarters * cutlass.select_(parts == 1, Int32(2), Int32(1))
-    return (tiles <= MOST_EVEN) & (4 * (Int32(part) * slices - tiles) <= opening * slices)
-
-
-def with_opening(spec: KernelSpec, lanes: LaneRows, opening: Int32) -> LaneRows:
-    """The rows with another cost beyond their tiles than spec.piece_cost, or the same; another one if a warp holds all costs."""
-    costs, total, less = cute.make_rmem_tensor(FAN, Int32), Int32(0), spec.piece_cost - opening
-    for j in range(FAN):
-        costs[j] = cutlass.max(lanes.costs[j] - less, 0)
-        total = total + costs[j]
-    return replace(lanes, costs=costs, total=cutlass.select_(less == 0, lanes.total, total))
 
 
 def leaves(lanes: LaneRows, cost: Int32) -> Boolean:
