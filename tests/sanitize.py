@@ -174,6 +174,8 @@ ATTENTION = {
     ),
     ("sm90", "few"): (
         "cut",
+        "cut_f16_page_64",
+        "cut_d256",
         "cut_int8_token",
         "verify_32_e4m3_ragged",
         "verify_32_e4m3",
@@ -191,6 +193,8 @@ ATTENTION = {
         "prefill",
         "prefill_e4m3",
         "prefill_int8",
+        "long_uniform",
+        "long_uniform_everything",
         "long_int8_token_d128_uniform",
         "lengths",
         "packed_everything",

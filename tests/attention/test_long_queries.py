@@ -72,7 +72,9 @@ LONG = (
         for d in (128, 96, 64)
     ),
     long_case("long_e4m3_token_uniform", {**STORAGES["int8 token"], **STORAGES["e4m3"], **UNIFORM_LENGTHS}, **UNIFORM_ROWS),
-    *(long_case(f"long_d{d}_uniform", {"head_dim": d, **UNIFORM_LENGTHS}, **UNIFORM_ROWS) for d in (256, 192)),
+    *(long_case(f"long_d{d}_uniform", {"head_dim": d, **UNIFORM_LENGTHS}, **UNIFORM_ROWS) for d in (256, 192, 64)),
+    long_case("long_uniform_everything", {"page_size": 8, **UNIFORM_LENGTHS}, **UNIFORM_ROWS, **EVERYTHING),
+    long_case("long_uniform_f16", {"page_size": 64, "dtype": torch.float16, **UNIFORM_LENGTHS}, **UNIFORM_ROWS),
     long_case(
         "long_many_requests",
         {"lengths": tuple((53 * i) % 200 for i in range(80)), "max_seq_len": 200},
