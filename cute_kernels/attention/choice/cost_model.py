@@ -322,8 +322,7 @@ def expected_schedule(problem: DecodeProblem, spec: KernelSpec, grid: int) -> tu
     batch, tiles = problem.batch_size, -(-row_tokens(problem) // spec.tile_n)
     most = grid // units_of(problem, spec)
     even = max(1, min(batch * tiles // spec.min_share, most))
-    power = batch > 0 and batch & (batch - 1) == 0  # of two
-    alike = batch == 1 or (power and even == most > batch and most % batch == 0)  # as many slices for each row
+    alike = batch == 1 or (even == most > batch > 0 and most % batch == 0)  # as many slices for each row
     if alike and spec.partition == "balanced" and spec.q_lens is None:
         return even, even, even // batch
     cost = batch * (tiles + spec.piece_cost)

@@ -1,8 +1,9 @@
 """Slices of a batch, and how equal rows are cut: into equal parts, or not at all.
 
-Where rows are as long as each other, and each is cut into as many parts, rows cost their tiles alone, so that the parts are
-equal: each of them costs an opening. CTAs that are left over for that stay without work, unless two openings in some CTAs cost
-less. Where a unit has two KV heads, a slice may also take a few whole rows.
+Where rows are as long as each other, and each is cut into as many parts, each part costs an opening, so rows do not. Then they
+cost their tiles, and what these lack to make parts of one size: so no part lies in two rows, whose second opening takes as long
+as several tiles. CTAs that are left over for that stay without work, unless two openings in some CTAs cost less. Where a unit has
+two KV heads, a slice may also take a few whole rows.
 """
 
 from dataclasses import dataclass, replace
@@ -40,23 +41,20 @@ def slices_of(spec: KernelSpec, cost: Int32, most: Int32) -> Int32:
     return cutlass.max(cutlass.min(quotient(cost, spec.min_share), most), 1)
 
 
-@cute.jit
 def equal_parts(spec: cutlass.Constexpr, longest: tuple, cost: Int32, batch: Int32, most: Int32) -> tuple[Int32, Int32]:
-    """(what a row costs beyond its tiles, most slices): nothing, and as many for each row, if rows are cut into equal parts.
+    """(what a row costs beyond its tiles, most slices): as many for each row, if rows are cut into equal parts.
 
-    So are 1, 2, 4, 8, ... rows of one length, if parts of one piece each make up for the slices that are left without work.
-    longest: longest_of the batch. cost: of the batch, with spec.piece_cost for each row. most: as in slices_of. The answer does
-    not depend on how a warp has read the rows, only on what it has read. All CTAs wait for it, and execute it once: so there is
-    no division.
+    So are rows of one length, if parts of one piece each make up for the slices that are left without work. A row then costs what
+    its tiles lack to make parts of one size. longest: longest_of the batch. cost: of the batch, with spec.piece_cost for each
+    row. most: as in slices_of. The answer does not depend on how a warp has read the rows, only on what it has read. All CTAs
+    wait for it, and execute it once: so there is no division, and no branch, around which ptxas spills registers.
     """
-    (top, alike), mask = longest, batch - 1
-    tiles, even = cost - spec.piece_cost * batch, most - (most & mask)
-    full = (batch == 1) | (slices_of(spec, tiles, even) == even)
-    pays = even == most
-    if (even > 0) & (even < most):
-        pays = parts_pay(spec, even >> cute.arch.popc(mask), top - spec.piece_cost, tiles, most)
-    equal = alike & (batch & mask == 0) & full & pays  # a power of two has no bit in common with one less
-    return cutlass.select_(equal, Int32(0), Int32(spec.piece_cost)), cutlass.select_(equal, even, most)
+    (top, alike), tiles, several = longest, cost - spec.piece_cost * batch, batch > 1
+    parts, row = Int32((most.to(Float32) + 0.5) * cute.arch.rcp_approx(batch.to(Float32))), top - spec.piece_cost
+    even, (sooner, part) = parts * batch, parts_pay(spec, parts, row, tiles, most)
+    fit = ((even == most) | sooner) & (even > 0) & (slices_of(spec, tiles, even) == even)
+    equal, padding = alike & ((several == Boolean(False)) | fit), cutlass.select_(several & sooner, part * parts - row, 0)
+    return cutlass.select_(equal, padding, Int32(spec.piece_cost)), cutlass.select_(equal, even, most)
 
 
 def longest_of(spec: KernelSpec, lanes: LaneRows, cost: Int32, batch: Int32) -> tuple[Int32, Boolean]:
@@ -77,28 +75,29 @@ def whole_rows(spec: KernelSpec, longest: tuple, cost: Int32, batch: Int32, most
     """
     (top, alike), (opening, slices) = longest, otherwise
     rows, row = quotient(batch + most - 1, most), top - spec.piece_cost
-    pays = parts_pay(spec, Int32(1), rows * row, cost - spec.piece_cost * batch, most)
+    pays, _ = parts_pay(spec, Int32(1), rows * row, cost - spec.piece_cost * batch, most)
     whole = alike & (rows > 1) & (rows * row >= spec.min_share) & pays
     found = (Int32(0), opening), (quotient(batch + rows - 1, rows), slices), (rows * row, Int32(0))
     return tuple(cutlass.select_(whole, *pair) for pair in found)
 
 
-def parts_pay(spec: KernelSpec, parts: Int32, row: Int32, tiles: Int32, slices: Int32) -> Boolean:
-    """Whether `parts` of each row, one piece each, end sooner than all `slices` of a batch, which open second pieces.
+def parts_pay(spec: KernelSpec, parts: Int32, row: Int32, tiles: Int32, slices: Int32) -> tuple[Boolean, Int32]:
+    """(whether `parts` of each row, one piece each, end sooner than all `slices` of a batch, tiles of the largest part).
 
-    row, tiles: those of a row and of the batch. A second piece takes a part of spec.piece_cost, found by measurement
-    (docs/notes/kernel-log.md), and rows that stay whole are not combined either.
+    row, tiles: those of a row and of the batch. The slices would open second pieces: one takes as long as spec.piece_cost tiles,
+    or half as many if warps have one m-tile each, found by measurement (docs/notes/kernel-log.md). Rows that stay whole are not
+    combined either.
     """
-    part = ((row + parts).to(Float32) - 0.5) * cute.arch.rcp_approx(parts.to(Float32))  # cut off: rounded up
-    quarters = spec.piece_cost * (1 if spec.widens_tiles else 4 if spec.paired else 2)
-    opening = quarters * cutlass.select_(parts == 1, Int32(2), Int32(1))
-    return (tiles <= MOST_EVEN) & (4 * (Int32(part) * slices - tiles) <= opening * slices)
+    part = Int32(((row + parts).to(Float32) - 0.5) * cute.arch.rcp_approx(parts.to(Float32)))  # cut off: rounded up
+    halves = spec.piece_cost * (2 if spec.by_warpgroup or spec.paired else 1)
+    opening = halves * cutlass.select_(parts == 1, Int32(2), Int32(1))
+    return (tiles <= MOST_EVEN) & (2 * (part * slices - tiles) <= opening * slices), part
 
 
 def with_opening(spec: KernelSpec, lanes: LaneRows, opening: Int32) -> LaneRows:
     """The rows with another cost beyond their tiles than spec.piece_cost, or the same; another one if a warp holds all costs."""
     costs, total, less = cute.make_rmem_tensor(FAN, Int32), Int32(0), spec.piece_cost - opening
     for j in range(FAN):
-        costs[j] = cutlass.max(lanes.costs[j] - less, 0)
+        costs[j] = cutlass.select_(lanes.costs[j] > 0, lanes.costs[j] - less, 0)
         total = total + costs[j]
     return replace(lanes, costs=costs, total=cutlass.select_(less == 0, lanes.total, total))
