@@ -25,6 +25,10 @@ WIDEST, WIDEST_LIMIT = 128, 1.25  # the same for the longest stream, over 16 bit
 SHORTEST_US = 3.0  # for the shortest stream: microseconds more, in place of a factor
 RAGGED_LENGTHS = (4, 8, 16)  # query rows per request that are handed over as ragged rows, too: over the first two of VERIFY_ROWS
 
+# batch and tokens of rows of one length, of whose tiles SMs do not get equally many; query rows per request
+EQUAL_ROWS = (fixed(4, 1600), fixed(12, K), fixed(6, K), fixed(8, 1000), fixed(5, 2 * K))
+EQUAL_LENGTHS = (1, 8, 16)
+
 WINDOW = 1023  # tokens before its own that a row of 32k sees: its time is compared with 1k without a window
 WINDOW_BAR = Bar("ratio", 1.15, beside=PLAIN)
 LARGE_ROWS = (fixed(64, 8 * K), fixed(128, 4 * K))
@@ -46,6 +50,14 @@ def verify_cases() -> dict[Case, Bar | None]:
         found[case] = verify_bar(case)
     order = sorted(found, key=lambda case: (case.page_size, found[case] != FEW_ROWS_BAR, bool(case.query)))
     return {case: found[case] for case in order}
+
+
+def equal_cases() -> tuple[Case, ...]:
+    """One or several query rows over short rows of one length, whose tiles the SMs cannot share equally; pages of 16."""
+    return tuple(
+        attention_case(rows, kv_dtype=kv_dtype, kv_scale=kv_scale, q_len=q_len)
+        for (kv_dtype, kv_scale), q_len, rows in product(STORAGE, EQUAL_LENGTHS, EQUAL_ROWS)
+    )
 
 
 def verify_bar(case: Case) -> Bar | None:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from fnmatch import fnmatchcase
 from itertools import product
 
-from perf.attention_cases import modifier_cases, verify_cases
+from perf.attention_cases import equal_cases, modifier_cases, verify_cases
 from perf.backward import backward_cases
 from perf.cases import DTYPES, LAYOUTS, TABLE_FORMATS, Bar, Case, EightBit, Rows, Scale, Spread, append_case, fixed
 from perf.f32_cases import f32_cases
@@ -208,6 +208,7 @@ def case_sets() -> dict[str, tuple[Case, ...]]:
         "eight_bit": tuple(eight_bit_cases()),
         "append": tuple(append_cases()),
         "verify": tuple(verify_cases()),
+        "equal": equal_cases(),
         "modifiers": tuple(modifier_cases()),
         "mqa": tuple(mqa_cases()),
         "f32": tuple(f32_cases()),
