@@ -96,15 +96,20 @@ def test_equal_rows_are_cut_into_equal_parts(rows: int, monkeypatch: pytest.Monk
     assert len(brought) == 4 and set(brought.values()) == {1536 // 4 * 2 * 128 * 2}
 
 
-@pytest.mark.parametrize(("rows", "tiles"), [(2, 13), (4, 9), (3, 12)])
-def test_no_part_of_equal_rows_lies_in_two_rows(rows: int, tiles: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("rows", "tiles", "parts", "idle"), [(2, 13, 2, 0), (4, 9, 2, 0), (3, 12, 2, 0), (3, 14, 3, 0), (2, 22, 4, 0), (5, 9, 2, 1)]
+)
+def test_no_part_of_equal_rows_lies_in_two_rows(
+    rows: int, tiles: int, parts: int, idle: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each row has as many CTAs, and they bring the same numbers of its tiles, though these do not divide into equal parts."""
-    brought, parts, tile_n = count_bytes(monkeypatch), 2, WARPS_4.tile_n
-    kernel, _ = made("balanced", slices=parts * rows)
+    brought, tile_n = count_bytes(monkeypatch), WARPS_4.tile_n
+    kernel, _ = made("balanced", slices=parts * rows + idle)
     inputs = make_inputs(Shape(lengths=(tiles * tile_n,) * rows, **ONE_HEAD), "cpu")
     assert_close(inputs, *run_decode(kernel, inputs))
-    expected = {cta: (tiles + cta % parts) // parts for cta in range(parts * rows)}
-    assert brought == {cta: found * tile_n * 2 * 128 * 2 for cta, found in expected.items()}
+    most = -(-tiles // parts)
+    of_row = [tiles - (parts - 1) * most] + [most] * (parts - 1)
+    assert brought == {cta: found * tile_n * 2 * 128 * 2 for cta, found in enumerate(of_row * rows)}
 
 
 @pytest.mark.parametrize(("rows", "tokens", "working"), [(2, 320, 4), (2, 4096, 5), (4, 320, 4), (3, 320, 3), (3, 640, 5)])
