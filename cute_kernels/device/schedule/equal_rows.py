@@ -41,7 +41,7 @@ def slices_of(spec: KernelSpec, cost: Int32, most: Int32) -> Int32:
     return cutlass.max(cutlass.min(quotient(cost, spec.min_share), most), 1)
 
 
-def equal_parts(spec: cutlass.Constexpr, longest: tuple, cost: Int32, batch: Int32, most: Int32) -> tuple[Int32, Int32]:
+def equal_parts(spec: KernelSpec, longest: tuple, cost: Int32, batch: Int32, most: Int32) -> tuple[Int32, Int32]:
     """(what a row costs beyond its tiles, most slices): as many for each row, if rows are cut into equal parts.
 
     So are rows of one length, if parts of one piece each make up for the slices that are left without work. A row then costs what
@@ -49,11 +49,14 @@ def equal_parts(spec: cutlass.Constexpr, longest: tuple, cost: Int32, batch: Int
     row. most: as in slices_of. The answer does not depend on how a warp has read the rows, only on what it has read. All CTAs
     wait for it, and execute it once: so there is no division, and no branch, around which ptxas spills registers.
     """
-    (top, alike), tiles, several = longest, cost - spec.piece_cost * batch, batch > 1
-    parts, row = Int32((most.to(Float32) + 0.5) * cute.arch.rcp_approx(batch.to(Float32))), top - spec.piece_cost
-    even, (sooner, part) = parts * batch, parts_pay(spec, parts, row, tiles, most)
+    top, alike = longest
+    several, tiles = batch > 1, cost - spec.piece_cost * batch
+    parts = Int32((most.to(Float32) + 0.5) * cute.arch.rcp_approx(batch.to(Float32)))  # cut off
+    even, row = parts * batch, top - spec.piece_cost
+    sooner, part = parts_pay(spec, parts, row, tiles, most)
     fit = ((even == most) | sooner) & (even > 0) & (slices_of(spec, tiles, even) == even)
-    equal, padding = alike & ((several == Boolean(False)) | fit), cutlass.select_(several & sooner, part * parts - row, 0)
+    equal = alike & ((several == Boolean(False)) | fit)
+    padding = cutlass.select_(several & sooner, part * parts - row, 0)
     return cutlass.select_(equal, padding, Int32(spec.piece_cost)), cutlass.select_(equal, even, most)
 
 
