@@ -44,6 +44,11 @@ def quotient(number: Int32, divisor: Int32 | int) -> Int32:
     return Int32(Uint32(number) // Uint32(divisor))
 
 
+def quick_quotient(number: Int32, divisor: Int32) -> Int32:
+    """number // divisor in fewer steps, for a number from 0 to 2**20: half a step keeps the quotient clear of rounding."""
+    return Int32((number.to(Float32) + 0.5) * cute.arch.rcp_approx(divisor.to(Float32)))
+
+
 def remainder(number: Int32, divisor: Int32 | int) -> Int32:
     """number % divisor, neither negative: unsigned, as in `quotient`."""
     return Int32(Uint32(number) % Uint32(divisor))

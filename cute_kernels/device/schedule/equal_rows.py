@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32
+from cutlass import Boolean, Int32
 
 from ...config.decode import KernelSpec
-from ..ptx.registers import LANES, quotient
+from ..ptx.registers import LANES, quick_quotient, quotient
 
 FAN = 4  # rows that a lane reads at a time; if it has no more rows, it keeps the cost of each
 MOST_EVEN = 2**20  # tiles of a batch past which it does not pay to leave slices without work
@@ -51,8 +51,8 @@ def equal_parts(spec: KernelSpec, longest: tuple, cost: Int32, batch: Int32, mos
     """
     top, alike = longest
     several, tiles = batch > 1, cost - spec.piece_cost * batch
-    parts = Int32((most.to(Float32) + 0.5) * cute.arch.rcp_approx(batch.to(Float32)))  # cut off
-    even, row = parts * batch, top - spec.piece_cost
+    parts, row = quick_quotient(most, batch), top - spec.piece_cost
+    even = parts * batch
     sooner, part = parts_pay(spec, parts, row, tiles, most)
     fit = ((even == most) | sooner) & (even > 0) & (slices_of(spec, tiles, even) == even)
     equal = alike & ((several == Boolean(False)) | fit)
@@ -91,7 +91,7 @@ def parts_pay(spec: KernelSpec, parts: Int32, row: Int32, tiles: Int32, slices: 
     or half as many if warps have one m-tile each, found by measurement (docs/notes/kernel-log.md). Rows that stay whole are not
     combined either.
     """
-    part = Int32(((row + parts).to(Float32) - 0.5) * cute.arch.rcp_approx(parts.to(Float32)))  # cut off: rounded up
+    part = quick_quotient(row + parts - 1, parts)
     halves = spec.piece_cost * (2 if spec.by_warpgroup or spec.paired else 1)
     opening = halves * cutlass.select_(parts == 1, Int32(2), Int32(1))
     return (tiles <= MOST_EVEN) & (2 * (part * slices - tiles) <= opening * slices), part
