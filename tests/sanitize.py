@@ -168,6 +168,8 @@ ATTENTION = {
         "verify_32_e4m3_ragged",
         "verify_32_int8_everything",
         "verify_64_e4m3_everything",
+        "verify_64_int8",
+        "verify_64_int8_f16",
         "verify_128_int8",
         "verify_128_k_bf16_v_e4m3",
         "verify_128_token_scales",

@@ -45,10 +45,11 @@ class WarpSpec(TilingSpec):
     def scales_values(self) -> bool:
         """Whether scales of V's tokens go into int8 elements of V as these are widened (device/kv/value_scales.py).
 
-        Only where a warp of its own brings the scales: where crews convert them too, their tiles would come later. Not in bf16:
-        V would be rounded beside P, for 3% less time (docs/notes/kernel-log.md).
+        Only where a warp of its own brings the scales: where crews convert them too, their tiles would come later. Not in turns,
+        where that was later, nor in bf16: V would be rounded beside P, for 3% less time (docs/notes/kernel-log.md).
         """
-        return self.v_token_scale and self.v_type == "int8" and self.settles_scales and self.v_math == "f16"
+        settled = self.settles_scales and self.turns == 1
+        return self.v_token_scale and self.v_type == "int8" and settled and self.v_math == "f16"
 
     @property
     def scales_weights(self) -> bool:
@@ -167,10 +168,9 @@ class WarpSpec(TilingSpec):
     def settles_scales(self) -> bool:
         """Whether the warp that brings scales of tokens leaves them as f32 for the readers of widened tiles.
 
-        Otherwise the warps that widen K convert them, for which a long query's products wait. Not where warpgroups take turns:
-        there a tile takes no longer than such a warp's chain of loads and stores (docs/notes/kernel-log.md).
+        Otherwise the warps that widen K convert them, and products wait for it (docs/notes/kernel-log.md).
         """
-        return self.widens_tiles and self.token_scales > 0 and self.turns == 1 and not self.brings_scales
+        return self.widens_tiles and self.token_scales > 0 and not self.brings_scales
 
     @property
     def query_warps(self) -> int:

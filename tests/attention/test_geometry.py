@@ -310,7 +310,7 @@ def test_what_several_query_rows_cannot_have(change: dict[str, Any], reason: str
 @pytest.mark.parametrize(
     ("fields", "settles", "alike"),
     [
-        ({"max_q_len": 16}, False, True),  # 64 packed rows: two warpgroups take turns
+        ({"max_q_len": 16}, True, True),  # 64 packed rows: two warpgroups take turns
         ({"max_q_len": 32}, True, True),  # 128: both attend to every tile
         ({"max_q_len": 8192}, True, True),
         ({"max_q_len": 512, "max_seq_len": 2048}, False, False),  # short chunks: three do, and one crew widens for them
@@ -321,7 +321,7 @@ def test_what_several_query_rows_cannot_have(change: dict[str, Any], reason: str
     ],
 )
 def test_who_converts_scales_of_tokens(fields: dict[str, Any], settles: bool, alike: bool) -> None:
-    """The warp that brings them, where warpgroups attend together. Crews of K and V have the same code if they do the same."""
+    """The warp that brings them, unless one crew widens both. Crews of K and V have the same code if they do the same."""
     given = {"query_format": "uniform", "k_scale": ck.KVScale.TOKEN_F16, "v_scale": ck.KVScale.TOKEN_F16, **fields}
     given = {name: value for name, value in given.items() if value is not None}
     shape = {"head_dim": 128, "page_size": 16, "max_seq_len": 8192, "kv_dtype": ck.KVDtype.INT8, **given}

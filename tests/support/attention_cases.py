@@ -171,6 +171,8 @@ CASES = (
     case("two_kv_heads_everything", {**SHORT, **TOKEN_SCALES, "head_dim": 64}, q_lens=(8, 5, 0, 3) * 3, **EVERYTHING),
     case("verify_64_e4m3", {**VERIFY, "kv_dtype": E4M3}, **VERIFY_64),
     case("verify_64_e4m3_everything", {**VERIFY, "kv_dtype": E4M3, "head_dim": 64, "page_size": 64}, **VERIFY_64, **EVERYTHING),
+    case("verify_64_int8", {**VERIFY, **TOKEN_SCALES}, **VERIFY_64),
+    case("verify_64_int8_f16", {**VERIFY, **TOKEN_SCALES, "dtype": torch.float16}, **VERIFY_64, sinks=True),
     case("verify_128_e4m3", {**VERIFY, "kv_dtype": E4M3}, **VERIFY_128, window_left=1023),
     case("verify_128_int8", {**VERIFY, **TOKEN_SCALES}, **VERIFY_128, sinks=True),
     case("verify_128_k_bf16_v_e4m3", {**VERIFY, "v_dtype": E4M3, "v_scale": ck.KVScale.TOKEN}, **VERIFY_128),

@@ -1,8 +1,7 @@
 """Scales of tokens beside widened tiles: f32 that one warp, or the warps that widen K, leave for all readers of a tile.
 
-If warpgroups attend to every tile together, the warp that brings the scales reads those of a tile to registers while it stores
-those of the tile before. If they take turns, it copies scales to shared memory, and K's crew converts them: a tile is then over
-sooner than a chain of loads and stores (docs/notes/kernel-log.md).
+The warp that brings the scales reads those of a tile to registers while it stores those of the tile before. If one crew widens
+both K and V, the warp that brings all of them copies scales to shared memory, and that crew converts them.
 """
 
 import cutlass
