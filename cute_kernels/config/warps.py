@@ -57,6 +57,16 @@ class WarpSpec(TilingSpec):
         return self.v_token_scale and not self.scales_values
 
     @property
+    def wide_scale_bytes(self) -> tuple[int, int]:
+        """Bytes of a scale of K, and of V, of a widened tile: f32, or f16 for V's that multiply the weights of tiles in turn.
+
+        There shared memory is the limit: 64 rows over int8 take 1% less, though readers convert each scale. Prompts, whose limit
+        is power, take as long, or up to 1% more (docs/notes/kernel-log.md).
+        """
+        halves = self.v_scale == "token_f16" and self.scales_weights and self.turns > 1
+        return 4, 2 if halves else 4
+
+    @property
     def interleaves_weights(self) -> bool:
         """Whether exponentials are interleaved with the other steps of softmax (device/attend/interleaved.py).
 

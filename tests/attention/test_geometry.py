@@ -331,6 +331,19 @@ def test_who_converts_scales_of_tokens(fields: dict[str, Any], settles: bool, al
 
 
 @pytest.mark.parametrize(
+    ("rows", "form", "nbytes"),
+    [(64, ck.KVScale.TOKEN_F16, (4, 2)), (64, ck.KVScale.TOKEN, (4, 4)), (128, ck.KVScale.TOKEN_F16, (4, 4))],
+)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "f16"])
+def test_bytes_of_scales_beside_widened_tiles(rows: int, form: ck.KVScale, nbytes: tuple[int, int], dtype: torch.dtype) -> None:
+    """V's f16 scales stay f16 for tiles that warpgroups take in turn; K's also hold the softmax factor, and are f32."""
+    shape = {"head_dim": 128, "page_size": 16, "max_q_len": rows // 4, "query_format": "uniform", "kv_dtype": ck.KVDtype.INT8}
+    problem = ck.PagedAttentionDescriptor(64, 32, 8, q_dtype=dtype, k_scale=form, v_scale=form, **shape).problem
+    spec = explain(problem, PRETEND["h200"]).chosen.spec
+    assert (spec.turns == 2, spec.wide_scale_bytes) == (rows == 64, nbytes)
+
+
+@pytest.mark.parametrize(
     ("fields", "apart"),
     [
         ({}, True),

@@ -15,7 +15,7 @@ from ...config.tiling import RingShape
 from ..kv.codec import HALVES, decode, decode_scaled
 from ..mainloop.tile import SWIZZLE_ROWS, swizzled
 from ..ptx.packed import pack, widen_pair
-from ..ptx.registers import as_float, quotient, remainder
+from ..ptx.registers import quotient, remainder
 from .mask import has_outside
 from .query_rows import TilePlace
 
@@ -129,11 +129,11 @@ def widen_tile(
 def scale_in_f32(
     stored: cutlass.Constexpr, shapes: cutlass.Constexpr, source: Int32, target: Int32, thread: Int32, scales: cute.Tensor
 ):
-    """widen_tile for factors that f16 does not hold. scales: the bits of f32, [token]."""
+    """widen_tile for factors that f16 does not hold. scales: f32, [token]."""
     narrow, wide, threads = shapes
     for index in cutlass.range(thread, narrow.tile_n * per_row(narrow), threads, unroll=1):
         row, place = quotient(index, per_row(narrow)), remainder(index, per_row(narrow))
-        scale, words = as_float(scales[row]), load_words(source + swizzled(narrow, 0, row, place * NARROW_BYTES))
+        scale, words = scales[row], load_words(source + swizzled(narrow, 0, row, place * NARROW_BYTES))
         pairs = [widen_pair(Float16, half) for half in widened((stored, "f16"), words)]
         scaled = [pack("f16", first * scale, second * scale) for first, second in pairs]
         store(scaled, target + swizzled(wide, 0, row, place * WIDE_BYTES), Boolean(True))

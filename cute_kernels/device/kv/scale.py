@@ -9,18 +9,19 @@ Where P is f16, V's scales may leave its range. So softmax weights, their sums a
 below the largest scale that the warp has met, at least 2**-26. A token whose scale is below 2**-28 of that unit loses bits.
 """
 
-import math
 from dataclasses import dataclass, replace
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, Int64
+from cutlass import Boolean, Float16, Float32, Int32, Int64
 
 from ...config.decode import SCALE_BYTES, KernelSpec
 from ...config.problem import ScaleForm
 from ..ptx.cp_async import copy_async
+from ..ptx.packed import widen_pair
 from ..ptx.registers import LANES, MAGNITUDE, as_bits, as_float, remainder, warp_max
 
+WIDE_SCALES = {2: Float16, 4: Float32}  # the type of a widened tile's scales, by their bytes
 EXPONENT = 0x7F800000  # the exponent bits of an f32
 SMALLEST_UNIT, LARGEST_UNIT = (127 - 26) << 23, (127 + 100) << 23  # any step between units is a normal f32
 
@@ -43,8 +44,9 @@ class ScaleRing:
     """Scales of the tokens of each stage's tile: 32-bit words [token, stage].
 
     upper: Int32 [group of 32 tokens, stage]; bit l: the f16 scale of token l lies in the upper half of its word. For widened
-    tiles words are f32, ordered so that the words of a lane's accumulator columns are neighbours, and `upper` has the bits of the
-    largest magnitude in each group, or first those of the largest of all (`settles_scales`); of V's scales alone.
+    tiles scales are f32 or f16 (`wide_scale_bytes`), ordered so that those of a lane's accumulator columns are neighbours, and
+    `upper` has the bits of the largest magnitude in each group, or first those of the largest of all (`settles_scales`); of V's
+    scales alone.
     factors: those of V's tokens, if they go into V (value_scales.py), with word_of in `upper`; K's constant ones; or None.
     """
 
@@ -55,15 +57,15 @@ class ScaleRing:
 
 def make_scale_rings(spec: KernelSpec, smem, stages: int, widened: bool = False) -> tuple:
     """The rings of (K's scales, V's scales), None for a tensor without a scale per token. widened: whether tiles are widened."""
-    rings, layout = [], cute.make_layout((spec.tile_n, stages))
-    if widened:  # a token is (column of a pair, pair of an n8 step, step)
-        apart = spec.lane_scales
-        layout = cute.make_layout(((2, 4, spec.tile_n // 8), stages), stride=((1, apart, 2), 4 * apart))
+    rings, layout, kind = [], cute.make_layout((spec.tile_n, stages)), Int32
     factor_stages = (spec.scales_keys, stages * spec.scales_values) if widened else (0, 0)
-    for form, scaled in zip((spec.k_scale, spec.v_scale), factor_stages, strict=True):
+    for form, nbytes, scaled in zip((spec.k_scale, spec.v_scale), spec.wide_scale_bytes, factor_stages, strict=True):
         ring = None
+        if widened:  # a token is (column of a pair, pair of an n8 step, step)
+            apart, kind = spec.lane_scales * 4 // nbytes, WIDE_SCALES[nbytes]
+            layout = cute.make_layout(((2, 4, spec.tile_n // 8), stages), stride=((1, apart, 2), 4 * apart))
         if form.startswith("token"):
-            words = smem.allocate_tensor(Int32, layout, byte_alignment=16)
+            words = smem.allocate_tensor(kind, layout, byte_alignment=16)
             upper = smem.allocate_tensor(Int32, cute.make_layout((spec.scale_groups, stages)), byte_alignment=16)
             factors = None
             if scaled:
@@ -225,7 +227,7 @@ def column_scales(spec: KernelSpec, ring: ScaleRing, form: ScaleForm, stage: Int
     """The scales of this lane's columns of an accumulator [column pair, n8], f32 in registers."""
     tokens = cute.size(ring.words, mode=[0])
     if spec.widens_tiles:
-        return own_scales(ring, tokens // 4, spec.lane_scales, stage)
+        return own_scales(spec, ring, tokens // 4, stage)
     layout = cute.make_layout((4, tokens // 8, cute.size(ring.words, mode=[1])), stride=(1, 4, tokens // 2))
     pairs = cute.make_tensor(cute.recast_ptr(ring.words.iterator, dtype=Int64), layout)
     scales = cute.make_rmem_tensor(tokens // 8, Int64)
@@ -237,14 +239,19 @@ def column_scales(spec: KernelSpec, ring: ScaleRing, form: ScaleForm, stage: Int
     return found
 
 
-def own_scales(ring: ScaleRing, count: int, apart: int, stage: Int32) -> cute.Tensor:
-    """As column_scales, for a widened tile: the lane's `count` scales are neighbours in memory. apart: spec.lane_scales."""
-    found = cute.make_rmem_tensor((2, count // 2), Float32)
-    place = (cute.arch.lane_idx() % 4 + 4 * stage) * apart
-    align = math.gcd(16, 4 * apart)
-    source = cute.make_ptr(Float32, (ring.words.iterator + place).toint(), cute.AddressSpace.smem, assumed_align=align)
+def own_scales(spec: KernelSpec, ring: ScaleRing, count: int, stage: Int32) -> cute.Tensor:
+    """As column_scales, for a widened tile: the lane's `count` scales are neighbours in memory."""
+    kind = ring.words.element_type
+    found = cute.make_rmem_tensor((2, count // 2), kind)
+    place = (cute.arch.lane_idx() % 4 + 4 * stage) * (spec.lane_scales * 32 // kind.width)
+    source = cute.make_ptr(kind, (ring.words.iterator + place).toint(), cute.AddressSpace.smem, assumed_align=16)
     cute.autovec_copy(cute.make_tensor(source, cute.make_layout((2, count // 2))), found)
-    return found
+    if kind is Float32:
+        return found
+    scales, pairs = cute.make_rmem_tensor(found.shape, Float32), cute.recast_tensor(found, Int32)
+    for n in range(count // 2):
+        scales[0, n], scales[1, n] = widen_pair(kind, pairs[0, n])
+    return scales
 
 
 def widen_columns(ring: ScaleRing, found: cute.Tensor, stage: Int32):

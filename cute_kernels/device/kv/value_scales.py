@@ -13,7 +13,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
 
 from ..ptx.packed import pack
-from ..ptx.registers import LANES, MAGNITUDE, as_bits, as_float, warp_max
+from ..ptx.registers import LANES, MAGNITUDE, as_float, warp_max
 from .scale import EXPONENT, ScaleRing, shrink_of
 
 FIELD = 23  # the place of an f32's exponent
@@ -96,7 +96,7 @@ def store_factors(spec: cutlass.Constexpr, ring: ScaleRing, stage: Int32, bits: 
         if group * LANES + lane < spec.tile_n:
             store_factor(ring, group * LANES + lane, stage, factor_of(found[group], unit[0]))
             if far:
-                ring.words[group * LANES + lane, stage] = as_bits(per_unit(found[group], unit[0], 16))
+                ring.words[group * LANES + lane, stage] = per_unit(found[group], unit[0], 16)
     if lane == 0:
         ring.upper[0, stage] = word_of(unit[0], far)
 

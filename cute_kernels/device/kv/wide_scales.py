@@ -1,7 +1,8 @@
-"""Scales of tokens beside widened tiles: f32 that one warp, or the warps that widen K, leave for all readers of a tile.
+"""Scales of tokens beside widened tiles: what one warp, or the warps that widen K, leave for all readers of a tile.
 
-The warp that brings the scales reads those of a tile to registers while it stores those of the tile before. If one crew widens
-both K and V, the warp that brings all of them copies scales to shared memory, and that crew converts them.
+They are f32, but V's f16 scales may stay f16 (KernelSpec.wide_scale_bytes). The warp that brings the scales reads those of a tile
+to registers while it stores those of the tile before. If one crew widens both K and V, the warp that brings all of them copies
+scales to shared memory, and that crew converts them.
 """
 
 import cutlass
@@ -84,7 +85,7 @@ def store_scale(spec: cutlass.Constexpr, ring: ScaleRing, stage: Int32, group: I
     """Stores the scale of this lane's token in a group, bits of an f32; returns its magnitude's, or 0 past the tile."""
     token = group * LANES + cute.arch.lane_idx()
     if token < spec.tile_n:
-        ring.words[token, stage] = bits
+        ring.words[token, stage] = as_float(bits).to(ring.words.element_type)
     return cutlass.select_(token < spec.tile_n, bits & MAGNITUDE, Int32(0))
 
 
