@@ -57,6 +57,21 @@ CASES: dict[str, tuple[Case, DecodeConfig, Any]] = {
         TURNS,
         "balanced",
     ),
+    "V of int8 and token scales, 64 rows, cut": (
+        case("v int8 64", {**ONE_HEAD, **SMALL, "v_dtype": KVDtype.INT8, "v_scale": KVScale.TOKEN_F16}, **ROWS_64),
+        TURNS,
+        "balanced",
+    ),
+    "K of e4m3 and token scales, 64 rows, cut": (
+        case("k 64", {**ONE_HEAD, **SMALL, "kv_dtype": E4M3, "v_dtype": KVDtype.BF16, "k_scale": KVScale.TOKEN}, **ROWS_64),
+        TURNS,
+        "balanced",
+    ),
+    "e4m3 token, 64 rows, cut": (
+        case("e4m3 64", {**ONE_HEAD, **CUT, **TOKEN_SCALES, "kv_dtype": E4M3}, **ROWS_64),
+        ALTERNATING_BESIDE_SCALES,
+        "balanced",
+    ),
     "int8 token, 64 rows, cut": (
         case("int8 64", {**ONE_HEAD, **CUT, **TOKEN_SCALES}, **ROWS_64),
         ALTERNATING_BESIDE_SCALES,
