@@ -144,7 +144,7 @@ class WarpSpec(TilingSpec):
         every, half = range(self.widening_warps), self.widening_warps // 2
         if None not in self.wide and not self.one_crew:
             return every[:half], every[half:]
-        works = self.wide[0] is not None or (self.token_scales > 0 and not self.settles_scales), self.wide[1] is not None
+        works = self.wide[0] is not None or self.brings_scales, self.wide[1] is not None
         return (every if works[0] else every[:0]), (every if works[1] else every[:0])
 
     @property
@@ -176,7 +176,7 @@ class WarpSpec(TilingSpec):
 
     @property
     def settles_scales(self) -> bool:
-        """Whether the warp that brings scales of tokens leaves them as f32 for the readers of widened tiles.
+        """Whether the warp that brings scales of tokens converts them for the readers of widened tiles.
 
         Otherwise the warps that widen K convert them, and products wait for it (docs/notes/kernel-log.md).
         """

@@ -227,7 +227,7 @@ def column_scales(spec: KernelSpec, ring: ScaleRing, form: ScaleForm, stage: Int
     """The scales of this lane's columns of an accumulator [column pair, n8], f32 in registers."""
     tokens = cute.size(ring.words, mode=[0])
     if spec.widens_tiles:
-        return own_scales(spec, ring, tokens // 4, stage)
+        return own_scales(ring, tokens // 4, stage)
     layout = cute.make_layout((4, tokens // 8, cute.size(ring.words, mode=[1])), stride=(1, 4, tokens // 2))
     pairs = cute.make_tensor(cute.recast_ptr(ring.words.iterator, dtype=Int64), layout)
     scales = cute.make_rmem_tensor(tokens // 8, Int64)
@@ -239,11 +239,11 @@ def column_scales(spec: KernelSpec, ring: ScaleRing, form: ScaleForm, stage: Int
     return found
 
 
-def own_scales(spec: KernelSpec, ring: ScaleRing, count: int, stage: Int32) -> cute.Tensor:
+def own_scales(ring: ScaleRing, count: int, stage: Int32) -> cute.Tensor:
     """As column_scales, for a widened tile: the lane's `count` scales are neighbours in memory."""
     kind = ring.words.element_type
     found = cute.make_rmem_tensor((2, count // 2), kind)
-    place = (cute.arch.lane_idx() % 4 + 4 * stage) * (spec.lane_scales * 32 // kind.width)
+    place = (cute.arch.lane_idx() % 4 + 4 * stage) * ring.words.stride[0][1]
     source = cute.make_ptr(kind, (ring.words.iterator + place).toint(), cute.AddressSpace.smem, assumed_align=16)
     cute.autovec_copy(cute.make_tensor(source, cute.make_layout((2, count // 2))), found)
     if kind is Float32:

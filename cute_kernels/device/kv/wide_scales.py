@@ -45,7 +45,7 @@ def read_scale(form: ScaleForm, address: Int64, inside: Boolean) -> Int32:
 
 @cute.jit
 def store_scales(spec: cutlass.Constexpr, wide: tuple, stage: Int32, coming: cute.Tensor, unit: cute.Tensor, scale_log2: Float32):
-    """Stores the scales of a tile as f32 for all its readers, and the largest magnitude of V's, or factors of V's.
+    """Stores the scales of a tile for all its readers, and the largest magnitude of V's, or factors of V's.
 
     wide: rings of K's and V's scales for widened tiles; unit: that of earlier factors of the piece, which becomes the tile's;
     scale_log2: of the softmax.
@@ -98,11 +98,6 @@ def load_scale(spec: KernelSpec, ring: ScaleRing, stage: Int32, group: Int32) ->
 def load_scales(spec: KernelSpec, rings: tuple, stage: Int32, warp: Int32) -> list:
     """load_scale of the first group whose scales a warp stores that widens K, for each of `rings`; None for one that is None."""
     return [None if ring is None else load_scale(spec, ring, stage, warp) for ring in rings]
-
-
-def no_scales(rings: tuple) -> list:
-    """As load_scales, for a warp that stores none."""
-    return [None if ring is None else (Int32(0), Int32(0)) for ring in rings]
 
 
 @cute.jit

@@ -1,4 +1,4 @@
-"""What the warps do that bring scales of tokens: copies beside a tile, or f32 beside a widened tile (kv/wide_scales.py)."""
+"""What the warps do that bring scales of tokens: copies beside a tile, or converted beside a widened one (kv/wide_scales.py)."""
 
 import cutlass
 import cutlass.cute as cute
@@ -41,7 +41,7 @@ class TokenScales:
 
     @cute.jit
     def pass_scales(self, problem: Problem, shared: Shared, piece: Piece, i: Int32, place: tuple[Int32, Int32], coming: tuple):
-        """Reads the scales of the piece's tile i, if it has one, and stores those of the tile before as f32 for its readers.
+        """Reads the scales of the piece's tile i, if it has one, and stores those of the tile before for its readers.
 
         They are stored once K's wide stage is free: then all tiles whose scales lay in that place have been attended to.
         place: see issue_boxes. coming: registers for the scales of both tiles and for the unit of V's (make_coming).

@@ -9,7 +9,7 @@ from ..attend.query_rows import place_of_tile
 from ..attend.widen import scale_in_f32, widen_tile, zero_widened
 from ..kv.source import open_row_or_nothing
 from ..kv.value_scales import is_far, open_keys
-from ..kv.wide_scales import load_scales, no_scales, widen_scales
+from ..kv.wide_scales import load_scales, widen_scales
 from ..problem import Problem
 from ..ptx.barriers import CREWS, sync_branches
 from ..ptx.registers import LANES, quotient, remainder
@@ -81,13 +81,12 @@ class Widening:
         code is small (docs/notes/kernel-log.md).
         """
         spec, ordinal = self.spec, piece.issued + i
-        scales = cutlass.const_expr(like == 0 and spec.token_scales > 0 and not spec.settles_scales)
+        scales = cutlass.const_expr(like == 0 and spec.brings_scales)  # by one crew, whose code for K is its own
         (stage, parity), (wide, turn) = self.place_in_ring(ordinal), self.place_in_wide(ordinal)
         place = place_of_tile(spec, piece.keys, piece.first + i)
         cute.arch.mbarrier_wait(full_barrier(spec, shared, stage, which), parity)
         cute.arch.mbarrier_wait(narrow_barrier(spec, shared, wide, which), turn ^ 1)
-        keys, found = which == 0, no_scales(shared.scales)
-        if cutlass.const_expr(scales) and keys:
+        if cutlass.const_expr(scales):
             found = load_scales(spec, shared.scales, stage, warp)
         if cutlass.const_expr(spec.wide[like] is not None):
             thread, threads = warp * LANES + cute.arch.lane_idx(), LANES * len(spec.widening_crews[like])
@@ -101,12 +100,12 @@ class Widening:
                 widen_tile(types, shapes, source, target, thread)
             if which == 1:
                 zero_widened(shapes, target, place, thread)
-        if cutlass.const_expr(scales) and keys:
+        if cutlass.const_expr(scales):
             wide_scales = self.token_scales(shared, ordinal)
             widen_scales(spec, shared.scales, stage, *wide_scales, warp, found, problem.scale_log2)
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.sync_warp()
-        first = (cute.arch.lane_idx() == 0) | (keys & (self.lanes_widen[0] > 1))
+        first = (cute.arch.lane_idx() == 0) | ((which == 0) & (self.lanes_widen[0] > 1))
         if first:
             cute.arch.mbarrier_arrive(empty_barrier(spec, shared, stage, which))
         if first | ((which == 1) & (self.lanes_widen[1] > 1)):
