@@ -58,13 +58,11 @@ class WarpSpec(TilingSpec):
 
     @property
     def wide_scale_bytes(self) -> tuple[int, int]:
-        """Bytes of a scale of K, and of V, of a widened tile: f32, or f16 for V's that multiply the weights of tiles in turn.
+        """Bytes of a scale of K, and of V, of a widened tile: f32, or f16 for V's that multiply weights.
 
-        There shared memory is the limit: 64 rows over int8 take 1% less, though readers convert each scale. Prompts, whose limit
-        is power, take as long, or up to 1% more (docs/notes/kernel-log.md).
+        Readers then convert each scale, and still take 1% less: shared memory has fewer reads (docs/notes/kernel-log.md).
         """
-        halves = self.v_scale == "token_f16" and self.scales_weights and self.turns > 1
-        return 4, 2 if halves else 4
+        return 4, 2 if self.v_scale == "token_f16" and self.scales_weights else 4
 
     @property
     def interleaves_weights(self) -> bool:

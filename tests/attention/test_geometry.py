@@ -331,12 +331,17 @@ def test_who_converts_scales_of_tokens(fields: dict[str, Any], settles: bool, al
 
 
 @pytest.mark.parametrize(
-    ("rows", "form", "nbytes"),
-    [(64, ck.KVScale.TOKEN_F16, (4, 2)), (64, ck.KVScale.TOKEN, (4, 4)), (128, ck.KVScale.TOKEN_F16, (4, 4))],
+    ("rows", "form", "dtype", "nbytes"),
+    [
+        (64, ck.KVScale.TOKEN_F16, torch.bfloat16, (4, 2)),
+        (64, ck.KVScale.TOKEN_F16, torch.float16, (4, 2)),
+        (64, ck.KVScale.TOKEN, torch.bfloat16, (4, 4)),
+        (128, ck.KVScale.TOKEN_F16, torch.bfloat16, (4, 2)),
+        (128, ck.KVScale.TOKEN_F16, torch.float16, (4, 4)),  # V's scales go into V
+    ],
 )
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "f16"])
-def test_bytes_of_scales_beside_widened_tiles(rows: int, form: ck.KVScale, nbytes: tuple[int, int], dtype: torch.dtype) -> None:
-    """V's f16 scales stay f16 for tiles that warpgroups take in turn; K's also hold the softmax factor, and are f32."""
+def test_bytes_of_scales_beside_widened_tiles(rows: int, form: ck.KVScale, dtype: torch.dtype, nbytes: tuple[int, int]) -> None:
+    """V's f16 scales stay f16 where they multiply weights; K's also hold the softmax factor, and are f32."""
     shape = {"head_dim": 128, "page_size": 16, "max_q_len": rows // 4, "query_format": "uniform", "kv_dtype": ck.KVDtype.INT8}
     problem = ck.PagedAttentionDescriptor(64, 32, 8, q_dtype=dtype, k_scale=form, v_scale=form, **shape).problem
     spec = explain(problem, PRETEND["h200"]).chosen.spec

@@ -14,7 +14,7 @@ from ...config.decode import KernelSpec
 from ..ptx.packed import pack
 from .bases import WeightsUp, raise_row
 
-GROUP = 2  # n8 steps of a group, of which a lane reads V's scales together
+GROUP = 4  # n8 steps of a group, of which a lane reads V's scales together
 BEFORE = 5  # how many exponentials before a group is the one that it waits for
 NO_WEIGHT = "0xFF812345"  # bits of a NaN that no exponential returns
 
