@@ -52,6 +52,11 @@ CASES: dict[str, tuple[Case, DecodeConfig, Any]] = {
         ALTERNATING,
         "balanced",
     ),
+    "e4m3, 64 rows, three words a lane, cut": (
+        case("e4m3 d96", {**ONE_HEAD, **CUT, "head_dim": 96, "kv_dtype": E4M3}, **ROWS_64),
+        TURNS,
+        "balanced",
+    ),
     "e4m3 beside 16 bits, 64 rows, cut": (
         case("e4m3 beside", {**ONE_HEAD, **SMALL, "v_dtype": E4M3, "v_scale": KVScale.TOKEN}, **ROWS_64),
         TURNS,

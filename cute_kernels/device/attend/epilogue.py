@@ -337,6 +337,20 @@ class SettledRows:
     lse: list[Float32]
 
 
+@dataclass(frozen=True)
+class Outputs:
+    """A lane's output of its rows, f32 [row, column]: all columns, or the half that one of two turns settles (turns.py).
+
+    columns_before, words_before: columns of V, and words of a state, from the lane's first ones to these. owns_first: whether the
+    first word is this turn's, None if always.
+    """
+
+    values: cute.Tensor
+    columns_before: Int32 | int = 0
+    words_before: Int32 | int = 0
+    owns_first: Boolean | None = None
+
+
 @cute.jit
 def settle_rows(spec: cutlass.Constexpr, own: LaneState, scaling: Scaling) -> SettledRows:
     """Normalises a warp's state of an m-tile in its registers."""
@@ -352,11 +366,10 @@ def settle_rows(spec: cutlass.Constexpr, own: LaneState, scaling: Scaling) -> Se
 
 @cute.jit
 def send_rows(
-    spec: cutlass.Constexpr, settled: SettledRows, heads: Int32, words, slot: Int32, mark: Int32, some: cutlass.Constexpr = None
+    spec: cutlass.Constexpr, settled: SettledRows, heads: Int32, words, slot: Int32, mark: Int32, some: Outputs | None = None
 ):
     """Stores a part of a row: a lane writes its settled rows to a slot of the workspace. some: which columns, None for all."""
-    outputs = rows_of(settled.acc_o)
-    some = range(cute.size(outputs, mode=[1])) if some is None else some
+    some = Outputs(rows_of(settled.acc_o)) if some is None else some
     for r in cutlass.range_constexpr(len(settled.rows)):
         row = settled.rows[r]
         if cutlass.const_expr(spec.half_words):  # a predicate, as lanes of other rows take part
@@ -372,15 +385,17 @@ def send_row(
     words: cute.Tensor,
     slot: Int32,
     mark: Int32,
-    some: range,
+    some: Outputs,
     there: Boolean | None = None,
 ):
     """send_rows of one of a lane's rows. there: as in `send`; PTX takes no predicate that is known when it is compiled."""
-    outputs = rows_of(settled.acc_o)
-    for c in range(some.start, some.stop, spec.word_columns):
-        index = settled.rows[r] * spec.row_words + word_of_column(spec, settled.coords[r, c][1])
-        values = [outputs[r, c + i] for i in range(spec.word_columns)]
-        send(spec, words, index, slot, values, settled.lse[r], mark, there)
+    begin = settled.rows[r] * spec.row_words + some.words_before
+    for c in range(0, cute.size(some.values, mode=[1]), spec.word_columns):
+        values, sends = [some.values[r, c + i] for i in range(spec.word_columns)], there
+        if c == 0 and some.owns_first is not None:
+            sends = some.owns_first if there is None else there & some.owns_first
+        index = begin + word_of_column(spec, settled.coords[r, c][1])
+        send(spec, words, index, slot, values, settled.lse[r], mark, sends)
 
 
 @cute.jit
