@@ -342,7 +342,7 @@ class Outputs:
     """A lane's output of its rows, f32 [row, column]: all columns, or the half that one of two turns settles (turns.py).
 
     columns_before, words_before: columns of V, and words of a state, from the lane's first ones to these. owns_first: whether the
-    first word is this turn's, None if always.
+    first word is theirs, or the other half's; None if it always is.
     """
 
     values: cute.Tensor

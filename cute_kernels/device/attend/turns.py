@@ -35,8 +35,7 @@ def settle_turns(spec: cutlass.Constexpr, merge: tuple, own: LaneState, heads: I
             row = own.rows[r]
             if row < heads:
                 factors, row_lse = turn_factors(spec, merge, row, own.unit, Boolean(True), scaling)
-                columns = [own.coords[r, c][1] for c in range(cute.size(own.coords, mode=[1]))]
-                settle_outputs(acc, row, columns, own.outputs[r, None], factors)
+                settle_outputs(acc, own, r, factors)
                 if cute.arch.lane_idx() % 4 == 0:
                     lse[row] = row_lse
 
@@ -54,7 +53,7 @@ def share_peaks(merge: tuple, own: LaneState, heads: Int32, order: Int32):
 
 @cute.jit
 def share_columns(spec: cutlass.Constexpr, acc: cute.Tensor, own: LaneState, heads: Int32, some: Outputs):
-    """Writes some of a lane's output, times its unit, to the merge: the first word only if it is this turn's."""
+    """Writes some of a lane's output, times its unit, to the merge: the first word only if it is theirs."""
     columns = cutlass.const_expr(cute.size(some.values, mode=[1]))
     first = cutlass.const_expr(0 if some.owns_first is None else spec.word_columns)
     for r in cutlass.range_constexpr(len(own.rows)):
@@ -144,11 +143,12 @@ def join_columns(acc: cute.Tensor, own: LaneState, r: int, some: Outputs, factor
             some.values[r, c + j] = some.values[r, c + j] * factors[0] + other[j] * factors[1]
 
 
-def settle_outputs(acc: cute.Tensor, row: Int32, columns: list, outputs: cute.Tensor, factors: list):
-    """Writes to acc a lane's outputs of a row times the first factor plus acc's outputs times the second."""
-    for begin in range(0, len(columns), 2 * PAIRS_READ):
-        some = range(begin, min(begin + 2 * PAIRS_READ, len(columns)), 2)
-        places = [acc.iterator + cute.crd2idx((row, columns[c], 0), acc.layout) for c in some]
+def settle_outputs(acc: cute.Tensor, own: LaneState, r: int, factors: list):
+    """Writes to acc a lane's output of a row times the first factor plus acc's output times the second."""
+    every, columns = Outputs(own.outputs), cute.size(own.outputs, mode=[1])
+    for begin in range(0, columns, 2 * PAIRS_READ):
+        pairs = range(begin, min(begin + 2 * PAIRS_READ, columns), 2)
+        places = [place_of_pair(acc, own, r, c, every) for c in pairs]
         others = [read_pair(at) for at in places]
-        for c, at, pair in zip(some, places, others, strict=True):
-            write_pair(at, *(outputs[c + j] * factors[0] + pair[j] * factors[1] for j in range(2)))
+        for c, at, other in zip(pairs, places, others, strict=True):
+            write_pair(at, *(own.outputs[r, c + j] * factors[0] + other[j] * factors[1] for j in range(2)))
