@@ -14,7 +14,7 @@ from cutlass import Float32
 from ...config.decode import KernelSpec
 from ..kv.scale import scale_columns
 from ..ptx.registers import as_float
-from .bases import bases_of, exact_maxima, quad_all, quad_any, stays_at, sums_of, tops_of
+from .bases import bases_of, exact_maxima, quad_all, quad_any, slack_of, stays_at, sums_of, tops_of
 from .softmax import finite_or_zero, rows_of
 
 LEAST_LOGIT = -32.0  # of first keys that weigh enough: what weighs 2**-90 of them is still a normal bf16
@@ -30,15 +30,18 @@ def relate_scores(acc_s: cute.Tensor, state, columns: cute.Tensor):
 def look_related(spec: KernelSpec, acc_s: cute.Tensor, state, factors: list) -> tuple[list, list, list]:
     """bases.look at related scores. factors: 1 for each row.
 
-    A row's first keys need no other base if those in this lane weigh enough (where all of them are below 0, the largest integer
-    is the least score), unless a key that dominates its row has to weigh 1 (stays_at).
+    Where V's scales multiply weights, a score's distance from its base says all, so nothing waits for an exponential. A row's
+    first keys need no other base then if those in this lane weigh enough (where all of them are below 0, the largest integer is
+    the least score). Otherwise a key that dominates its row has to weigh 1 (stays_at).
     """
     bases, tops, sums = [Float32(0.0)] * len(factors), tops_of(rows_of(acc_s), len(factors)), sums_of(state)
-    serves = [stays_at(spec, *row) for row in zip(tops, bases, factors, sums, strict=True)]
-    weighs = [sums[r] != 0.0 for r in range(len(factors))]
+    weighs = [total != 0.0 for total in sums]
     if spec.scales_weights:
-        weighs = [(as_float(tops[r]) >= LEAST_LOGIT) | weighs[r] for r in range(len(factors))]
-    return bases, tops, [serves[r] & weighs[r] for r in range(len(factors))]
+        serves = [as_float(top) <= slack_of(spec) for top in tops]
+        weighs = [(as_float(top) >= LEAST_LOGIT) | weigh for top, weigh in zip(tops, weighs, strict=True)]
+    else:
+        serves = [stays_at(spec, *row) for row in zip(tops, bases, factors, sums, strict=True)]
+    return bases, tops, [serve & weigh for serve, weigh in zip(serves, weighs, strict=True)]
 
 
 @cute.jit
