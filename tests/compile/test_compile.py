@@ -25,6 +25,7 @@ SOURCES: dict[str, tuple[Source, TableFormat, int]] = {
     "csr": ("paged", "csr", 64),
     "contiguous": ("contiguous", "none", 0),
 }
+KEPT = "st.relaxed.gpu.global.L2::cache_hint.b128"  # a store whose line L2 keeps
 
 
 def spec_of(
@@ -84,6 +85,7 @@ def test_sm90(head_dim: int, source: str, dtype: ElementType, tmp_path: Path) ->
     waits = [m.start() for m in re.finditer("ACQBULK", sass)]  # of the consumers, then of the producer
     assert len(waits) == 2
     assert "REDUX" in sass[waits[0] : waits[1]], "the share is found only after the wait"
+    assert KEPT in combine, "L2 does not keep the workspace, for whose words CTAs poll"
     assert len(re.findall(r"barrier\.sync 2,", ptx)) == 2  # of consumers and producer, in two branches: not "bar.sync"
 
 
@@ -97,6 +99,7 @@ def test_sm80(head_dim: int, vector_bytes: int, source: str, target: str, tmp_pa
     ptx, sass = dump(spec, tmp_path)
     assert f".target {target}" in ptx
     assert "cp.async.bulk" not in ptx
+    assert (KEPT in ptx) == (target == "sm_90a")  # whose encoding the policy has
     copies = len(re.findall(rf"cp\.async\.c[ag]\.shared\.global \[\S+\], \[\S+\], {vector_bytes},", ptx))
     assert (copies > 0) == (vector_bytes >= 4)
     assert "m16n8k16.row.col.f32.bf16" in ptx
@@ -122,6 +125,7 @@ def test_other_pieces(arch: str, changes: dict, tmp_path: Path) -> None:
     spec = spec_of(arch, "sm_90a", "dense", "bf16", 128, **dict(changes))
     ptx, sass = dump(spec, tmp_path)
     assert ("ld.relaxed.gpu.global.b128" in ptx) == spec.split
+    assert (KEPT in ptx) == (spec.partition == "balanced")  # only there CTAs wait for each other
     assert_no_spills(sass if arch == "sm90" else sass[sass.index("HMMA") : sass.rindex("HMMA") + 4])
 
 

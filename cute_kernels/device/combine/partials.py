@@ -20,6 +20,7 @@ from .halves import as_halves
 
 WORD = 4  # 32-bit parts of a word of 16 bytes
 WRITTEN, DECLINED = 1, -1  # marks, or signs of marks: a state; a state whose CTA leaves its columns to the row's last CTA
+EVICT_LAST = 0x14F0000000000000  # L2 policy of createpolicy.fractional.L2::evict_last, as sm_90 encodes it
 PRESENT = 1  # the bit that marks a wide word of f32
 
 
@@ -111,11 +112,15 @@ def send(
 
 @cute.jit
 def clear(spec: cutlass.Constexpr, words: cute.Tensor, index: Int32, slot: Int32, there: Boolean):
-    """Zeroes a word, if it is `there`, and its lse, marks included. Neighbouring lanes call it once all have read theirs."""
-    nothing = Float32(0.0)
-    store_words(word_at(words, index, slot), nothing, nothing, nothing, Int32(0), there)
+    """Zeroes a word, if it is `there`, and its lse, marks included. Neighbouring lanes call it once all have read theirs.
+
+    L2 keeps the states of a row that CTAs combine together: they poll for words that are not written yet, and where a kernel
+    that streams weights has evicted these, a poll takes as long as a read of memory (64 rows over 8 bits 2 us sooner behind it).
+    """
+    nothing, kept = Float32(0.0), cutlass.const_expr(spec.divides_combine and spec.target == "sm_90a")
+    store_words(word_at(words, index, slot), nothing, nothing, nothing, Int32(0), there, kept)
     if cutlass.const_expr(spec.wide_words):
-        store_pair(lse_at(spec, words, index, slot), nothing, Int32(0), with_lse(spec, index, there))
+        store_pair(lse_at(spec, words, index, slot), nothing, Int32(0), with_lse(spec, index, there), kept)
 
 
 def with_lse(spec: KernelSpec, index: Int32, there: Boolean | None = None) -> Boolean | None:
@@ -126,23 +131,26 @@ def with_lse(spec: KernelSpec, index: Int32, there: Boolean | None = None) -> Bo
     return first if there is None else there & first
 
 
-def store_words(address: Int64, first, second, third, fourth, there: Boolean | None = None):
-    """Four 32-bit values in one atomic store of 16 bytes. there: whether to store them, None if always."""
-    text = (
-        ".reg .b64 lo, hi; .reg .b128 word; mov.b64 lo, {{$r1}, {$r2}}; mov.b64 hi, {{$r3}, {$r4}}; mov.b128 word, {lo, hi};",
-        "st.relaxed.gpu.global.b128 [{$r0}], word;",
-    )
-    store(*text, [address, first, second, third, fourth], there)
+def store_words(address: Int64, first, second, third, fourth, there: Boolean | None = None, kept: bool = False):
+    """Four 32-bit values in one atomic store of 16 bytes. there: whether to store them, None if always. kept: as in store."""
+    before = ".reg .b64 lo, hi; .reg .b128 word; mov.b64 lo, {{$r1}, {$r2}}; mov.b64 hi, {{$r3}, {$r4}}; mov.b128 word, {lo, hi};"
+    store(before, "b128", "word", [address, first, second, third, fourth], there, kept)
 
 
-def store_pair(address: Int64, lse: Float32, mark: Int32, there: Boolean | None = None):
-    """An lse and its mark in one atomic store of 8 bytes. there: as in store_words."""
-    text = ".reg .b64 pair; mov.b64 pair, {{$r1}, {$r2}};", "st.relaxed.gpu.global.b64 [{$r0}], pair;"
-    store(*text, [address, lse, mark], there)
+def store_pair(address: Int64, lse: Float32, mark: Int32, there: Boolean | None = None, kept: bool = False):
+    """An lse and its mark in one atomic store of 8 bytes. there, kept: as in store_words."""
+    store(".reg .b64 pair; mov.b64 pair, {{$r1}, {$r2}};", "b64", "pair", [address, lse, mark], there, kept)
 
 
-def store(before: str, text: str, args: list, there: Boolean | None):
-    """Runs a store's PTX behind what comes `before` it, if `there` holds. By a predicate: a branch for each store is slow."""
+def store(before: str, kind: str, value: str, args: list, there: Boolean | None, kept: bool):
+    """Stores a value that the PTX `before` makes, if `there` holds. By a predicate: a branch for each store is slow.
+
+    kept: whether L2 keeps the line longer than others.
+    """
+    hint = policy = ""
+    if kept:
+        before, hint, policy = f"{before} .reg .b64 policy; mov.b64 policy, {EVICT_LAST:#x};", ".L2::cache_hint", ", policy"
+    text = f"st.relaxed.gpu.global{hint}.{kind} [{{$r0}}], {value}{policy};"
     if there is not None:
         text, args = f"@{{$r{len(args)}}} {text}", [*args, there]
     cute.arch.inline_ptx(f"{{ {before} {text} }}", read_only_args=args)

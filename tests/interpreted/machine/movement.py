@@ -8,7 +8,7 @@ from .emitter import TYPES, Emitter, Handler, unknown
 from .numbers import U64
 from .ptx import Instruction, Operand
 
-CACHED = {"cg", "cs", "ca", "nc", "L1::no_allocate"}  # cache hints, which are ignored
+CACHED = {"cg", "cs", "ca", "nc", "L1::no_allocate", "L2::cache_hint"}  # cache hints, which are ignored
 RELAXED = ["relaxed", "gpu"]
 COORDINATES = re.compile(r"\[(\S+), \{(.*)\}\]$")
 BULK_TENSOR = re.compile(
@@ -95,11 +95,11 @@ def _load_param(emitter: Emitter, address: Operand, results: tuple[str, ...], ki
 
 
 def store(emitter: Emitter, instruction: Instruction) -> None:
-    """Stores one to four elements."""
+    """Stores one to four elements. An L2 policy behind them is ignored."""
     space, count, kind, _ = _space(instruction)
-    if space == "param":
+    address, value, *policy = instruction.operands
+    if space == "param" or len(policy) != ("L2::cache_hint" in instruction.parts):
         raise unknown(instruction)
-    address, value = instruction.operands
     values = value if isinstance(value, tuple) else (value,)
     where = emitter.address(address, "u32" if space == "shared" else "u64")
     if kind == "b128":
