@@ -21,6 +21,9 @@ HALF_TILE_M = 8  # packed query rows of half a tile: each lane then has one row 
 WARPGROUP = 4  # warps that issue a wgmma together
 WARPGROUP_M = WARPGROUP * TILE_M  # packed query rows of a warpgroup's tile, 16 per warp
 INT8_POWER = 7  # an int8 in bf16 is 2 ** -7 of its value (device/kv/codec.py)
+# rows of a TMA box in prompts over int8 with scales of tokens: with 32, on pages of 64, 0.5 to 2% later, with 8 3%; over e4m3 1%
+# sooner (docs/notes/kernel-log.md)
+SMALL_BOX = 16
 MIN_BOX_ROWS = 8  # rows of one 128-byte swizzle atom: the smallest page part that one TMA box may bring
 
 
@@ -270,10 +273,14 @@ class TilingSpec(ProblemSpec):
 
     @property
     def box_rows(self) -> int:
-        """KV tokens of one slab of a tile: what one TMA box brings; the whole tile for cp.async."""
+        """KV tokens of one slab of a tile: what one TMA box brings; the whole tile for cp.async.
+
+        At most SMALL_BOX beside widened scales of tokens, where warpgroups overlap products of the same tiles.
+        """
         if self.arch == "sm80" or self.source == "contiguous" or self.gathers:
             return self.tile_n
-        return math.gcd(self.page_size, self.tile_n)
+        rows = math.gcd(self.page_size, self.tile_n)
+        return math.gcd(rows, SMALL_BOX) if self.widens_tiles and self.token_scales and self.turns == 1 else rows
 
     @property
     def hole_tokens(self) -> int:

@@ -371,6 +371,26 @@ def test_prompts_whose_values_have_a_producer(fields: dict[str, Any], apart: boo
     assert spec.producers == spec.gatherers + (0 if spec.gathers else 1 + (apart or spec.token_scales > 0))
 
 
+@pytest.mark.parametrize(
+    ("fields", "rows"),
+    [
+        ({}, 16),
+        ({"page_size": 8}, 8),
+        ({"max_q_len": 32, "max_seq_len": 65_536}, 16),  # 128 rows: both warpgroups attend to each tile
+        ({"max_q_len": 16}, 32),  # 64 rows: the warpgroups take tiles of 96 in turn
+        ({"k_scale": ck.KVScale.HEAD, "v_scale": ck.KVScale.HEAD}, 32),
+        ({"page_size": None, "table_format": "none"}, 96),
+    ],
+)
+def test_tokens_of_a_box_of_prompts_over_int8(fields: dict[str, Any], rows: int) -> None:
+    """Beside scales of tokens boxes are small where warpgroups attend to the same tiles, here of 96 tokens."""
+    scales = {"k_scale": ck.KVScale.TOKEN_F16, "v_scale": ck.KVScale.TOKEN_F16}
+    fixed = {"head_dim": 128, "max_seq_len": 8192, "query_format": "uniform", "kv_dtype": ck.KVDtype.INT8}
+    shape = {**fixed, **scales, "page_size": 64, "max_q_len": 8192, **fields}
+    spec = explain(ck.PagedAttentionDescriptor(1, 32, 8, q_dtype=torch.bfloat16, **shape).problem, PRETEND["h200"]).chosen.spec
+    assert (spec.tile_n, spec.box_rows) == (96, rows)
+
+
 @pytest.mark.parametrize(("batch", "kv_heads", "phases"), [(8, 8, [16, 64, 128]), (4, 2, [16, 64])])
 def test_phases_of_a_mixed_kernel_have_registers_for_all_warps(batch: int, kv_heads: int, phases: list[int]) -> None:
     """The last phase's shares of registers hold in all phases. With blocks of 64 rows it needs no other phase of that size."""

@@ -41,6 +41,7 @@ CASES: dict[str, tuple[Case, DecodeConfig, str, str]] = {
     "dealt, everything": (case("dealt", CACHE, **PROMPTS, **EVERYTHING), by_warpgroup(128), "sm90", "dealt"),
     "dealt, 12 warps, packed": (case("12", CACHE, **PROMPTS, table="packed"), by_warpgroup(128, 12), "sm90", "dealt"),
     "dealt, 12 warps, int8 token": (int8_token(CACHE), by_warpgroup(64, 12), "sm90", "dealt"),
+    "dealt, int8 token, pages of 64": (int8_token({**CACHE, "page_size": 64}), by_warpgroup(96), "sm90", "dealt"),
     "gathered, pages of 5": (case("5", {**CACHE, "page_size": 5}, **PROMPTS), by_warpgroup(128), "sm90", "dealt"),
     "gathered, one warpgroup": (case("5", {**CACHE, "page_size": 5}, **PROMPTS), by_warpgroup(64, 4), "sm90", "dealt"),
     "in pieces": (case("pieces", LONG_CACHE, **PROMPTS), by_warpgroup(64), "sm90", "dealt_pieces"),
