@@ -20,7 +20,7 @@ from scipy import stats
 from cute_kernels.attention.choice.tuning import FLOOR, NOISE_FACTOR
 from perf.cases import FLOORS, READ
 from perf.history import Key, Revision
-from perf.measure import DEVICE, IN_STREAM
+from perf.measure import DEVICE, RESULTS
 from perf.records import Record
 
 FALSE_DISCOVERIES = 0.05  # the expected share of wrong ones among the called changes
@@ -28,7 +28,6 @@ CONFIDENCE = 0.95
 RESAMPLES = 2000
 MIN_CONTROLS = 5  # cases of the read kernel on both sides; with fewer, the assumed noise makes FLOOR the threshold
 FOLLOWERS = (20, 80)  # percentiles of the peers' ratios: an unchanged kernel's drift is assumed to lie between them
-COMPARED = (DEVICE, IN_STREAM)  # the metrics that are compared
 NORMAL_MAD = 1.4826  # standard deviation over median absolute deviation, in a normal distribution
 SPREAD = 2 * stats.norm.ppf(0.8)  # p20 to p80 in standard deviations, in a normal distribution
 
@@ -218,7 +217,7 @@ class Controls:
 
 
 def compare_revisions(
-    known: Sequence[Revision], new: Revision, providers: Sequence[str], metrics: Sequence[str] = COMPARED
+    known: Sequence[Revision], new: Revision, providers: Sequence[str], metrics: Sequence[str] = RESULTS
 ) -> list[Comparison]:
     """Every time of `providers` against the known revision next to which it is slowest (Control.changed), decided."""
     controls, comparisons = Controls(), []
@@ -237,7 +236,7 @@ def changes(history: Sequence[Revision]) -> list[Comparison]:
     before: dict[Key, Revision] = {}
     for new in history:
         for key in new.runs:
-            if not new.timed(key) or key.metric not in COMPARED:
+            if not new.timed(key) or key.metric not in RESULTS:
                 continue
             if (base := before.get(key)) is not None and key.provider not in FLOORS:
                 comparisons.append(compare(base, new, key, controls.of(base, new, key)))

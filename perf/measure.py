@@ -18,12 +18,15 @@ from perf.inputs import ROTATED_BYTES, Inputs
 from perf.operations import PROCEDURES
 from perf.providers.base import Candidate, NotSupported, Provider
 from perf.record import machine, ratio_field
+from perf.streams import Stream, reader_of_weights, writer
 from perf.timing import Clock, Preceded, Rotation, Timing, added, host_time
 
 HOST_BYTES = 64 * 2**20  # host time does not depend on the size: it is taken on cases up to this size
 HOST_CHUNKS = 10  # pauses in which the device catches up, so that the launch queue never fills
 DEVICE = "device"
 IN_STREAM = "in_stream"
+BEHIND_WEIGHTS = "behind_weights"
+RESULTS = (DEVICE, IN_STREAM, BEHIND_WEIGHTS)  # the metrics that time the call whose result is gated
 PREPARE_S = "prepare_s"
 
 
@@ -41,7 +44,8 @@ class Limits:
 
     replays: of a measurement; trials: replays that choose among a provider's candidates. memory_bytes: bytes that K and V of
     all sets may take; rotated_bytes: bytes that they must exceed. host_calls: calls of a host time; 0 records none.
-    in_stream: replays for the time after another kernel; 0 records none.
+    in_stream: replays for the time behind a kernel that writes q; behind_weights: behind one that reads weights of weights_bytes,
+    more than L2 holds; 0 records none.
     """
 
     replays: int
@@ -50,16 +54,18 @@ class Limits:
     rotated_bytes: int = ROTATED_BYTES
     host_calls: int = 2000
     in_stream: int = 11
+    behind_weights: int = 0
+    weights_bytes: int = 128 * 2**20
 
 
 @dataclass(frozen=True)
 class Outcome:
     """The outcome of one provider on one case; a record is made of it.
 
-    metric: "device"; "in_stream", the time that a call adds to a stream after a kernel that writes its q; or "device." or "host."
-    and a step. us: microseconds of one call. If absent, `not_supported`, `error` or a failed gate says why. floor_us, others: the
-    microseconds of the case's floor, and of every provider, by the same metric in the same run. strict: whether a failure makes
-    the run fail. machine: as record.machine has it, read during the replays.
+    metric: "device"; "in_stream" or "behind_weights", the time that a call adds to a stream behind a kernel that writes its q, or
+    that reads weights; or "device." or "host." and a step. us: microseconds of one call. If absent, `not_supported`, `error` or
+    a failed gate says why. floor_us, others: the microseconds of the case's floor, and of every provider, by the same metric in
+    the same run. strict: whether a failure makes the run fail. machine: as record.machine has it, read during the replays.
     """
 
     case: Case
@@ -116,7 +122,7 @@ class Outcome:
             "version": self.version,
             "metric": self.metric,
             "us": self.us,
-            "bytes": self.case.kv_bytes if self.metric in (DEVICE, IN_STREAM) else None,
+            "bytes": self.case.kv_bytes if self.metric in RESULTS else None,
             ratio_field(self.case): self.ratio_to_floor,
             "ratio_to_plain": self.ratio_to_plain,
             "bar": self.bar and self.bar.fields() | {"met": self.bar_met},
@@ -158,8 +164,9 @@ def measure(case: Case, providers: Sequence[Provider], limits: Limits, clock: Cl
         timings = iter(clock.times(rotations, limits.replays))
         facts = clock.under_load(rotations, partial(machine, device))
     outcomes = beside_the_floor(replace(e.outcome, us=next(timings)) if isinstance(e, Contender) else e for e in entries)
-    if limits.in_stream and contenders and PROCEDURES[case.operation].has_query:
-        outcomes += in_stream_outcomes(contenders, inputs, limits, clock)
+    if contenders and PROCEDURES[case.operation].has_query:
+        for stream in streams(inputs, limits, device):
+            outcomes += stream_outcomes(contenders, stream, clock)
     outcomes += [outcome for contender in contenders for outcome in step_outcomes(contender, limits, clock)]
     return [replace(outcome, machine=facts) for outcome in outcomes]
 
@@ -228,32 +235,37 @@ def fastest(rotations: Sequence[Rotation], replays: int, clock: Clock) -> int:
     return medians.index(min(medians))
 
 
-def in_stream_outcomes(contenders: Sequence[Contender], inputs: Inputs, limits: Limits, clock: Clock) -> list[Outcome]:
-    """The time that each contender's calls add to a stream in which a kernel that writes the call's q runs before each call.
+def streams(inputs: Inputs, limits: Limits, device: torch.device) -> list[Stream]:
+    """What runs before each call, one input set after the other, where its time behind other kernels is asked for."""
+    found = []
+    if limits.in_stream:
+        found.append(Stream(IN_STREAM, [writer(s.q) for s in inputs.sets], limits.in_stream))
+    if limits.behind_weights:
+        reader = reader_of_weights(limits.weights_bytes, device)
+        found.append(Stream(BEHIND_WEIGHTS, [reader] * len(inputs.sets), limits.behind_weights))
+    return found
 
-    Replays of such pairs are interleaved with replays of the writing kernels alone; the difference within a round is a sample.
+
+def stream_outcomes(contenders: Sequence[Contender], stream: Stream, clock: Clock) -> list[Outcome]:
+    """The time that each contender's calls add to a stream in which another kernel runs before each call.
+
+    Replays of such pairs are interleaved with replays of the other kernels alone; the difference within a round is a sample.
     """
-    writers = [writer(s.q) for s in inputs.sets]
     entries: list[Contender | Outcome] = []
     for contender in contenders:
         detail = {name: value for name, value in (contender.outcome.detail or {}).items() if name != PREPARE_S}
-        blank = replace(contender.outcome, metric=IN_STREAM, detail=detail)
+        blank = replace(contender.outcome, metric=stream.metric, detail=detail)
         try:
-            calls = [Preceded(*pair) for pair in zip(writers, contender.candidate.calls, strict=True)]
+            calls = [Preceded(*pair) for pair in zip(stream.before, contender.candidate.calls, strict=True)]
             entries.append(replace(contender, outcome=blank, rotation=clock.capture(calls)))
         except Exception as error:
             entries.append(failed(blank, error, clock))
     behind = [entry for entry in entries if isinstance(entry, Contender)]
-    with surviving(replace(contenders[0].outcome, metric=IN_STREAM, gate=None, detail=None), behind):
-        rotations = [clock.capture(writers), *(contender.rotation for contender in behind)]
-        alone, *together = clock.times(rotations, limits.in_stream)
+    with surviving(replace(contenders[0].outcome, metric=stream.metric, gate=None, detail=None), behind):
+        rotations = [clock.capture(stream.before), *(contender.rotation for contender in behind)]
+        alone, *together = clock.times(rotations, stream.replays)
     timings = iter(together)
     return beside_the_floor(beyond(e.outcome, next(timings), alone) if isinstance(e, Contender) else e for e in entries)
-
-
-def writer(q: torch.Tensor) -> Callable[[], object]:
-    """A small kernel that writes q's own values to q. In a graph, copy_ of a contiguous tensor is a memcpy and no kernel."""
-    return partial(torch.mul, q.clone(), 1, out=q)
 
 
 def beyond(blank: Outcome, together: Timing, alone: Timing) -> Outcome:

@@ -21,8 +21,9 @@ import typer
 from cute_kernels.errors import InvalidArgument
 from cute_kernels.options import check_writable
 from perf.cases import EightBit
+from perf.measure import DEVICE
 from perf.ordering import reading_order
-from perf.records import DEVICE, Record, read_records
+from perf.records import Record, read_records
 
 Newest = Mapping[str, Mapping[str, Record]]  # by case name, then by provider
 

@@ -14,13 +14,12 @@ from typing import Any, Literal, TypeVar
 from cute_kernels.planning.variants import PRETEND, DeviceFacts
 from perf.cases import FLOORS, PLAIN, READ, Bar, Case, Mixed, Rows, Spread, short
 from perf.correctness import GateResult, Tolerance
-from perf.measure import DEVICE, IN_STREAM
+from perf.measure import RESULTS
 from perf.record import SCHEMA, ratio_field
 from perf.timing import Timing
 
 T = TypeVar("T")
 PAGED_ONLY = "its cache is paged"  # a provider's reason to refuse a contiguous case, which its library may well serve
-RESULTS = (DEVICE, IN_STREAM)  # the metrics that time the call whose result is gated
 
 ProblemKind = Literal["truncated", "foreign", "malformed", "no gate", "unknown GPU", "duplicate"]
 

@@ -44,6 +44,9 @@ def main(
     in_stream: Annotated[
         int, typer.Option(min=0, help="Replays of the time behind a kernel that writes q; 0: none.")
     ] = Limits.in_stream,
+    behind_weights: Annotated[
+        int, typer.Option(min=0, help="Replays of the time behind a kernel that reads weights past L2; 0: none.")
+    ] = Limits.behind_weights,
     minutes: Annotated[float, typer.Option(min=0, help="Stop before a case that would end later than this; 0: no limit.")] = 0,
     resume: Annotated[bool, typer.Option(help="Leave out cases that all providers have records of, at this commit.")] = False,
     list_only: Annotated[bool, typer.Option("--list", help="Print the chosen cases and stop.")] = False,
@@ -72,7 +75,9 @@ def main(
     if resume:
         chosen = still_to_run(chosen, competitors, [path, RESULTS / path.name])
     compile_ahead(competitors, chosen)
-    limits = Limits(replays, trials, int(memory * free), host_calls=host_calls, in_stream=in_stream)
+    limits = Limits(
+        replays, trials, int(memory * free), host_calls=host_calls, in_stream=in_stream, behind_weights=behind_weights
+    )
     outcomes, left = run_cases(chosen, competitors, limits, device, path, deadline)
     console.print(summary(outcomes))
     console.print(problems(outcomes))

@@ -4,20 +4,26 @@ const body = document.getElementById("case-body");
 let opener = null;
 let metric = "ratio";
 
+const notMeasured = '<span class="none">not measured</span>';
+
+function behind(us, faster) {
+  return `<span>${us === null ? notMeasured : microseconds(us) + `<small>${faster === null ? "" : faster.toFixed(2) + "×"}</small>`}</span>`;
+}
+
 function resultRow(gpuName, item, provider, result, slowest) {
   const name = escapeHtml(DATA[gpuName].providers[provider] ?? provider);
   const version = `<small>${escapeHtml(result.version)} · ${escapeHtml(result.revision)}</small>`;
   if (result.us === null) {
-    return `<tr><th scope="row">${name}${version}</th><td colspan="5" data-label="why not"><span class="none">${escapeHtml(result.reason)}</span></td></tr>`;
+    return `<tr><th scope="row">${name}${version}</th><td colspan="6" data-label="why not"><span class="none">${escapeHtml(result.reason)}</span></td></tr>`;
   }
-  const none = '<span class="none">not measured</span>';
   const bar = `<span class="bar" aria-hidden="true"><i style="width:${(100 * result.us) / slowest}%;--fill:${colourOf(gpuName, provider)}"></i></span>`;
   const error = result.error === null ? '<span class="none">no result</span>' : `${result.error.toExponential(1)}<small>${result.error_ratio === null ? "" : result.error_ratio.toFixed(2) + " of PyTorch's"}${result.relative_error === null ? "" : "<br>relative " + result.relative_error.toExponential(1) + (result.sampled ? ", of an older gate's sampled rows" : "")}</small>`;
   return `<tr><th scope="row">${name}${version}</th>
     <td data-label="us"><span>${microseconds(result.us)}<small>${microseconds(result.p20)} to ${microseconds(result.p80)}</small></span>${bar}</td>
-    <td class="num" data-label="ratio to ${item.floor}"><span>${result.tflops === null ? "" : result.tflops.toFixed(0) + " TFLOPS "}${result.ratio === null || (item.long && result.tflops === null) ? none : result.ratio.toFixed(3)}</span></td>
-    <td class="num" data-label="over ours, same run"><span>${result.faster === null ? none : result.faster.toFixed(2) + "×"}</span></td>
-    <td class="num" data-label="in a stream"><span>${result.in_stream === null ? none : microseconds(result.in_stream) + `<small>${result.in_stream_faster === null ? "" : result.in_stream_faster.toFixed(2) + "×"}</small>`}</span></td>
+    <td class="num" data-label="ratio to ${item.floor}"><span>${result.tflops === null ? "" : result.tflops.toFixed(0) + " TFLOPS "}${result.ratio === null || (item.long && result.tflops === null) ? notMeasured : result.ratio.toFixed(3)}</span></td>
+    <td class="num" data-label="over ours, same run"><span>${result.faster === null ? notMeasured : result.faster.toFixed(2) + "×"}</span></td>
+    <td class="num" data-label="in a stream">${behind(result.in_stream, result.in_stream_faster)}</td>
+    <td class="num" data-label="behind weights">${behind(result.behind_weights, result.behind_weights_faster)}</td>
     <td class="num" data-label="error"><span>${error}</span></td></tr>`;
 }
 
@@ -38,7 +44,7 @@ function caseHtml(gpuName, item) {
     <div class="tools"><button type="button" id="copy">Copy link</button><button type="button" id="close" aria-label="Close">✕</button></div></header>
   <h3>Results</h3>
   <table class="plain"><thead><tr><th scope="col">who</th><th scope="col">us, 20th to 80th percentile</th><th scope="col" class="num">${item.long ? "TFLOPS, " : ""}ratio to ${item.floor}</th>
-    <th scope="col" class="num">over ours, same run</th><th scope="col" class="num">in a stream</th><th scope="col" class="num">error</th></tr></thead>
+    <th scope="col" class="num">over ours, same run</th><th scope="col" class="num">in a stream</th><th scope="col" class="num">behind weights</th><th scope="col" class="num">error</th></tr></thead>
     <tbody>${results.map(([provider, result]) => resultRow(gpuName, item, provider, result, slowest)).join("")}</tbody></table>
   <h3>History <span class="toggle" role="group" aria-label="Unit of the history"><button type="button" data-metric="ratio">${item.long ? "TFLOPS" : "ratio"}</button><button type="button" data-metric="us">us</button></span></h3>
   <div class="chart" id="case-history" role="img" aria-label="History of every provider by commit"></div>

@@ -10,7 +10,7 @@ from perf.case_sets import case_sets
 from perf.cases import COPY, FLOORS, PARTS, PLAIN, READ, WGMMA, WIDE
 from perf.compare import Comparison, changes, compare_revisions
 from perf.history import Key, Revision, by_gpu, revisions
-from perf.measure import DEVICE, IN_STREAM
+from perf.measure import BEHIND_WEIGHTS, DEVICE, IN_STREAM
 from perf.ordering import reading_order
 from perf.picture import PROVIDERS as PICTURED
 from perf.picture import newest_of
@@ -40,7 +40,8 @@ class Result:
     against f64; error_ratio: over that of same-dtype PyTorch; relative_error: 2-norms, absent in older records. sampled: whether
     an older gate found that, on some rows, each over all its heads. faster: its time over ours in the same run, None where that
     run has none of ours. tflops: the rate of a long query, which the tensor core limits, else None. in_stream, in_stream_faster:
-    the same of the time behind another kernel. source: file and line."""
+    the same of the time behind a kernel that writes q; behind_weights, behind_weights_faster: behind one that reads weights.
+    source: file and line."""
 
     provider: str
     version: str
@@ -59,6 +60,8 @@ class Result:
     tflops: float | None
     in_stream: float | None
     in_stream_faster: float | None
+    behind_weights: float | None
+    behind_weights_faster: float | None
     reason: str
     details: str
     source: str
@@ -286,6 +289,8 @@ def result(record: Record, runs: Runs) -> Result:
         tflops=record.tflops,
         in_stream=runs.us_of(record, IN_STREAM),
         in_stream_faster=runs.over_ours(record, IN_STREAM),
+        behind_weights=runs.us_of(record, BEHIND_WEIGHTS),
+        behind_weights_faster=runs.over_ours(record, BEHIND_WEIGHTS),
         reason=record.reason,
         details=details(record),
         source=f"{record.path.name}:{record.line}",

@@ -228,6 +228,9 @@ def test_a_case_opens_with_results_history_and_samples(visit: Open) -> None:
     expect(dialog(page).locator('[data-label="in a stream"]').filter(has_text="138.0")).to_contain_text(
         "1.20\N{MULTIPLICATION SIGN}"
     )
+    expect(dialog(page).locator('[data-label="behind weights"]').filter(has_text="174.0")).to_contain_text(
+        "1.50\N{MULTIPLICATION SIGN}"
+    )
     expect_painted(page, "#case-history")
     expect_painted(page, "#case-samples")
     dialog(page).get_by_role("button", name="us", exact=True).click()

@@ -105,6 +105,12 @@ def test_the_time_in_a_stream_stands_beside_the_device_time(page: Page, text: st
     assert (found["ours"].in_stream, found["fa3"].in_stream) == (115.0, 138.0)
     assert found["fa3"].in_stream_faster == pytest.approx(1.2)
     assert found["flashinfer-fa2"].in_stream is None
+    assert (found["ours"].behind_weights, found["fa3"].behind_weights, found["flashinfer-fa2"].behind_weights) == (
+        116.0,
+        174.0,
+        None,
+    )
+    assert found["fa3"].behind_weights_faster == pytest.approx(1.5)
     assert "in stream 138.0 (1.20\N{MULTIPLICATION SIGN})" in text and "in stream 115.0</span>" in text
 
 

@@ -15,6 +15,7 @@ from perf.correctness import PEERS, attention_f64
 from perf.measure import DeviceFailed, Limits, measure
 from perf.providers import Candidate
 from perf.providers.ours import Ours
+from perf.streams import TOKENS, reader_of_weights
 from perf.timing import Preceded, summarize
 from tests.support.perf_fakes import Fake, FakeClock, Timed, us_of
 
@@ -46,6 +47,42 @@ def test_in_stream_is_what_a_call_adds_behind_a_kernel_that_writes_its_q():
     assert (fields["metric"], fields["bytes"]) == ("in_stream", CASE.kv_bytes)
     assert fields["sku"] == device["ours"].detail["sku"] and "prepare_s" not in fields and "bar" not in fields
     assert behind["read"].detail == {"shape": 4.0}, "the candidate that was chosen"
+
+
+def test_behind_weights_is_what_a_call_adds_behind_a_layer_that_fills_l2():
+    """The layer is the same before each call, and its time alone is taken in the same rounds."""
+    rounds = []
+
+    class Listening(FakeClock):
+        def capture(self, calls):
+            befores = {id(call.before if isinstance(call, Preceded) else call) for call in calls}
+            return replace(super().capture(calls), replay=len(befores))
+
+        def times(self, rotations, replays):
+            rounds.append(([rotation.replay for rotation in rotations], replays))
+            return super().times(rotations, replays)
+
+    limits = replace(LIMITS, in_stream=0, behind_weights=13, weights_bytes=2**12)
+    outcomes = measure(CASE, [Timed("a", 5.0), Timed("read", 4.0)], limits, Listening(), CPU)
+    assert [(outcome.provider, outcome.metric) for outcome in outcomes] == [
+        *(("a", "device"), ("read", "device")),
+        *(("a", "behind_weights"), ("read", "behind_weights")),
+    ]
+    behind = of_metric(outcomes, "behind_weights")
+    assert (behind["a"].us.median, behind["a"].us.replays, behind["a"].ratio_to_floor) == (5.0, 13, 1.25)
+    assert behind["a"].fields()["bytes"] == CASE.kv_bytes
+    assert rounds == [([3, 3], 15), ([1, 1, 1], 13)]
+
+
+@pytest.mark.parametrize("nbytes", [2, 2**12, 2**20])
+def test_the_layer_reads_all_weights(nbytes):
+    layer = reader_of_weights(nbytes, CPU)
+    activation, weights = layer.args
+    assert nbytes <= weights.numel() * weights.element_size() < nbytes + 32 * (nbytes / 2) ** 0.5 + 128
+    product = layer().double()
+    exact = activation.double() @ weights.double()
+    assert torch.all((product - exact).abs() <= 2**-7 * exact.abs() + 1e-2 * weights.shape[0] ** 0.5)
+    assert len(product) == TOKENS and product.count_nonzero() > 0.9 * product.numel()
 
 
 def test_before_each_call_its_own_q_is_written():

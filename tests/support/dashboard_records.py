@@ -66,6 +66,8 @@ def make_results(folder: Path) -> Path:
         line(LARGE, "fa3", 138.0, 104.0, "third", metric="in_stream"),
         line(LARGE, "fa3", 3.0, 1.0, "third", metric="device.plan", gate=None),
         line(LARGE, "ours", 7.0, 1.0, "third", metric="a new one"),
+        line(LARGE, "ours", 116.0, 105.0, "third", metric="behind_weights"),
+        line(LARGE, "fa3", 174.0, 105.0, "third", metric="behind_weights"),
     ]
     path = write(folder / "h200.jsonl", *first)
     with path.open("a") as file:
