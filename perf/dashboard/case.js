@@ -17,7 +17,7 @@ function resultRow(gpuName, item, provider, result, slowest) {
     return `<tr><th scope="row">${name}${version}</th><td colspan="6" data-label="why not"><span class="none">${escapeHtml(result.reason)}</span></td></tr>`;
   }
   const bar = `<span class="bar" aria-hidden="true"><i style="width:${(100 * result.us) / slowest}%;--fill:${colourOf(gpuName, provider)}"></i></span>`;
-  const error = result.error === null ? '<span class="none">no result</span>' : `${result.error.toExponential(1)}<small>${result.error_ratio === null ? "" : result.error_ratio.toFixed(2) + " of PyTorch's"}${result.relative_error === null ? "" : "<br>relative " + result.relative_error.toExponential(1) + (result.sampled ? ", of an older gate's sampled rows" : "")}</small>`;
+  const error = result.error === null ? '<span class="none">no result</span>' : `${result.error.toExponential(1)}<small>${result.error_ratio === null ? "" : result.error_ratio.toFixed(2) + " of PyTorch's"}${result.relative_error === null ? "" : `<br>relative <span class="whole">${result.relative_error.toExponential(1)}</span>` + (result.sampled ? ", of an older gate's sampled rows" : "")}</small>`;
   return `<tr><th scope="row">${name}${version}</th>
     <td data-label="us"><span>${microseconds(result.us)}<small>${microseconds(result.p20)} to ${microseconds(result.p80)}</small></span>${bar}</td>
     <td class="num" data-label="ratio to ${item.floor}"><span>${result.tflops === null ? "" : result.tflops.toFixed(0) + " TFLOPS "}${result.ratio === null || (item.long && result.tflops === null) ? notMeasured : result.ratio.toFixed(3)}</span></td>
