@@ -21,8 +21,8 @@ HALF_TILE_M = 8  # packed query rows of half a tile: each lane then has one row 
 WARPGROUP = 4  # warps that issue a wgmma together
 WARPGROUP_M = WARPGROUP * TILE_M  # packed query rows of a warpgroup's tile, 16 per warp
 INT8_POWER = 7  # an int8 in bf16 is 2 ** -7 of its value (device/kv/codec.py)
-# rows of a TMA box in prompts over int8 with scales of tokens: with 32, on pages of 64, 0.5 to 2% later, with 8 3%; over e4m3 1%
-# sooner (docs/notes/kernel-log.md)
+# most rows of a TMA box in prompts over int8 with scales of tokens: with 32 they are 0.5 to 2% later, with 8 3%. Over e4m3
+# prompts are 1% sooner with 32 (docs/notes/kernel-log.md)
 SMALL_BOX = 16
 MIN_BOX_ROWS = 8  # rows of one 128-byte swizzle atom: the smallest page part that one TMA box may bring
 
@@ -275,7 +275,7 @@ class TilingSpec(ProblemSpec):
     def box_rows(self) -> int:
         """KV tokens of one slab of a tile: what one TMA box brings; the whole tile for cp.async.
 
-        At most SMALL_BOX beside widened scales of tokens, where warpgroups overlap products of the same tiles.
+        At most SMALL_BOX rows if tiles are widened, tokens have scales, and all warpgroups attend to the same tiles.
         """
         if self.arch == "sm80" or self.source == "contiguous" or self.gathers:
             return self.tile_n
