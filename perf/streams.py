@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -26,8 +27,8 @@ def writer(q: torch.Tensor) -> Callable[[], object]:
 
 
 def reader_of_weights(nbytes: int, device: torch.device) -> Callable[[], object]:
-    """A linear layer, bf16 [TOKENS, n] @ [n, n], with at least `nbytes` of weights: it leaves nothing else in L2."""
-    columns = 8 * -(-(int((nbytes / 2) ** 0.5)) // 8)
+    """A linear layer, bf16 [TOKENS, n] @ [n, n], with at least `nbytes` of weights: more than L2 holds evict what lies there."""
+    columns = 8 * math.ceil(math.sqrt(nbytes / 2) / 8)
     generator = torch.Generator(device).manual_seed(0)
     make = partial(torch.randn, dtype=torch.bfloat16, device=device, generator=generator)
     activation, weights = make(TOKENS, columns), make(columns, columns)

@@ -21,8 +21,8 @@ HALF_TILE_M = 8  # packed query rows of half a tile: each lane then has one row 
 WARPGROUP = 4  # warps that issue a wgmma together
 WARPGROUP_M = WARPGROUP * TILE_M  # packed query rows of a warpgroup's tile, 16 per warp
 INT8_POWER = 7  # an int8 in bf16 is 2 ** -7 of its value (device/kv/codec.py)
-# most rows of a TMA box in prompts over int8 with scales of tokens: with 32 they are 0.5 to 2% later, with 8 3%. Over e4m3
-# prompts are 1% sooner with 32 (docs/notes/kernel-log.md)
+# most rows of a TMA box of widened tiles with scales of tokens. Prompts over int8 are 0.5 to 2% later with 32, and 3% with 8;
+# over e4m3, without such scales, 1% sooner with 32 (docs/notes/kernel-log.md)
 SMALL_BOX = 16
 MIN_BOX_ROWS = 8  # rows of one 128-byte swizzle atom: the smallest page part that one TMA box may bring
 

@@ -74,7 +74,7 @@ def test_behind_weights_is_what_a_call_adds_behind_a_layer_that_fills_l2():
     assert rounds == [([3, 3], 15), ([1, 1, 1], 13)]
 
 
-@pytest.mark.parametrize("nbytes", [2, 2**12, 2**20])
+@pytest.mark.parametrize("nbytes", [2, 2**12, 2 * 65 * 64, 2**20])
 def test_the_layer_reads_all_weights(nbytes):
     layer = reader_of_weights(nbytes, CPU)
     activation, weights = layer.args

@@ -15,12 +15,12 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, Uint8
 
 from ...config.decode import LINE_BYTES, SLOTS, KernelSpec
+from ..ptx.policies import EVICT_LAST
 from ..ptx.registers import as_bits, as_float, quotient, remainder
 from .halves import as_halves
 
 WORD = 4  # 32-bit parts of a word of 16 bytes
 WRITTEN, DECLINED = 1, -1  # marks, or signs of marks: a state; a state whose CTA leaves its columns to the row's last CTA
-EVICT_LAST = 0x14F0000000000000  # L2 policy of createpolicy.fractional.L2::evict_last, as sm_90 encodes it
 PRESENT = 1  # the bit that marks a wide word of f32
 
 

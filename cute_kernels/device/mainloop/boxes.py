@@ -9,8 +9,6 @@ from ...config.problem import UNIT_BYTES
 from ...config.tiling import RingShape
 from . import tile
 
-EVICT_FIRST = 0x12F0000000000000  # L2 policy: KV is read once
-
 
 def in_units(cache: cute.Tensor) -> cute.Tensor:
     """A cache [pages, heads, slots, head_dim] as 16-bit units: two neighbouring 8-bit columns make one, an f32 column two."""

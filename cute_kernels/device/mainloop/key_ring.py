@@ -16,9 +16,10 @@ from ..attend.query_rows import KvRange, Row
 from ..kv.scale import ScaleRing, fetch_scales, find_scales
 from ..kv.source import find_holes, find_page, is_seen
 from ..problem import Problem
+from ..ptx.policies import EVICT_FIRST
 from ..ptx.registers import LANES, quotient, remainder
 from ..ptx.warps import warp_number
-from .boxes import EVICT_FIRST, arrive_after_copies, partition_boxes, tensor_map
+from .boxes import arrive_after_copies, partition_boxes, tensor_map
 from .cp_async import TileTokens, fetch_tokens
 
 

@@ -38,13 +38,14 @@ from ..kv.source import (
 )
 from ..kv.wide_scales import make_coming
 from ..problem import Problem
+from ..ptx.policies import EVICT_FIRST, EVICT_NORMAL
 from ..ptx.registers import LANES, quotient, remainder
 from ..schedule.crew import prepare_end
 from ..schedule.opening import Opening, find_opening, first_pages, hear_share, meet, meet_consumers, publish, read_opening
 from ..schedule.work_scheduler import Piece, Share, following, keys_of, make_piece, take_share, unfinished
 from . import tile
 from .beside import bring_following, make_query_barriers, prefetch_following
-from .boxes import EVICT_FIRST, partition_boxes, tensor_map
+from .boxes import partition_boxes, tensor_map
 from .shared import (
     Shared,
     announced_barrier,
@@ -60,7 +61,6 @@ from .shared import (
 from .token_scales import TokenScales
 from .widening import Widening
 
-EVICT_NORMAL = 0x1000000000000000
 AHEAD = 4  # look_ahead prefetches a quarter of the ring: more would delay the loads themselves
 
 
@@ -373,6 +373,7 @@ class TmaMainloop(TokenScales, Widening):
         coords_k, coords_v = self.from_start(piece, coords_k), self.from_start(piece, coords_v)
         smem_k, gmem_k = partition_boxes(atom_k, coords_k, shared.rings[0], spec.rings[0])
         smem_v, gmem_v = partition_boxes(atom_v, coords_v, shared.rings[1], spec.rings[1])
+        # KV is read once, unless several units read the same tiles
         policy = Int64(EVICT_NORMAL if cutlass.const_expr(spec.reread) else EVICT_FIRST)
         both = (atom_k, gmem_k, smem_k, spec.rings[0]), (atom_v, gmem_v, smem_v, spec.rings[1])
         together = [(which, both[which : which + 1]) for which in caches] if spec.overlaps else [(0, both)]
