@@ -22,7 +22,7 @@ WARPGROUP = 4  # warps that issue a wgmma together
 WARPGROUP_M = WARPGROUP * TILE_M  # packed query rows of a warpgroup's tile, 16 per warp
 INT8_POWER = 7  # an int8 in bf16 is 2 ** -7 of its value (device/kv/codec.py)
 # most rows of a TMA box of widened tiles with scales of tokens. Prompts over int8 are 0.5 to 2% later with 32, and 3% with 8;
-# over e4m3, without such scales, 1% sooner with 32 (docs/notes/kernel-log.md)
+# over e4m3, without such scales, 1% sooner with 32, and with three warpgroups up to 1.2% with 64 (docs/notes/kernel-log.md)
 SMALL_BOX = 16
 MIN_BOX_ROWS = 8  # rows of one 128-byte swizzle atom: the smallest page part that one TMA box may bring
 
@@ -275,12 +275,13 @@ class TilingSpec(ProblemSpec):
     def box_rows(self) -> int:
         """KV tokens of one slab of a tile: what one TMA box brings; the whole tile for cp.async.
 
-        At most SMALL_BOX rows if tiles are widened, tokens have scales, and all warpgroups attend to the same tiles.
+        At most SMALL_BOX rows if tiles are widened, tokens have scales, and two warpgroups attend to the same tiles.
         """
         if self.arch == "sm80" or self.source == "contiguous" or self.gathers:
             return self.tile_n
         rows = math.gcd(self.page_size, self.tile_n)
-        return math.gcd(rows, SMALL_BOX) if self.widens_tiles and self.token_scales and self.turns == 1 else rows
+        both = self.widens_tiles and self.turns == 1 and self.num_warps == 2 * WARPGROUP
+        return math.gcd(rows, SMALL_BOX) if both and self.token_scales else rows
 
     @property
     def hole_tokens(self) -> int:

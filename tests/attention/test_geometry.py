@@ -372,23 +372,25 @@ def test_prompts_whose_values_have_a_producer(fields: dict[str, Any], apart: boo
 
 
 @pytest.mark.parametrize(
-    ("fields", "rows"),
+    ("fields", "tile_n", "rows"),
     [
-        ({}, 16),
-        ({"page_size": 8}, 8),
-        ({"max_q_len": 32, "max_seq_len": 65_536}, 16),  # 128 rows: both warpgroups attend to each tile
-        ({"max_q_len": 16}, 32),  # 64 rows: the warpgroups take tiles of 96 in turn
-        ({"k_scale": ck.KVScale.HEAD, "v_scale": ck.KVScale.HEAD}, 32),
-        ({"page_size": None, "table_format": "none"}, 96),
+        ({}, 96, 16),
+        ({"page_size": 8}, 96, 8),
+        ({"max_q_len": 32, "max_seq_len": 65_536}, 96, 16),  # 128 rows: both warpgroups attend to each tile
+        ({"max_q_len": 16}, 96, 32),  # 64 rows: the warpgroups take tiles in turn
+        ({"q_dtype": torch.float16}, 64, 64),  # three warpgroups
+        ({"k_scale": ck.KVScale.HEAD, "v_scale": ck.KVScale.HEAD}, 96, 32),
+        ({"page_size": None, "table_format": "none"}, 96, 96),
     ],
 )
-def test_tokens_of_a_box_of_prompts_over_int8(fields: dict[str, Any], rows: int) -> None:
-    """Beside scales of tokens boxes are small where warpgroups attend to the same tiles, here of 96 tokens."""
+def test_tokens_of_a_box_of_prompts_over_int8(fields: dict[str, Any], tile_n: int, rows: int) -> None:
+    """Beside scales of tokens boxes are small where two warpgroups attend to the same tiles."""
     scales = {"k_scale": ck.KVScale.TOKEN_F16, "v_scale": ck.KVScale.TOKEN_F16}
     fixed = {"head_dim": 128, "max_seq_len": 8192, "query_format": "uniform", "kv_dtype": ck.KVDtype.INT8}
     shape = {**fixed, **scales, "page_size": 64, "max_q_len": 8192, **fields}
-    spec = explain(ck.PagedAttentionDescriptor(1, 32, 8, q_dtype=torch.bfloat16, **shape).problem, PRETEND["h200"]).chosen.spec
-    assert (spec.tile_n, spec.box_rows) == (96, rows)
+    described = ck.PagedAttentionDescriptor(1, 32, 8, **{"q_dtype": torch.bfloat16, **shape})
+    spec = explain(described.problem, PRETEND["h200"]).chosen.spec
+    assert (spec.tile_n, spec.box_rows) == (tile_n, rows)
 
 
 @pytest.mark.parametrize(("batch", "kv_heads", "phases"), [(8, 8, [16, 64, 128]), (4, 2, [16, 64])])
