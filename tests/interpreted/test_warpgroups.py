@@ -166,6 +166,24 @@ def test_no_crew_waits_for_a_tensor_of_16_bits(name: str, crews: tuple[range, ra
     assert_close(inputs, run_attention(kernel, inputs, seed=20))
 
 
+def test_scales_of_first_boxes_are_prefetched() -> None:
+    """Those of each CTA's first 32 boxes of 16 tokens, one line for 8 tokens, and nothing outside of pages in use."""
+    kernel, problem = made("int8 token, 64 rows, cut")
+    assert kernel.spec.prefetches_scales and kernel.spec.box_rows == 16
+    inputs = make_attention(problem)
+    kernel.run(*attention_operands(inputs))
+    table, lengths, *_ = inputs.table.operands
+    for scales, found in zip(inputs.scales.values(), kernel.prefetched, strict=True):
+        begin, size, (page, slot, _) = scales.storage_offset(), scales.element_size(), scales.stride()
+        every = [
+            (begin + int(table[row, box]) * page + first * slot) * size
+            for row, length in enumerate(lengths.tolist())
+            for box in range(-(-length // 16))
+            for first in (0, 8)
+        ]
+        assert set(every[:64]) <= found <= set(every)
+
+
 def test_scales_of_tokens_beside_16_bits() -> None:
     """Two of the four warps that bring tiles only hand registers over."""
     scales = {"k_scale": KVScale.TOKEN, "v_scale": KVScale.TOKEN}

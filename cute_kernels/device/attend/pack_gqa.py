@@ -22,6 +22,7 @@ from ..elements import ELEMENT_TYPES
 from ..mainloop.tile import SWIZZLE_ROWS, columns, swizzle, swizzled
 from ..ptx.barriers import CONSUMERS, ROWS
 from ..ptx.cp_async import copy_async
+from ..ptx.policies import prefetch
 from ..ptx.registers import LANES, quotient, remainder
 from ..ptx.warps import warp_number
 from .query_range import rescale
@@ -119,8 +120,7 @@ def prefetch_query(spec: cutlass.Constexpr, q: cute.Tensor, block: QueryBlock):
         line = base + cute.arch.lane_idx()
         if line < block.rows * lines:
             place = (*place_in(spec, block, line // lines), line % lines * (LINE_BYTES // spec.q_bytes))
-            at = q.iterator + cute.crd2idx(place, q.layout)
-            cute.arch.inline_ptx("prefetch.global.L2 [{$r0}];", read_only_args=[at.toint()])
+            prefetch((q.iterator + cute.crd2idx(place, q.layout)).toint())
 
 
 @cute.jit

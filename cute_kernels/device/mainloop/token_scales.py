@@ -6,13 +6,16 @@ from cutlass import Int32
 
 from ...config.decode import KernelSpec
 from ..kv.scale import SMALLEST_UNIT, fetch_scales, find_scales
-from ..kv.source import is_seen, slot_start
+from ..kv.source import is_seen, slot_start, token_of_lane
 from ..kv.wide_scales import read_scales, store_scales
 from ..problem import Problem
+from ..ptx.policies import prefetch
 from ..ptx.registers import remainder
 from ..schedule.work_scheduler import Piece
 from .boxes import arrive_after_copies
 from .shared import Shared, factor_barrier, full_barrier, narrow_barrier, widened_barrier
+
+LINE_TOKENS = 8  # whose f16 scales of 8 KV heads fill a line of L2
 
 
 class TokenScales:
@@ -60,6 +63,16 @@ class TokenScales:
             if cutlass.const_expr(spec.scales_values):
                 cute.arch.mbarrier_arrive(factor_barrier(spec, shared, wide_stage))
             cute.arch.mbarrier_arrive(widened_barrier(spec, shared, wide))
+
+    @cute.jit
+    def prefetch_scales(self, problem: Problem, piece: Piece, page: Int32):
+        """Prefetches scales of a piece's first 32 boxes into L2, one box a lane. page: of the lane's box."""
+        spec, scales = self.spec, problem.scales
+        if (page >= 0) & (page < problem.rows.num_pages):
+            slot = remainder(token_of_lane(spec, self.tile_at(piece, Int32(0))), spec.page_size)
+            for one in [scales[which] for which in range(2) if (spec.k_token_scale, spec.v_token_scale)[which]]:
+                for token in cutlass.range_constexpr(0, spec.box_rows, LINE_TOKENS):
+                    prefetch((one.iterator + cute.crd2idx((page, slot + token, piece.kv_head), one.layout)).toint())
 
     def find_scales(self, problem: Problem, piece: Piece, i: Int32, head: Int32 | int, pages: Int32, lane: Int32) -> list:
         """Where the scales of the piece's tile i are: [K's, V's] per 32 tokens. Lanes from `lane` on hold the tile's pages."""

@@ -41,9 +41,11 @@ class Widening:
         cute.arch.griddepcontrol_wait()
         meet(spec)
         self.open_factors(shared, warp)
-        opening = read_opening(spec, problem, shared)[0]
+        opening, pages = read_opening(spec, problem, shared)
         share, row = opening.share, opening.row
         index, tile = share.row, share.tile
+        if cutlass.const_expr(spec.prefetches_scales) and warp == spec.widening_crews[1].start:  # whose V comes behind K
+            self.prefetch_scales(problem, make_piece(spec, rows, share, index, row, tile, issued), pages)
         while unfinished(share, index, tile):
             piece = make_piece(spec, rows, share, index, row, tile, issued)
             index, tile = following(spec, rows, problem.batch(spec), piece)

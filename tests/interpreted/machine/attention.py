@@ -36,7 +36,8 @@ Get = Callable[[Any, Any], list[Program]]
 class Kernel:
     """A kernel to run: its spec, program and number of CTAs, and the workspace, which every run finds as the last run left it.
 
-    values: max_q_len, window_left, window_right and softcap of an extended kernel.
+    values: max_q_len, window_left, window_right and softcap of an extended kernel. prefetched: the offsets of what the last run
+    prefetched of K's and of V's scales.
     """
 
     spec: Any
@@ -46,6 +47,7 @@ class Kernel:
     scale: float
     values: tuple[int, int, int, float] = (1, 0, 0, 0.0)
     status: Tensor = field(default_factory=lambda: torch.zeros(4, dtype=torch.int32))
+    prefetched: list[set[int]] = field(default_factory=list)
 
     @property
     def phases(self) -> tuple[KernelSpec, ...]:
@@ -79,6 +81,7 @@ class Kernel:
             for form, value in zip("iiif", self.values, strict=True):
                 launch.numbers(form, value)
         launch.run(self.program, (self.num_ctas, 1, 1), self.spec.smem_bytes, seed=seed, resident=resident)
+        self.prefetched = [launch.memory.prefetched(given[i]) for i in SCALES if given[i] is not None]
         return 0 if self.workspace is None else launch.memory.stores_to(self.workspace)
 
 

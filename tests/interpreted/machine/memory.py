@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -24,12 +24,16 @@ class MemoryFault(Exception):
 
 @dataclass
 class Segment:
-    """data: a storage's bytes. flags: each byte's rights, READ and WRITE, by its tensors. stores: elements stored so far."""
+    """data: a storage's bytes. flags: each byte's rights, READ and WRITE, by its tensors. stores: elements stored so far.
+
+    prefetched: offsets of bytes whose lines were prefetched.
+    """
 
     data: np.ndarray
     flags: np.ndarray
     base: int
     stores: int = 0
+    prefetched: set[int] = field(default_factory=set)
 
 
 class Wide(NamedTuple):
@@ -120,6 +124,15 @@ class GlobalMemory:
         segment, index = self.find(address, nbytes, WRITE)
         self.parts(segment, nbytes)[index] = values
         segment.stores += len(index)
+
+    def prefetch(self, address: np.ndarray) -> None:
+        """Notes prefetches, which a GPU ignores outside of its memory, and here must be of bytes that may be read."""
+        segment, index = self.find(address, 1, READ)
+        segment.prefetched.update(index.tolist())
+
+    def prefetched(self, tensor: torch.Tensor) -> set[int]:
+        """The offsets, in bytes of its storage, of what a launch has prefetched of a tensor."""
+        return self.known[tensor.untyped_storage().data_ptr()].prefetched
 
     @staticmethod
     def parts(segment: Segment, nbytes: int) -> np.ndarray:

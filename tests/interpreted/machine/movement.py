@@ -163,11 +163,19 @@ def atomic(emitter: Emitter, instruction: Instruction) -> None:
     emitter.put(result, "t", "s32")
 
 
+def prefetch(emitter: Emitter, instruction: Instruction) -> None:
+    """Notes what is prefetched of global memory; prefetches of tensor maps do nothing."""
+    if instruction.opcode == "prefetch.global.L2":
+        emitter.line(f"w.prefetch({emitter.address(instruction.operands[0], 'u64')}, {emitter.mask})")
+    elif instruction.opcode != "prefetch.tensormap":
+        raise unknown(instruction)
+
+
 def nothing(emitter: Emitter, instruction: Instruction) -> None:
-    """Does nothing for instructions that change no value: prefetches, fences, waits for another grid."""
-    known = ("prefetch.global.L2", "prefetch.tensormap", "fence.mbarrier_init.release.cluster", "fence.proxy.async.shared::cta")
+    """Does nothing for instructions that change no value: fences, waits for another grid."""
+    fences = ("fence.mbarrier_init.release.cluster", "fence.proxy.async.shared::cta")
     others = ("griddepcontrol.wait", "griddepcontrol.launch_dependents")
-    if instruction.opcode not in (*known, *others):
+    if instruction.opcode not in (*fences, *others):
         raise unknown(instruction)
 
 
@@ -187,5 +195,6 @@ MOVEMENT: dict[str, Handler] = {
     "cp": copy,
     "atom": atomic,
     "setmaxnreg": exchange_registers,
-    **dict.fromkeys(("prefetch", "fence", "griddepcontrol"), nothing),
+    "prefetch": prefetch,
+    **dict.fromkeys(("fence", "griddepcontrol"), nothing),
 }

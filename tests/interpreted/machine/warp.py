@@ -161,6 +161,9 @@ class Warp:
     def store_wide(self, address: np.ndarray, word: np.ndarray, mask: np.ndarray | None) -> None:
         self.store_global(address, 16, (word[0], word[1]), mask)
 
+    def prefetch(self, address: np.ndarray, mask: np.ndarray | None) -> None:
+        self.cta.grid.memory.prefetch(address if mask is None else address[mask])
+
     def atomic(self, operation: np.ufunc, address: np.ndarray, value: np.ndarray, mask: np.ndarray | None) -> np.ndarray:
         found, memory = np.zeros(LANES, I32), self.cta.grid.memory
         for lane in range(LANES) if mask is None else np.flatnonzero(mask):
