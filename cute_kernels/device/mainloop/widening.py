@@ -44,7 +44,7 @@ class Widening:
         opening, pages = read_opening(spec, problem, shared)
         share, row = opening.share, opening.row
         index, tile = share.row, share.tile
-        if cutlass.const_expr(spec.prefetches_scales) and warp == spec.widening_crews[1].start:  # whose V comes behind K
+        if cutlass.const_expr(spec.prefetches_scales) and warp == spec.widening_crews[1].start:  # V comes behind K
             self.prefetch_scales(problem, make_piece(spec, rows, share, index, row, tile, issued), pages)
         while unfinished(share, index, tile):
             piece = make_piece(spec, rows, share, index, row, tile, issued)
