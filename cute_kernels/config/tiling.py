@@ -280,8 +280,8 @@ class TilingSpec(ProblemSpec):
         if self.arch == "sm80" or self.source == "contiguous" or self.gathers:
             return self.tile_n
         rows = math.gcd(self.page_size, self.tile_n)
-        both = self.widens_tiles and self.turns == 1 and self.num_warps == 2 * WARPGROUP
-        return math.gcd(rows, SMALL_BOX) if both and self.token_scales else rows
+        two = self.num_warps == 2 * WARPGROUP and self.turns == 1
+        return math.gcd(rows, SMALL_BOX) if self.widens_tiles and self.token_scales and two else rows
 
     @property
     def hole_tokens(self) -> int:

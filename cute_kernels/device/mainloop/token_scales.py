@@ -66,11 +66,11 @@ class TokenScales:
 
     @cute.jit
     def prefetch_scales(self, problem: Problem, piece: Piece, page: Int32):
-        """Prefetches scales of a piece's first 32 boxes into L2, one box a lane. page: of the lane's box."""
-        spec, scales = self.spec, problem.scales
+        """Prefetches scales of a piece's first 32 boxes into L2, one box a lane: a line for 8 tokens. page: of the lane's box."""
+        spec, of_tokens = self.spec, (self.spec.k_token_scale, self.spec.v_token_scale)
         if (page >= 0) & (page < problem.rows.num_pages):
             slot = remainder(token_of_lane(spec, self.tile_at(piece, Int32(0))), spec.page_size)
-            for one in [scales[which] for which in range(2) if (spec.k_token_scale, spec.v_token_scale)[which]]:
+            for one in [scales for scales, each in zip(problem.scales, of_tokens, strict=True) if each]:
                 for token in cutlass.range_constexpr(0, spec.box_rows, LINE_TOKENS):
                     prefetch((one.iterator + cute.crd2idx((page, slot + token, piece.kv_head), one.layout)).toint())
 

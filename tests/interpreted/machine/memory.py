@@ -132,7 +132,7 @@ class GlobalMemory:
 
     def prefetched(self, tensor: torch.Tensor) -> set[int]:
         """The offsets, in bytes of its storage, of what a launch has prefetched of a tensor."""
-        return self.known[tensor.untyped_storage().data_ptr()].prefetched
+        return self.segment_of(tensor).prefetched
 
     @staticmethod
     def parts(segment: Segment, nbytes: int) -> np.ndarray:
@@ -143,7 +143,11 @@ class GlobalMemory:
 
     def stores_to(self, tensor: torch.Tensor) -> int:
         """How many elements a launch has stored in a tensor's storage."""
-        return self.known[tensor.untyped_storage().data_ptr()].stores
+        return self.segment_of(tensor).stores
+
+    def segment_of(self, tensor: torch.Tensor) -> Segment:
+        """The segment of a tensor's storage."""
+        return self.known[tensor.untyped_storage().data_ptr()]
 
 
 class SharedMemory:
