@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from itertools import product
 from typing import Any
 
@@ -11,10 +11,10 @@ import torch
 
 import cute_kernels as ck
 from cute_kernels.attention.descriptors import DecodeProblem
-from cute_kernels.attention.kernel_spec import kernel_spec, units_of
+from cute_kernels.attention.kernel_spec import kernel_spec, lane_requests_of, units_of
 from cute_kernels.attention.variants import explain
 from cute_kernels.attention.workspace import workspace_bytes, workspace_regions
-from cute_kernels.config.decode import MAX_BLOCKS, DecodeConfig, KernelSpec, grid_ctas
+from cute_kernels.config.decode import MAX_BLOCKS, MOST_LANE_REQUESTS, DecodeConfig, KernelSpec, grid_ctas
 from cute_kernels.config.limits import supports
 from cute_kernels.config.mixed import mixed_supports
 from cute_kernels.config.problem import padded_head_dim
@@ -391,6 +391,22 @@ def test_tokens_of_a_box_of_prompts_over_int8(fields: dict[str, Any], tile_n: in
     described = ck.PagedAttentionDescriptor(1, 32, 8, **{"q_dtype": torch.bfloat16, **shape})
     spec = explain(described.problem, PRETEND["h200"]).chosen.spec
     assert (spec.tile_n, spec.box_rows) == (tile_n, rows)
+
+
+@pytest.mark.parametrize(("batch", "requests"), [(1, 1), (32, 1), (33, 2), (64, 2), (65, 4), (128, 4), (129, 4), (4096, 4)])
+def test_requests_that_a_lane_reads(batch: int, requests: int) -> None:
+    """As many as 32 lanes need for the batch, in a power of two; where blocks are dealt, the batch makes no other kernel."""
+    assert lane_requests_of(batch, "balanced") == lane_requests_of(batch, "invariant") == requests
+    assert lane_requests_of(batch, "dealt") == lane_requests_of(batch, "dealt_pieces") == MOST_LANE_REQUESTS
+
+
+def test_no_field_of_a_spec_hides_a_property() -> None:
+    hidden = {field.name for field in fields(KernelSpec)} & {name for base in KernelSpec.__mro__ for name in properties(base)}
+    assert not hidden
+
+
+def properties(of: type) -> list[str]:
+    return [name for name, value in vars(of).items() if isinstance(value, property)]
 
 
 @pytest.mark.parametrize(("batch", "kv_heads", "phases"), [(8, 8, [16, 64, 128]), (4, 2, [16, 64])])

@@ -12,6 +12,7 @@ import pytest
 import torch
 from cutlass import Boolean
 
+from cute_kernels.attention import kernel_spec
 from cute_kernels.config.decode import DecodeConfig
 from cute_kernels.device.combine import combine
 from cute_kernels.device.kernels import results
@@ -121,6 +122,21 @@ def test_equal_rows_leave_a_cta_idle_if_that_pays(rows: int, tokens: int, workin
     assert_close(inputs, *run_decode(kernel, inputs))
     assert len(brought) == working
     assert (len(set(brought.values())) == 1) == (working < 5)
+
+
+@pytest.mark.parametrize("rows", [20, 40, 70])
+def test_shares_do_not_depend_on_the_rows_that_a_lane_reads(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lanes that read 1, 2 or 4 rows find the same shares, and so they do where that is too few and shares are searched for."""
+    shape = Shape(lengths=tuple(37 * row % 90 for row in range(rows)), head_dim=64, **ONE_HEAD)
+    inputs, found = make_inputs(shape, "cpu"), []
+    for lane_requests in (1, 2, 4):
+        monkeypatch.setattr(kernel_spec, "lane_requests_of", lambda *_, lane_requests=lane_requests: lane_requests)
+        kernel = kernel_of(shape.descriptor().problem, WARPS_4, "balanced", 4)
+        assert kernel.spec.lane_requests == lane_requests
+        found.append(run_decode(kernel, inputs))
+    assert_close(inputs, *found[0])
+    for one in found[1:]:
+        assert_bitwise(one, found[0])
 
 
 @pytest.mark.parametrize("seed", range(3))

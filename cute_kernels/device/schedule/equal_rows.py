@@ -12,21 +12,21 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32
 
-from ...config.decode import KernelSpec
+from ...config.decode import MOST_LANE_REQUESTS, KernelSpec
 from ..ptx.registers import LANES, quick_quotient, quotient
 
-FAN = 4  # rows that a lane reads at a time; if it has no more rows, it keeps the cost of each
 MOST_EVEN = 2**20  # tiles of a batch past which it does not pay to leave slices without work
-MOST_ALIKE = 2**30 // (LANES * FAN)  # cost of a row of so few that a warp keeps the cost of each: its product with their number
+# cost of a row of so few that a warp keeps the cost of each: its product with their number
+MOST_ALIKE = 2**30 // (LANES * MOST_LANE_REQUESTS)
 
 
 @dataclass(frozen=True)
 class LaneRows:
     """What a warp reads of rows [begin, stop): `span` rows per lane, of which lane 0 has the first.
 
-    first: this lane's first row. words: for each field of a Row (kv/source.py), its values in the lane's last FAN rows; costs:
-    the costs of these rows; Int32 [FAN] each. A row that the lane lacks costs 0. total: the cost of all the lane's rows, capped;
-    dealt: the dealt_cost of them all, capped, or -1 if that of any row is.
+    first: this lane's first row. words: for each field of a Row (kv/source.py), its values in the lane's last rows; costs: the
+    costs of these rows; Int32 [spec.lane_requests] each. A row that the lane lacks costs 0. total: the cost of all the lane's
+    rows, capped; dealt: the dealt_cost of them all, capped, or -1 if that of any row is.
     """
 
     first: Int32
@@ -63,10 +63,10 @@ def equal_parts(spec: KernelSpec, longest: tuple, cost: Int32, batch: Int32, mos
 def longest_of(spec: KernelSpec, lanes: LaneRows, cost: Int32, batch: Int32) -> tuple[Int32, Boolean]:
     """(the cost of the longest row, whether it is that of all rows). cost: of the batch."""
     top = lanes.costs[0]
-    for j in range(1, FAN):
+    for j in range(1, spec.lane_requests):
         top = cutlass.max(top, lanes.costs[j])
     top = cute.arch.warp_redux_sync(top, "max")
-    return top, (top * batch == cost) & (top > spec.piece_cost) & (top < MOST_ALIKE) & (batch <= LANES * FAN)
+    return top, (top * batch == cost) & (top > spec.piece_cost) & (top < MOST_ALIKE) & (batch <= LANES * spec.lane_requests)
 
 
 def whole_rows(spec: KernelSpec, longest: tuple, cost: Int32, batch: Int32, most: Int32, otherwise: tuple) -> tuple:
@@ -99,8 +99,8 @@ def parts_pay(spec: KernelSpec, parts: Int32, row: Int32, tiles: Int32, slices: 
 
 def with_opening(spec: KernelSpec, lanes: LaneRows, opening: Int32) -> LaneRows:
     """The rows with another cost beyond their tiles than spec.piece_cost, or the same; another one if a warp holds all costs."""
-    costs, total, less = cute.make_rmem_tensor(FAN, Int32), Int32(0), spec.piece_cost - opening
-    for j in range(FAN):
+    costs, total, less = cute.make_rmem_tensor(spec.lane_requests, Int32), Int32(0), spec.piece_cost - opening
+    for j in range(spec.lane_requests):
         costs[j] = cutlass.select_(lanes.costs[j] > 0, lanes.costs[j] - less, 0)
         total = total + costs[j]
     return replace(lanes, costs=costs, total=cutlass.select_(less == 0, lanes.total, total))

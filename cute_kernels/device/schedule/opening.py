@@ -21,7 +21,7 @@ from ..problem import Problem
 from ..ptx.barriers import ALONE, BESIDE, OPENED, SEEN, arrive, sync_branches
 from ..ptx.registers import LANES
 from ..ptx.warps import warp_number
-from .equal_rows import FAN, LaneRows
+from .equal_rows import LaneRows
 from .work_scheduler import Share, keys_of, locate, read_rows, share_of, span_of, take_share, unfinished
 
 
@@ -37,7 +37,7 @@ class Opening:
 def find_opening(spec: cutlass.Constexpr, problem: Problem, shared: Shared) -> tuple[Opening, Int32]:
     """(this CTA's opening, box_pages of its first boxes), once the kernels before this one are done."""
     rows, batch = problem.rows, problem.batch(spec)
-    few = cutlass.min(batch, LANES * FAN)  # of more rows a lane does not keep all lengths: the share is found anew then
+    few = cutlass.min(batch, LANES * spec.lane_requests)  # lanes do not keep the lengths of more: the share is found anew then
     unsettled = rows.unsettled()
     seen = read_rows(spec, unsettled, Int32(0), few, span_of(few), False)
     share = share_of(spec, unsettled, few, seen, False)
@@ -70,20 +70,20 @@ def first_pages(spec: KernelSpec, rows: Rows, share: Share, row: Row) -> Int32:
 def same_rows(rows: LaneRows, others: LaneRows) -> Boolean:
     """Whether this lane has read the same values twice."""
     same = rows.dealt == others.dealt
-    for j in range(FAN):
+    for j in range(cute.size(rows.costs)):
         for values, other in zip(rows.words, others.words, strict=True):
             same = same & (values[j] == other[j])
     return same
 
 
 def first_row(spec: KernelSpec, rows: LaneRows, row: Int32, batch: Int32) -> Row:
-    """As open_row_or_nothing, for a row that a lane of this warp has read. rows: of the batch, at most FAN per lane."""
+    """As open_row_or_nothing, for a row that a lane of this warp has read. rows: of the batch, few per lane."""
     span = span_of(batch)  # 1, 2 or 4
     lane, place = row >> (span >> 1), row & (span - 1)
     found = {}
     for name, values in zip(row_fields(spec), rows.words, strict=True):
         value = values[0]
-        for j in range(1, FAN):
+        for j in range(1, spec.lane_requests):
             value = cutlass.select_(place == j, values[j], value)
         value = cute.arch.shuffle_sync(value, lane)
         found[name] = cute.arch.make_warp_uniform(cutlass.select_(row < batch, value, 0))

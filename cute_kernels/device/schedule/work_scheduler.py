@@ -36,7 +36,7 @@ from ..attend.query_rows import (
 )
 from ..kv.source import Rows, open_row, row_fields
 from ..ptx.registers import LANES, lane_sum, quotient, remainder
-from .equal_rows import FAN, LaneRows, equal_parts, longest_of, slices_of, whole_rows, with_opening
+from .equal_rows import LaneRows, equal_parts, longest_of, slices_of, whole_rows, with_opening
 
 MOST_COST, HALF = 2**30 - 1, 16  # HALF: bits that warp_sum adds at a time
 DEALT_ROWS = 128  # packed rows of a block of long queries, as dealt_cost counts them
@@ -191,14 +191,14 @@ def served_as(spec: KernelSpec, queries: Queries, row: Int32, q_lens: QueryLengt
 
 @cute.jit
 def read_rows(spec: cutlass.Constexpr, rows: Rows, begin: Int32, stop: Int32, span: Int32, many: cutlass.Constexpr) -> LaneRows:
-    """Reads the rows [begin, stop), `span` per lane. many: whether `span` may be more than FAN."""
+    """Reads the rows [begin, stop), `span` per lane. many: whether `span` may be more than spec.lane_requests."""
     first, total, dealt = begin + cute.arch.lane_idx() * span, Int32(0), Int32(0)
-    *words, costs = (cute.make_rmem_tensor(FAN, Int32) for _ in range(len(row_fields(spec)) + 1))
+    *words, costs = (cute.make_rmem_tensor(spec.lane_requests, Int32) for _ in range(len(row_fields(spec)) + 1))
     for values in (*words, costs):
         values.fill(0)
     unit = None if cutlass.const_expr(spec.plain) else locate(spec, rows)[0]
-    for group in cutlass.range(0, span if cutlass.const_expr(many) else FAN, FAN, unroll=1):
-        for j in cutlass.range_constexpr(FAN):
+    for group in cutlass.range(0, span if cutlass.const_expr(many) else spec.lane_requests, spec.lane_requests, unroll=1):
+        for j in cutlass.range_constexpr(spec.lane_requests):
             row = cutlass.min(first + group + j, stop - 1)  # no branch: loads go out together
             opened = open_row(spec, rows, row)
             for values, name in zip(words, row_fields(spec), strict=True):
@@ -216,12 +216,12 @@ def read_rows(spec: cutlass.Constexpr, rows: Rows, begin: Int32, stop: Int32, sp
 
 @cute.jit
 def pick(spec: cutlass.Constexpr, cut: Int32, row: Int32, before: Int32, costs: cute.Tensor):
-    """The row that holds `cut`, of at most FAN from `row` on: (row, cost of the rows before it, its cost).
+    """The row that holds `cut`, of this lane's rows from `row` on: (row, cost of the rows before it, its cost).
 
     Rows that a phase of a mixed kernel does not serve cost nothing, and hold no cut.
     """
     first, cost = row, costs[0]
-    for j in cutlass.range_constexpr(1, FAN):
+    for j in cutlass.range_constexpr(1, spec.lane_requests):
         further = before + cost <= cut and costs[j] > 0
         passed = first + j if cutlass.const_expr(spec.q_lens is not None) else row + 1
         row = passed if further else row
@@ -269,11 +269,11 @@ def find_cuts(
     inclusive_0 = inclusive_1 = warp_prefix(lanes.total)
     before_0 = before_1 = before_lane(inclusive_0)
     first_0 = first_1 = lanes.first
-    costs_0, costs_1 = cute.make_rmem_tensor(FAN, Int32), cute.make_rmem_tensor(FAN, Int32)
-    for j in cutlass.range_constexpr(FAN):
+    costs_0, costs_1 = (cute.make_rmem_tensor(spec.lane_requests, Int32) for _ in range(2))
+    for j in cutlass.range_constexpr(spec.lane_requests):
         costs_0[j] = costs_1[j] = lanes.costs[j]
     if cutlass.const_expr(many):
-        while span > FAN:
+        while span > spec.lane_requests:
             begin_0, base_0 = from_holder(lower, inclusive_0, first_0, before_0)
             begin_1, base_1 = from_holder(upper, inclusive_1, first_1, before_1)
             stop_0, stop_1 = cutlass.min(begin_0 + span, batch), cutlass.min(begin_1 + span, batch)
@@ -284,7 +284,7 @@ def find_cuts(
             inclusive_0, inclusive_1 = warp_prefix(lanes_0.total), warp_prefix(lanes_1.total)
             before_0, before_1 = capped(base_0 + before_lane(inclusive_0)), capped(base_1 + before_lane(inclusive_1))
             inclusive_0, inclusive_1 = capped(base_0 + inclusive_0), capped(base_1 + inclusive_1)
-            for j in cutlass.range_constexpr(FAN):
+            for j in cutlass.range_constexpr(spec.lane_requests):
                 costs_0[j], costs_1[j] = lanes_0.costs[j], lanes_1.costs[j]
     lower_row = place(spec, opening, lower, *pick(spec, lower, first_0, before_0, costs_0))
     upper_row = place(spec, opening, upper, *pick(spec, upper, first_1, before_1, costs_1))
@@ -305,7 +305,7 @@ def locate(spec: KernelSpec, rows: Rows) -> tuple[Int32, Int32, Int32, Int32]:
 
 
 def span_of(batch: Int32) -> Int32:
-    """Rows per lane, if a warp takes all of a batch: a power of two up to FAN."""
+    """Rows per lane, if a warp takes all of a batch: a power of two up to MOST_LANE_REQUESTS."""
     span = quotient(batch + LANES - 1, LANES)
     return cutlass.select_(span == 3, 4, span)
 
