@@ -60,9 +60,11 @@ class WarpSpec(TilingSpec):
     def wide_scale_bytes(self) -> tuple[int, int]:
         """Bytes of a scale of K, and of V, of a widened tile: f32, or f16 for V's that multiply weights.
 
-        Readers then convert each scale, and still take 1% less: shared memory has fewer reads (docs/notes/kernel-log.md).
+        Readers then convert each scale, and still take 1% less: shared memory has fewer reads. But three warpgroups take 2% more
+        (docs/notes/kernel-log.md).
         """
-        return 4, 2 if self.v_scale == "token_f16" and self.scales_weights else 4
+        halves = self.v_scale == "token_f16" and self.scales_weights and not self.one_crew
+        return 4, 2 if halves else 4
 
     @property
     def interleaves_weights(self) -> bool:

@@ -397,14 +397,20 @@ def test_long_queries_are_predicted_by_their_products(shape: tuple) -> None:
 @pytest.mark.parametrize(
     ("batch", "q_len", "tokens", "query", "warps"),
     [
-        (16, 512, 2 * K, "uniform", 12),
+        (16, 512, 512, "uniform", 12),
+        (16, 512, K, "uniform", 12),
+        (16, 512, 2 * K, "uniform", 8),
+        (16, K, K, "uniform", 12),
+        (4, 2 * K, 2 * K, "uniform", 12),
+        (8, 512, 4 * K, "uniform", 8),  # six rounds of larger blocks take longer than eight
         (1, 8 * K, 8 * K, "uniform", 8),  # scores that are related leave two of them room for the query
         (1, 8 * K, 8 * K, "ragged", 8),  # a mixed kernel's phases need more registers
         (1, 512, 64 * K, "uniform", 8),  # to a key, three warpgroups are no faster
         (1, 2 * K, 32 * K, "uniform", 8),  # three rounds of larger blocks take longer than four
     ],
 )
-def test_three_warpgroups_need_blocks_for_all_sms(batch: int, q_len: int, tokens: int, query: str, warps: int) -> None:
+def test_three_warpgroups_serve_few_keys_and_many_blocks(batch: int, q_len: int, tokens: int, query: str, warps: int) -> None:
+    """What was sooner on an H200 (docs/notes/kernel-log.md)."""
     fields = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128, "page_size": 16, "q_dtype": torch.bfloat16}
     stored = {"kv_dtype": ck.KVDtype.INT8, "k_scale": TOKEN, "v_scale": TOKEN}
     for fields_of_cache, expected in ((stored, warps), ({"kv_dtype": ck.KVDtype.E4M3}, 8)):
@@ -413,6 +419,23 @@ def test_three_warpgroups_need_blocks_for_all_sms(batch: int, q_len: int, tokens
         )
         chosen = explain(described.problem, PRETEND["h200"]).chosen
         assert (chosen.phases[-1] if chosen.phases else chosen).spec.num_warps == expected
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "batch", "q_len", "tokens", "shape"),
+    [
+        (64, 1, 8 * K, 8 * K, (80, 12)),
+        (64, 16, 512, 2 * K, (80, 12)),
+        (96, 1, 8 * K, 8 * K, (112, 8)),
+        (96, 16, 512, K, (80, 12)),
+    ],
+)
+def test_three_warpgroups_by_head_dim(head_dim: int, batch: int, q_len: int, tokens: int, shape: tuple[int, int]) -> None:
+    """(tokens of a tile, consumer warps) that were sooner on an H200."""
+    stored = {"kv_dtype": ck.KVDtype.INT8, "k_scale": TOKEN, "v_scale": TOKEN, "q_dtype": torch.bfloat16}
+    sizes = {"head_dim": head_dim, "page_size": 16, "max_q_len": q_len, "max_seq_len": tokens, "query_format": "uniform"}
+    spec = explain(ck.PagedAttentionDescriptor(batch, 32, 8, **sizes, **stored).problem, PRETEND["h200"]).chosen.spec
+    assert (spec.tile_n, spec.num_warps) == shape
 
 
 @pytest.mark.parametrize("gpu", PRETEND)

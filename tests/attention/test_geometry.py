@@ -313,7 +313,7 @@ def test_what_several_query_rows_cannot_have(change: dict[str, Any], reason: str
         ({"max_q_len": 16}, True, True),  # 64 packed rows: two warpgroups take turns
         ({"max_q_len": 32}, True, True),  # 128: both attend to every tile
         ({"max_q_len": 8192}, True, True),
-        ({"max_q_len": 512, "max_seq_len": 2048}, False, False),  # short chunks: three do, and one crew widens for them
+        ({"max_q_len": 512, "max_seq_len": 1024}, False, False),  # short chunks: three do, and one crew widens for them
         ({"max_q_len": 8192, "query_format": "ragged"}, True, True),
         ({"max_q_len": 32, "v_dtype": ck.KVDtype.E4M3}, True, False),
         ({"max_q_len": 32, "k_scale": None, "v_scale": None}, False, True),
@@ -338,12 +338,14 @@ def test_who_converts_scales_of_tokens(fields: dict[str, Any], settles: bool, al
         (64, ck.KVScale.TOKEN, torch.bfloat16, (4, 4)),
         (128, ck.KVScale.TOKEN_F16, torch.bfloat16, (4, 2)),
         (128, ck.KVScale.TOKEN_F16, torch.float16, (4, 4)),  # V's scales go into V
+        (2048, ck.KVScale.TOKEN_F16, torch.bfloat16, (4, 4)),  # three warpgroups
     ],
 )
 def test_bytes_of_scales_beside_widened_tiles(rows: int, form: ck.KVScale, dtype: torch.dtype, nbytes: tuple[int, int]) -> None:
-    """V's f16 scales stay f16 where they multiply weights; K's also hold the softmax factor, and are f32."""
+    """V's f16 scales stay f16 where they multiply weights of one or two warpgroups; K's also hold the softmax factor: f32."""
     shape = {"head_dim": 128, "page_size": 16, "max_q_len": rows // 4, "query_format": "uniform", "kv_dtype": ck.KVDtype.INT8}
-    problem = ck.PagedAttentionDescriptor(64, 32, 8, q_dtype=dtype, k_scale=form, v_scale=form, **shape).problem
+    scales = {"k_scale": form, "v_scale": form}
+    problem = ck.PagedAttentionDescriptor(64, 32, 8, q_dtype=dtype, max_seq_len=1024, **scales, **shape).problem
     spec = explain(problem, PRETEND["h200"]).chosen.spec
     assert (spec.turns == 2, spec.wide_scale_bytes) == (rows == 64, nbytes)
 
@@ -378,7 +380,8 @@ def test_prompts_whose_values_have_a_producer(fields: dict[str, Any], apart: boo
         ({"page_size": 8}, 96, 8),
         ({"max_q_len": 32, "max_seq_len": 65_536}, 96, 16),  # 128 rows: both warpgroups attend to each tile
         ({"max_q_len": 16}, 96, 32),  # 64 rows: the warpgroups take tiles in turn
-        ({"q_dtype": torch.float16}, 64, 64),  # three warpgroups
+        ({"max_q_len": 2048, "max_seq_len": 2048, "batch_size": 4}, 64, 64),  # three warpgroups
+        ({"q_dtype": torch.float16}, 112, 16),
         ({"k_scale": ck.KVScale.HEAD, "v_scale": ck.KVScale.HEAD}, 96, 32),
         ({"page_size": None, "table_format": "none"}, 96, 96),
     ],
@@ -387,8 +390,8 @@ def test_tokens_of_a_box_of_prompts_over_int8(fields: dict[str, Any], tile_n: in
     """Beside scales of tokens boxes are small where two warpgroups attend to the same tiles."""
     scales = {"k_scale": ck.KVScale.TOKEN_F16, "v_scale": ck.KVScale.TOKEN_F16}
     fixed = {"head_dim": 128, "max_seq_len": 8192, "query_format": "uniform", "kv_dtype": ck.KVDtype.INT8}
-    shape = {**fixed, **scales, "page_size": 64, "max_q_len": 8192, **fields}
-    described = ck.PagedAttentionDescriptor(1, 32, 8, **{"q_dtype": torch.bfloat16, **shape})
+    shape = {**fixed, **scales, "page_size": 64, "max_q_len": 8192, "batch_size": 1, "q_dtype": torch.bfloat16, **fields}
+    described = ck.PagedAttentionDescriptor(num_heads=32, num_kv_heads=8, **shape)
     spec = explain(described.problem, PRETEND["h200"]).chosen.spec
     assert (spec.tile_n, spec.box_rows) == (tile_n, rows)
 

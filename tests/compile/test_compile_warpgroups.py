@@ -74,6 +74,7 @@ def test_warpgroups(name: str, tmp_path: Path) -> None:
     assert sass.count("WARPGROUP.DEPBAR") == 2 * ends, "the assembler waits for more than both products"
 
 
+CHUNKS = {"query_format": "uniform", "batch_size": 16, "max_q_len": 512, "max_seq_len": 1024}  # three warpgroups end first
 LONG: dict[str, dict[str, Any]] = {
     "head_dim 64": {"head_dim": 64},
     "head_dim 96": {"head_dim": 96},
@@ -85,8 +86,9 @@ LONG: dict[str, dict[str, Any]] = {
     "e4m3": E4M3,
     "int8 token": INT8_TOKEN,
     "int8 token, uniform": {**INT8_TOKEN, "query_format": "uniform"},
-    "int8 token, uniform, head_dim 96": {**INT8_TOKEN, "query_format": "uniform", "head_dim": 96},
-    "int8 token, uniform, head_dim 64": {**INT8_TOKEN, "query_format": "uniform", "head_dim": 64},
+    "int8 token, chunks": {**INT8_TOKEN, **CHUNKS},
+    "int8 token, chunks, head_dim 96": {**INT8_TOKEN, **CHUNKS, "head_dim": 96},
+    "int8 token, chunks, head_dim 64": {**INT8_TOKEN, **CHUNKS, "head_dim": 64},
     "e4m3, head_dim 256": {**E4M3, "head_dim": 256, "num_heads": 16},
     "head_dim 64, soft cap": {"head_dim": 64, "softcap": 20.0},
     "head_dim 256, uniform": {"head_dim": 256, "num_heads": 16, "query_format": "uniform"},
@@ -108,16 +110,16 @@ def registers_set(ptx: str) -> list[int]:
 @pytest.mark.parametrize("name", LONG)
 def test_long_queries(name: str, tmp_path: Path) -> None:
     """Nothing spills in the loop over tiles, no product waits for the one before it, and producers hand registers over."""
-    fields = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128, "page_size": 16, "max_q_len": 8192, **LONG[name]}
-    problem = ck.PagedAttentionDescriptor(1, q_dtype=torch.bfloat16, max_seq_len=8192, **fields).problem
+    fields = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128, "page_size": 16, "max_q_len": 8192, "max_seq_len": 8192}
+    problem = ck.PagedAttentionDescriptor(q_dtype=torch.bfloat16, **{"batch_size": 1, **fields, **LONG[name]}).problem
     chosen = explain(problem, PRETEND["h200"]).chosen
     spec = replace(chosen.phases[-1].spec if chosen.phases else chosen.spec, q_lens=None)
     assert spec.dealt and supports(spec) == []
     assert chosen.num_ctas == PRETEND["h200"].sm_count
     assert (spec.tile_n == 112) == (name in ("int8 token", "head_dim 192"))
     assert name not in ("e4m3", "int8 token, uniform") or (spec.tile_n == 96 and spec.holds_query)
-    assert (spec.tile_n == 80) == (name in ("head_dim 256, uniform", "int8 token, uniform, head_dim 96"))
-    assert spec.one_crew == ("int8 token, uniform, " in name)
+    assert (spec.tile_n == 80) == (name == "head_dim 256, uniform" or name.startswith("int8 token, chunks, "))
+    assert spec.one_crew == ("chunks" in name)
     ptx, sass = machine_code.dump(build, spec, tmp_path)
     assert len(re.findall(r"\b(?:LDL|STL)\b", sass)) <= SPILLED.get(name, 0), "registers spilled to local memory"
     assert sass.count("HGMMA") == spec.padded_head_dim // 16 + 2 * spec.tile_n // 16

@@ -47,11 +47,13 @@ M_TILES_ROWS = 32  # packed rows: with more, warpgroups end first (docs/notes/ke
 LONG_SHAPES = ((128, 12), (96, 12), (128, 8), (112, 8), (80, 8), (64, 8), (32, 8), (64, 4), (32, 4), (16, 4))
 LONG_SHAPES_OF_8_BITS = ((112, 8), (96, 8), (80, 8), (64, 8), (32, 8), (64, 4), (32, 4), (16, 4))
 LONG_STAGES = 2
-# the same with scales of tokens, where three warpgroups are ahead if SMs have enough blocks, and keys are not too many: a block
-# of their 192 rows takes THREE_COST of one of 128 rows, whose turn takes as long as TURN_OF_TWO keys (H100: 512 over 64k, 8k)
-LONG_SHAPES_OF_THREE, THREE_COST, TURN_OF_TWO = ((96, 12), (80, 12), (64, 12)), 1.53, 670
-# the same where two warpgroups relate scores, on an H200 (16 x 512 over 2k, 8k), above the largest head_dim that was not timed
-RELATED_COST, RELATED_TURN, UNTIMED_HEAD_DIM = 1.65, 295, 96
+# the same with scales of tokens, if three warpgroups end first (at head_dim 64 tiles of 96 are 2% later)
+LONG_SHAPES_OF_THREE = (80, 12), (64, 12)
+# of these: what a key costs a block of their 192 rows, and what a turn to the next block costs three and two warpgroups; in keys
+# of a block of two (H200, 16 x 512 over 512 to 2k, 8 x 512 over 4k, 8k; docs/notes/kernel-log.md)
+THREE = 1.53, 690, 630
+SMALL_OF_THREE, THREE_OF_SMALL = 64, (1.32, 660, 610)  # the same up to this head_dim
+MEDIUM_OF_THREE, THREE_BESIDE_RELATED = 96, (1.69, 286, 377)  # the same above this one, if two warpgroups relate scores
 # over 8 bits shared memory's bandwidth is the limit, of which a query in registers takes none: beside tiles of 112, prompts over
 # e4m3 2 to 10% sooner by card, 128 rows 1 to 6% at 8 x 8k and 64 x 1k, and at 64 x 8k up to 1.5% later (H100)
 HOLDING = 96, 8
@@ -188,10 +190,17 @@ def three_beside_scales(problem: DecodeProblem, sm_count: int, partition: Partit
         return False
     first = LONG_SHAPES_OF_THREE[0], LONG_SHAPES_OF_8_BITS[0]
     specs = [kernel_spec(problem, "sm90", "sm_90a", config_of(shape), partition=partition) for shape in first]
-    three, two = (deal(problem, spec, sm_count).blocks for spec in specs)
-    related = specs[1].relates_scores and problem.padded_head_dim > UNTIMED_HEAD_DIM
-    cost, turn = (RELATED_COST, RELATED_TURN) if related else (THREE_COST, TURN_OF_TWO)
-    return cost * three * mean_keys(problem) < two * (mean_keys(problem) + turn)
+    three, two = (deal(problem, spec, sm_count) for spec in specs)
+    key, turn_of_three, turn_of_two = costs_of_three(specs[1])
+    keys = mean_keys(problem)
+    return key * keys * three.blocks + turn_of_three * three.rounds < keys * two.blocks + turn_of_two * two.rounds
+
+
+def costs_of_three(two: KernelSpec) -> tuple[float, int, int]:
+    """THREE, or what stands for it beside a spec of two warpgroups."""
+    if two.padded_head_dim <= SMALL_OF_THREE:
+        return THREE_OF_SMALL
+    return THREE_BESIDE_RELATED if two.relates_scores and two.padded_head_dim > MEDIUM_OF_THREE else THREE
 
 
 def holding_first(problem: DecodeProblem, shapes: Shapes, partition: Partition) -> Shapes:
