@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import cast
 
-from ..config.decode import DEALT, LANES, MOST_LANE_REQUESTS, DecodeConfig, KernelSpec, Partition, grid_ctas
+from ..config.decode import DEALT, KEPT_REQUESTS, DecodeConfig, KernelSpec, Partition, grid_ctas
 from ..config.problem import ElementType
 from ..config.tiling import HALF_TILE_M, TILE_M, WARPGROUP_M, Arch, Target, most_warp_tiles
 from ..kv.scale import scale_form
@@ -33,7 +33,7 @@ def kernel_spec(problem: DecodeProblem, arch: Arch, target: Target, config: Deco
         num_stages=config.num_stages,
         num_warps=config.num_warps,
         partition=partition,
-        lane_requests=lane_requests_of(problem.batch_size, partition),
+        kept_requests=kept_requests_of(problem.batch_size, partition),
         lse_base=problem.lse_base,
         unit_heads=config.unit_heads,
         query=problem.query,
@@ -44,10 +44,11 @@ def kernel_spec(problem: DecodeProblem, arch: Arch, target: Target, config: Deco
     )
 
 
-def lane_requests_of(batch_size: int, partition: Partition) -> int:
-    """spec.lane_requests: enough for the batch if 32 lanes read as many requests each; a constant where no shares are found."""
-    enough = 1 << (max(batch_size - 1, 0) // LANES).bit_length()
-    return MOST_LANE_REQUESTS if partition in DEALT else min(enough, MOST_LANE_REQUESTS)
+def kept_requests_of(batch_size: int, partition: Partition) -> int:
+    """spec.kept_requests: the least that the batch needs; a constant where no shares are found."""
+    if partition in DEALT:
+        return KEPT_REQUESTS[-1]
+    return next((kept for kept in KEPT_REQUESTS if batch_size <= kept), KEPT_REQUESTS[-1])
 
 
 def block_rows(problem: DecodeProblem, arch: Arch, config: DecodeConfig) -> int:

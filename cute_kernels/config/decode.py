@@ -51,7 +51,8 @@ WORDS_AN_LSE = 4  # most wide words of a state for each copy of its row's lse (d
 WORDS_IN_FLIGHT = 16  # words of a state that a thread of the combine waits for together, if one CTA combines a row
 PARTS_IN_FLIGHT = 4  # parts that a thread of the combine waits for together: few rows have more, and each costs instructions
 MOST_PIECES = 512  # of a row whose combine is divided; with more, the CTA of the last piece combines the row alone
-LANES, MOST_LANE_REQUESTS = 32, 4  # of a warp, and requests of which each keeps the cost while the warp finds a share
+LANES = 32  # of a warp
+KEPT_REQUESTS = 1, LANES, 2 * LANES, 4 * LANES  # whose costs a warp may keep while it finds a share
 ITEMS = 2  # items (work tiles) in shared memory: the current one and the next (device/schedule/dealing.py)
 NEWS = 2  # mbarriers for what the producer finds out for the share's end: crew_barrier, announced_barrier
 TWO_QUERIES = 4 * 128  # up to so many m-tiles x padded head_dim, a query that warpgroups read from shared memory has two buffers
@@ -84,12 +85,25 @@ class KernelSpec(WarpSpec):
     (device/schedule/dealing.py). "dealt_pieces": so they do, in pieces (KV splits) if there are few blocks, and long ones
     (device/schedule/pieces.py).
 
-    lane_requests: requests whose lengths each lane of a warp reads to find the CTA's share, a power of two. It is no more than
-    the batch needs, as every launch waits for that warp: up to MOST_LANE_REQUESTS, past which the warp searches for the share.
+    kept_requests: requests whose costs a warp keeps in registers while it finds the CTA's share, one of KEPT_REQUESTS. They are
+    as few as the batch needs, as every launch waits for that warp; in a larger batch than the last it searches for the share.
     """
 
     partition: Partition
-    lane_requests: int = MOST_LANE_REQUESTS
+    kept_requests: int = KEPT_REQUESTS[-1]
+
+    @property
+    def one_request(self) -> bool:
+        """Whether the batch is one request: a share then needs no sums over lanes, and no code for what follows its row.
+
+        What a launch executes once costs 10 ns for 8 instructions: 1 x 1k takes 0.3 to 0.45 us less (docs/notes/kernel-log.md).
+        """
+        return self.kept_requests == 1
+
+    @property
+    def lane_requests(self) -> int:
+        """Requests that each lane of a warp reads at a time."""
+        return -(-self.kept_requests // LANES)
 
     @property
     def split(self) -> bool:

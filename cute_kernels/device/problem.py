@@ -35,6 +35,8 @@ class Problem:
 
     def batch(self, spec: KernelSpec) -> Int32:
         """The number of requests."""
+        if spec.one_request:
+            return Int32(1)
         return Int32(self.rows.queries.indptr.shape[0]) - 1 if spec.query == "ragged" else Int32(self.q.shape[0])
 
 

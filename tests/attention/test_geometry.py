@@ -11,10 +11,10 @@ import torch
 
 import cute_kernels as ck
 from cute_kernels.attention.descriptors import DecodeProblem
-from cute_kernels.attention.kernel_spec import kernel_spec, lane_requests_of, units_of
+from cute_kernels.attention.kernel_spec import kept_requests_of, kernel_spec, units_of
 from cute_kernels.attention.variants import explain
 from cute_kernels.attention.workspace import workspace_bytes, workspace_regions
-from cute_kernels.config.decode import MAX_BLOCKS, MOST_LANE_REQUESTS, DecodeConfig, KernelSpec, grid_ctas
+from cute_kernels.config.decode import KEPT_REQUESTS, MAX_BLOCKS, DecodeConfig, KernelSpec, grid_ctas
 from cute_kernels.config.limits import supports
 from cute_kernels.config.mixed import mixed_supports
 from cute_kernels.config.problem import padded_head_dim
@@ -396,11 +396,16 @@ def test_tokens_of_a_box_of_prompts_over_int8(fields: dict[str, Any], tile_n: in
     assert (spec.tile_n, spec.box_rows) == (tile_n, rows)
 
 
-@pytest.mark.parametrize(("batch", "requests"), [(1, 1), (32, 1), (33, 2), (64, 2), (65, 4), (128, 4), (129, 4), (4096, 4)])
-def test_requests_that_a_lane_reads(batch: int, requests: int) -> None:
-    """As many as 32 lanes need for the batch, in a power of two; where blocks are dealt, the batch makes no other kernel."""
-    assert lane_requests_of(batch, "balanced") == lane_requests_of(batch, "invariant") == requests
-    assert lane_requests_of(batch, "dealt") == lane_requests_of(batch, "dealt_pieces") == MOST_LANE_REQUESTS
+@pytest.mark.parametrize(
+    ("batch", "kept", "of_a_lane"),
+    [(1, 1, 1), (2, 32, 1), (32, 32, 1), (33, 64, 2), (64, 64, 2), (65, 128, 4), (128, 128, 4), (4096, 128, 4)],
+)
+def test_requests_that_a_warp_keeps(batch: int, kept: int, of_a_lane: int) -> None:
+    """The fewest that serve the batch; where blocks are dealt, the batch makes no other kernel."""
+    assert kept_requests_of(batch, "balanced") == kept_requests_of(batch, "invariant") == kept
+    assert usual_spec(kept_requests=kept).lane_requests == of_a_lane
+    assert usual_spec(kept_requests=kept).one_request == (batch == 1)
+    assert kept_requests_of(batch, "dealt") == kept_requests_of(batch, "dealt_pieces") == KEPT_REQUESTS[-1]
 
 
 def test_no_field_of_a_spec_hides_a_property() -> None:

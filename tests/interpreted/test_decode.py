@@ -13,7 +13,7 @@ import torch
 from cutlass import Boolean
 
 from cute_kernels.attention import kernel_spec
-from cute_kernels.config.decode import DecodeConfig
+from cute_kernels.config.decode import KEPT_REQUESTS, DecodeConfig
 from cute_kernels.device.combine import combine
 from cute_kernels.device.kernels import results
 from cute_kernels.device.mainloop.tma import TmaMainloop
@@ -124,16 +124,29 @@ def test_equal_rows_leave_a_cta_idle_if_that_pays(rows: int, tokens: int, workin
     assert (len(set(brought.values())) == 1) == (working < 5)
 
 
-@pytest.mark.parametrize("rows", [20, 40, 70])
-def test_shares_do_not_depend_on_the_rows_that_a_lane_reads(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lanes that read 1, 2 or 4 rows find the same shares, and so they do where that is too few and shares are searched for."""
-    shape = Shape(lengths=tuple(37 * row % 90 for row in range(rows)), head_dim=64, **ONE_HEAD)
+@pytest.mark.parametrize(
+    ("lengths", "kept"),
+    [
+        ((700,), KEPT_REQUESTS),
+        ((0,), KEPT_REQUESTS),
+        ((1,), KEPT_REQUESTS),
+        *((tuple(37 * row % 90 for row in range(rows)), KEPT_REQUESTS[1:]) for rows in (20, 40, 70)),
+    ],
+    ids=lambda value: str(len(value)),
+)
+@pytest.mark.parametrize("partition", ["balanced", "invariant", "whole"])
+def test_shares_do_not_depend_on_the_requests_that_a_warp_keeps(
+    lengths: tuple[int, ...], kept: tuple[int, ...], partition: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor do bits: kernels of one request, of up to 32, 64 and 128, and those that keep too few and search for shares, agree."""
+    shape = Shape(lengths=lengths, head_dim=64, **ONE_HEAD)
     inputs, found = make_inputs(shape, "cpu"), []
-    for lane_requests in (1, 2, 4):
-        monkeypatch.setattr(kernel_spec, "lane_requests_of", lambda *_, lane_requests=lane_requests: lane_requests)
-        kernel = kernel_of(shape.descriptor().problem, WARPS_4, "balanced", 4)
-        assert kernel.spec.lane_requests == lane_requests
+    for requests in kept:
+        monkeypatch.setattr(kernel_spec, "kept_requests_of", lambda *_, requests=requests: requests)
+        kernel = kernel_of(shape.descriptor().problem, WARPS_4, partition, 4)
+        assert kernel.spec.kept_requests == requests
         found.append(run_decode(kernel, inputs))
+        assert_bitwise(run_decode(kernel, inputs, seed=2, resident=1), found[0])
     assert_close(inputs, *found[0])
     for one in found[1:]:
         assert_bitwise(one, found[0])

@@ -196,11 +196,12 @@ class DecodeKernel(PieceResults):
         storers = assistants(spec, worker)
         scaling = open_scaling(spec, problem.scales, heads[0], problem.scale_log2)
         index, first, turn, pieces = share.row, share.tile, Int32(0), Int32(0)  # turn: as consumers count rows
-        more = unfinished(share, index, first)
+        more = unfinished(spec, share, index, first)
         while more:
             piece = make_piece(spec, problem.rows, share, index, row, first, Int32(0))
             next_index, next_first = following(spec, problem.rows, problem.batch(spec), piece)
-            row, more = open_following(spec, problem, share, next_index, next_first), unfinished(share, next_index, next_first)
+            row = open_following(spec, problem, share, next_index, next_first)
+            more = unfinished(spec, share, next_index, next_first)
             if more and next_index > index:  # a row may have several pieces
                 turn += 1
                 block = query_block(spec, queries, share.unit, heads, next_index, row)
@@ -235,10 +236,10 @@ class DecodeKernel(PieceResults):
         self.open_combine(problem, shared, share, opening.row)
         if cutlass.const_expr(spec.overlaps):
             self.mainloop.open_turns()
-        while unfinished(share, index, first):
+        while unfinished(spec, share, index, first):
             piece = make_piece(spec, problem.rows, share, index, row, first, issued)
             next_index, next_first = following(spec, problem.rows, problem.batch(spec), piece)
-            beside = stored_beside(spec, piece, unfinished(share, next_index, next_first))
+            beside = stored_beside(spec, piece, unfinished(spec, share, next_index, next_first))
             now, then = self.turn_of(index, turn), self.turn_of(next_index, turn + 1)
             buffer, factors = query_buffer(spec, shared.query, now), shared.inverses[None, now % 2]
             next_buffer = query_buffer(spec, shared.query, then)
@@ -268,7 +269,7 @@ class DecodeKernel(PieceResults):
             order = self.mainloop.order(piece)
             merging = merge_scaling(spec, scaling)
             if cutlass.const_expr(spec.stores_beside):
-                more = unfinished(share, next_index, next_first)
+                more = unfinished(spec, share, next_index, next_first)
                 place, scalings = (order, pieces, beside, more), (scaling, merging)
                 self.end_beside(problem, shared, share, piece, (row_tiles, thr_mma), place, scalings)
             else:
@@ -299,7 +300,7 @@ class DecodeKernel(PieceResults):
     def open_query(self, problem: Problem, shared: Shared, share: Share, heads: tuple, row: Row, sign: Float32):
         """Starts to load the query of the share's first row; settles it as well, if other warps settle those of later rows."""
         spec = self.spec
-        if unfinished(share, share.row, share.tile):
+        if unfinished(spec, share, share.row, share.tile):
             block = query_block(spec, problem.rows.queries, share.unit, heads, share.row, row)
             number = self.turn_of(share.row, Int32(0))
             buffer = query_buffer(spec, shared.query, number)
@@ -357,7 +358,7 @@ class DecodeKernel(PieceResults):
     def fetch_next(self, problem: Problem, buffer, share: Share, heads: tuple, index: Int32, following: tuple, row: Row):
         """Starts to load the query of the row after `index`. heads: of the unit; following: where the share goes on, in `row`."""
         spec, queries = self.spec, problem.rows.queries
-        if following[0] > index and unfinished(share, *following):
+        if following[0] > index and unfinished(spec, share, *following):
             block = query_block(spec, queries, share.unit, heads, following[0], row)
             fetch_query(spec, problem.q, block, buffer)
 

@@ -127,7 +127,7 @@ class PieceResults:
     @cute.jit
     def finish(self, problem: Problem, shared: Shared, share: Share):
         """Combines the row inside which this share began: this CTA's columns, or all of it (invariant) if this share ended it."""
-        if share.tile > 0 and unfinished(share, share.row, share.tile):
+        if share.tile > 0 and unfinished(self.spec, share, share.row, share.tile):
             if cutlass.const_expr(self.divides):
                 self.finish_columns(problem, shared, share)
             else:

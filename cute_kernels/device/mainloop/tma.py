@@ -178,7 +178,7 @@ class TmaMainloop(TokenScales, Widening):
             row = open_row_or_nothing(spec, rows, share.row, batch)
         piece = make_piece(spec, rows, share, share.row, row, share.tile, Int32(0))
         pages = first_pages(spec, rows, share, row)
-        if unfinished(share, share.row, share.tile):
+        if unfinished(spec, share, share.row, share.tile):
             prefetch_query(spec, problem.q, piece.block)
         gmem_k = partition_boxes(atom_k, self.from_start(piece, coords_k), shared.rings[0], spec.rings[0])[1]
         gmem_v = partition_boxes(atom_v, self.from_start(piece, coords_v), shared.rings[1], spec.rings[1])[1]
@@ -211,10 +211,10 @@ class TmaMainloop(TokenScales, Widening):
         opening, pages = self.open_or_read(problem, shared, part, load.leads)
         share, row = opening.share, opening.row
         index, tile = share.row, share.tile
-        while unfinished(share, index, tile):
+        while unfinished(spec, share, index, tile):
             piece = make_piece(spec, problem.rows, share, index, row, tile, issued)
             upcoming = following(spec, problem.rows, problem.batch(spec), piece)
-            where, more = (share.unit, upcoming), unfinished(share, *upcoming)
+            where, more = (share.unit, upcoming), unfinished(spec, share, *upcoming)
             row, pages = self.issue(problem, shared, where, piece, pages, more, part, load)
             if cutlass.const_expr(load.leads) and (piece.first == 0) & (part == 0):
                 with cute.arch.elect_one():

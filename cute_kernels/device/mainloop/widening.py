@@ -46,7 +46,7 @@ class Widening:
         index, tile = share.row, share.tile
         if cutlass.const_expr(spec.prefetches_scales) and warp == spec.widening_crews[1].start:  # V comes behind K
             self.prefetch_scales(problem, make_piece(spec, rows, share, index, row, tile, issued), pages)
-        while unfinished(share, index, tile):
+        while unfinished(spec, share, index, tile):
             piece = make_piece(spec, rows, share, index, row, tile, issued)
             index, tile = following(spec, rows, problem.batch(spec), piece)
             row = open_row_or_nothing(spec, rows, index, problem.batch(spec))

@@ -12,12 +12,12 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32
 
-from ...config.decode import MOST_LANE_REQUESTS, KernelSpec
-from ..ptx.registers import LANES, quick_quotient, quotient
+from ...config.decode import KEPT_REQUESTS, KernelSpec
+from ..ptx.registers import quick_quotient, quotient
 
 MOST_EVEN = 2**20  # tiles of a batch past which it does not pay to leave slices without work
 # cost of a row of so few that a warp keeps the cost of each: its product with their number
-MOST_ALIKE = 2**30 // (LANES * MOST_LANE_REQUESTS)
+MOST_ALIKE = 2**30 // KEPT_REQUESTS[-1]
 
 
 @dataclass(frozen=True)
@@ -50,6 +50,8 @@ def equal_parts(spec: KernelSpec, longest: tuple, cost: Int32, batch: Int32, mos
     wait for it, and execute it once: so there is no division, and no branch, around which ptxas spills registers.
     """
     top, alike = longest
+    if spec.one_request:
+        return cutlass.select_(alike, Int32(0), Int32(spec.piece_cost)), most
     several, tiles = batch > 1, cost - spec.piece_cost * batch
     parts, row = quick_quotient(most, batch), top - spec.piece_cost
     even = parts * batch
@@ -65,8 +67,9 @@ def longest_of(spec: KernelSpec, lanes: LaneRows, cost: Int32, batch: Int32) -> 
     top = lanes.costs[0]
     for j in range(1, spec.lane_requests):
         top = cutlass.max(top, lanes.costs[j])
-    top = cute.arch.warp_redux_sync(top, "max")
-    return top, (top * batch == cost) & (top > spec.piece_cost) & (top < MOST_ALIKE) & (batch <= LANES * spec.lane_requests)
+    if not spec.one_request:
+        top = cute.arch.warp_redux_sync(top, "max")
+    return top, (top * batch == cost) & (top > spec.piece_cost) & (top < MOST_ALIKE) & (batch <= spec.kept_requests)
 
 
 def whole_rows(spec: KernelSpec, longest: tuple, cost: Int32, batch: Int32, most: Int32, otherwise: tuple) -> tuple:

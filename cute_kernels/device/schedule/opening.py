@@ -19,7 +19,6 @@ from ..kv.source import Rows, box_pages, open_row_or_nothing, row_fields
 from ..mainloop.shared import SHARE_WORDS, Shared
 from ..problem import Problem
 from ..ptx.barriers import ALONE, BESIDE, OPENED, SEEN, arrive, sync_branches
-from ..ptx.registers import LANES
 from ..ptx.warps import warp_number
 from .equal_rows import LaneRows
 from .work_scheduler import Share, keys_of, locate, read_rows, share_of, span_of, take_share, unfinished
@@ -37,7 +36,7 @@ class Opening:
 def find_opening(spec: cutlass.Constexpr, problem: Problem, shared: Shared) -> tuple[Opening, Int32]:
     """(this CTA's opening, box_pages of its first boxes), once the kernels before this one are done."""
     rows, batch = problem.rows, problem.batch(spec)
-    few = cutlass.min(batch, LANES * spec.lane_requests)  # lanes do not keep the lengths of more: the share is found anew then
+    few = cutlass.min(batch, spec.kept_requests)  # lanes do not keep the lengths of more: the share is found anew then
     unsettled = rows.unsettled()
     seen = read_rows(spec, unsettled, Int32(0), few, span_of(few), False)
     share = share_of(spec, unsettled, few, seen, False)
@@ -57,7 +56,7 @@ def find_opening(spec: cutlass.Constexpr, problem: Problem, shared: Shared) -> t
 
 def open_following(spec: KernelSpec, problem: Problem, share: Share, index: Int32, first: Int32) -> Row:
     """The row at which the share goes on, or nothing past its end."""
-    limit = cutlass.select_(unfinished(share, index, first), problem.batch(spec), 0)
+    limit = cutlass.select_(unfinished(spec, share, index, first), problem.batch(spec), 0)
     return open_row_or_nothing(spec, problem.rows, index, limit)
 
 
@@ -78,6 +77,8 @@ def same_rows(rows: LaneRows, others: LaneRows) -> Boolean:
 
 def first_row(spec: KernelSpec, rows: LaneRows, row: Int32, batch: Int32) -> Row:
     """As open_row_or_nothing, for a row that a lane of this warp has read. rows: of the batch, few per lane."""
+    if spec.one_request:  # every lane has it
+        return Row(**{name: cute.arch.make_warp_uniform(one[0]) for name, one in zip(row_fields(spec), rows.words, strict=True)})
     span = span_of(batch)  # 1, 2 or 4
     lane, place = row >> (span >> 1), row & (span - 1)
     found = {}
@@ -145,6 +146,8 @@ def take_opening(spec: KernelSpec, problem: Problem, words: cute.Tensor) -> Open
     fields = row_fields(spec)
     found = [cute.arch.make_warp_uniform(words[i]) for i in range(SHARE_WORDS + len(fields))]
     row = Row(**dict(zip(fields, found[SHARE_WORDS:], strict=True)))
+    if spec.one_request:
+        found[0] = Int32(0)  # a constant, not its word
     return Opening(Share(unit, index, *found[:SHARE_WORDS], units), row)
 
 

@@ -135,8 +135,10 @@ def next_served(spec: cutlass.Constexpr, rows: Rows, batch: Int32, index: Int32)
     return index
 
 
-def unfinished(share: Share, row: Int32, tile: Int32) -> Boolean:
-    """Whether (row, tile) lies before the share's end."""
+def unfinished(spec: KernelSpec, share: Share, row: Int32, tile: Int32) -> Boolean:
+    """Whether (row, tile) lies before the share's end. Of one request `row` is a constant, so that nothing can follow row 0."""
+    if spec.one_request:
+        return (row == 0) & ((share.end_row > 0) | (tile < share.end_tile))
     return (row < share.end_row) | ((row == share.end_row) & (tile < share.end_tile))
 
 
@@ -160,6 +162,11 @@ def warp_sum(value: Int32) -> Int32:
     low, high = lane_sum(value & (2**HALF - 1)), lane_sum(value >> HALF)
     high += low >> HALF
     return cutlass.select_(high > MOST_COST >> HALF, Int32(MOST_COST), (high << HALF) + (low & (2**HALF - 1)))
+
+
+def batch_sum(spec: KernelSpec, value: Int32) -> Int32:
+    """The sum over a batch of what the lanes have for their requests, capped. All lanes have that of a single request."""
+    return value if spec.one_request else warp_sum(value)
 
 
 def capped(cost: Int32) -> Int32:
@@ -192,7 +199,8 @@ def served_as(spec: KernelSpec, queries: Queries, row: Int32, q_lens: QueryLengt
 @cute.jit
 def read_rows(spec: cutlass.Constexpr, rows: Rows, begin: Int32, stop: Int32, span: Int32, many: cutlass.Constexpr) -> LaneRows:
     """Reads the rows [begin, stop), `span` per lane. many: whether `span` may be more than spec.lane_requests."""
-    first, total, dealt = begin + cute.arch.lane_idx() * span, Int32(0), Int32(0)
+    lane = Int32(0) if cutlass.const_expr(spec.one_request) else cute.arch.lane_idx()
+    first, total, dealt = begin + lane * span, Int32(0), Int32(0)
     *words, costs = (cute.make_rmem_tensor(spec.lane_requests, Int32) for _ in range(len(row_fields(spec)) + 1))
     for values in (*words, costs):
         values.fill(0)
@@ -266,6 +274,9 @@ def find_cuts(
     A warp narrows the rows down by a factor of 32 at a time, for both cuts at once: their loads overlap.
     """
     (lower, upper), span = cuts, span_of(batch)
+    if cutlass.const_expr(spec.one_request):
+        ends = [place(spec, opening, cut, Int32(0), Int32(0), lanes.total) for cut in cuts]
+        return *ends[0], *ends[1]
     inclusive_0 = inclusive_1 = warp_prefix(lanes.total)
     before_0 = before_1 = before_lane(inclusive_0)
     first_0 = first_1 = lanes.first
@@ -320,9 +331,9 @@ def take_share(spec: KernelSpec, rows: Rows, batch: Int32) -> Share:
 def share_of(spec: cutlass.Constexpr, rows: Rows, batch: Int32, lanes: LaneRows, many: cutlass.Constexpr) -> Share:
     """take_share, from rows that the warp has already read. many: as in read_rows."""
     unit, index, units, most = locate(spec, rows)
-    cost = warp_sum(lanes.total)
+    cost = batch_sum(spec, lanes.total)
     if cutlass.const_expr(spec.leaves_ctas):
-        most = cutlass.select_(leaves(lanes, cost), quotient(most + LEFT - 1, LEFT), most)
+        most = cutlass.select_(leaves(spec, lanes, cost), quotient(most + LEFT - 1, LEFT), most)
     opening, whole = Int32(spec.piece_cost), Int32(0)
     if cutlass.const_expr(spec.partition == "balanced" and spec.q_lens is None):
         longest, every = longest_of(spec, lanes, cost, batch), most
@@ -335,7 +346,8 @@ def share_of(spec: cutlass.Constexpr, rows: Rows, batch: Int32, lanes: LaneRows,
     longer = cost - step * slices
     if cutlass.const_expr(spec.tile_heads > 1):
         step, longer = cutlass.select_(whole > 0, whole, step), cutlass.select_(whole > 0, 0, longer)
-    row, tile, prefix, end_row, end_tile = batch, Int32(0), cost, batch, Int32(0)
+    past = Int32(0) if cutlass.const_expr(spec.one_request) else batch
+    row, tile, prefix, end_row, end_tile = past, Int32(0), cost, past, Int32(0)
     if cutlass.const_expr(spec.q_lens is not None):
         slices = cutlass.select_(cost > 0, slices, 0)  # this phase serves no request
     if index < slices:
@@ -344,17 +356,19 @@ def share_of(spec: cutlass.Constexpr, rows: Rows, batch: Int32, lanes: LaneRows,
         if index + 1 == slices:
             end_row, end_tile = batch, Int32(0)
     uniform = cute.arch.make_warp_uniform
+    if cutlass.const_expr(spec.one_request):
+        row = Int32(0)  # no slice is so small that it would begin behind the row
     ends = uniform(row), uniform(tile), uniform(prefix), uniform(end_row), uniform(end_tile)
     return Share(unit, index, *ends, uniform(step), uniform(longer), units)
 
 
-def leaves(lanes: LaneRows, cost: Int32) -> Boolean:
+def leaves(spec: KernelSpec, lanes: LaneRows, cost: Int32) -> Boolean:
     """Whether a phase of this cost leaves most CTAs to the phase that deals: if the blocks there cost at least a third as much.
 
     A third of the SMs read nearly as fast as all, so that the others had better attend to long queries meanwhile.
     """
     between = cute.arch.vote_any_sync(lanes.dealt < 0)  # its shares are of all CTAs: none may come late
-    return (between == Boolean(False)) & (warp_sum(cutlass.max(lanes.dealt, 0)) >= quotient(cost, 3)) & (cost > 0)
+    return (between == Boolean(False)) & (batch_sum(spec, cutlass.max(lanes.dealt, 0)) >= quotient(cost, 3)) & (cost > 0)
 
 
 def cut_of(step: Int32, longer: Int32, index: Int32) -> Int32:
