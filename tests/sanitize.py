@@ -65,7 +65,7 @@ NONE, HEAD, TOKEN, TOKEN_F16 = ck.KVScale.NONE, ck.KVScale.HEAD, ck.KVScale.TOKE
 class Case:
     """page_size 0: a contiguous cache, whose rows all have 700 tokens. group: query heads a KV head; there are two.
 
-    k_dtype, v_dtype: what the caches store; None is q's. config: instead of the one that the heuristics choose.
+    alone: one row. k_dtype, v_dtype: what the caches store; None is q's. config: instead of the one that the heuristics choose.
     """
 
     arch: str
@@ -80,12 +80,14 @@ class Case:
     k_scale: ck.KVScale = NONE
     v_scale: ck.KVScale = NONE
     config: DecodeConfig | None = None
+    alone: bool = False
 
     def __str__(self) -> str:
         cache = f"{self.table_format}-page{self.page_size}" if self.page_size else "contiguous"
         element = NAMES[self.dtype]
         own = f"{self.arch}-{cache}-{self.partition}-d{self.head_dim}-group{self.group}-{element}"
         own += f"-{self.config.unit_heads}heads" if self.config else ""
+        own += "-alone" if self.alone else ""
         stored = ((self.k_dtype, self.k_scale), (self.v_dtype, self.v_scale))
         if stored == ((None, NONE), (None, NONE)):
             return own
@@ -94,7 +96,7 @@ class Case:
 
     @property
     def shape(self) -> Shape:
-        lengths = LENGTHS if self.page_size else (700, 700)
+        lengths = (3000,) if self.alone else LENGTHS if self.page_size else (700, 700)
         heads = {"num_heads": 2 * self.group, "num_kv_heads": 2, "head_dim": self.head_dim}
         own = ck.KVDtype(NAMES[self.dtype])
         storage = {"kv_dtype": self.k_dtype or own, "v_dtype": self.v_dtype or own}
@@ -143,6 +145,10 @@ CASES = (
     Case("sm80", "dense", "whole", 128, 16, 5, BF16, INT8, INT8, TOKEN_F16, TOKEN_F16),
     Case("sm80", "dense", "balanced", 256, 4, 16, BF16, INT8, INT8, TOKEN, TOKEN),
     Case("sm80", "csr", "balanced", 128, 8, 64, F16, None, E4M3, NONE, TOKEN_F16),
+    Case("sm90", "dense", "balanced", 128, 4, 16, BF16, alone=True),
+    Case("sm90", "csr", "balanced", 128, 8, 16, BF16, INT8, INT8, TOKEN_F16, TOKEN_F16, alone=True),
+    Case("sm90", "dense", "invariant", 128, 4, 16, BF16, E4M3, E4M3, alone=True),
+    Case("sm80", "dense", "balanced", 128, 4, 1, BF16, alone=True),
     Case("sm80", "dense", "balanced", 33, 4, 1, BF16, E4M3, E4M3, HEAD, NONE),  # a byte a load
     Case("sm80", "dense", "balanced", 128, 4, 0, BF16, INT8, INT8, TOKEN_F16, TOKEN_F16),
     Case("sm90", "dense", "balanced", 128, 4, 16, F32),
@@ -173,6 +179,11 @@ ATTENTION = {
         "verify_128_int8",
         "verify_128_k_bf16_v_e4m3",
         "verify_128_token_scales",
+        "alone_everything",
+        "alone_32_e4m3",
+        "alone_32_int8",
+        "alone_64",
+        "alone_64_int8",
     ),
     ("sm90", "few"): (
         "cut",
@@ -259,7 +270,7 @@ def decode(case: Case) -> None:
     """A decode case, compared with f64."""
     inputs = make_inputs(case.shape, "cpu")
     if case.page_size:
-        inputs.rows[BAD_ROW][0] = BAD_PAGE
+        inputs.rows[0 if case.alone else BAD_ROW][0] = BAD_PAGE
     with tuned.forced(case.config):
         plan = select(case.shape, case.arch, **PREFERENCES[case.partition])
     assert case.config in (None, plan.explain().chosen.config), plan.explain()

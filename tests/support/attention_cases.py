@@ -93,6 +93,7 @@ E4M3, E5M2, INT8 = ck.KVDtype.E4M3, ck.KVDtype.E5M2, ck.KVDtype.INT8
 TOKEN_SCALES = {"kv_dtype": INT8, "k_scale": ck.KVScale.TOKEN_F16, "v_scale": ck.KVScale.TOKEN_F16}
 EVERYTHING = {"window_left": 40, "softcap": 3.0, "alibi": True, "sinks": True}
 LONG = {"lengths": (3000, 64, 31, 700)}
+ALONE = {"lengths": (3000,)}  # plans of one request have kernels of their own
 UNIFORM = {"uniform": True, "q_lens": (4,) * len(LENGTHS), "max_q_len": 4}
 VERIFY = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128, **LONG}  # packed rows for warps, for one warpgroup, or for two
 # on 16 SMs a CTA takes two KV heads of these
@@ -177,6 +178,14 @@ CASES = (
     case("verify_128_int8", {**VERIFY, **TOKEN_SCALES}, **VERIFY_128, sinks=True),
     case("verify_128_k_bf16_v_e4m3", {**VERIFY, "v_dtype": E4M3, "v_scale": ck.KVScale.TOKEN}, **VERIFY_128),
     case("verify_128_token_scales", {**VERIFY, "k_scale": ck.KVScale.TOKEN, "v_scale": ck.KVScale.TOKEN_F16}, **VERIFY_128),
+    case("alone", {**VERIFY, **ALONE}, uniform=True, q_lens=(4,), max_q_len=4),
+    case("alone_everything", ALONE, table="csr", q_lens=(5,), max_q_len=8, **EVERYTHING),
+    case("alone_32_e4m3", {**VERIFY, **ALONE, "kv_dtype": E4M3}, uniform=True, q_lens=(8,), max_q_len=8),
+    case("alone_32_int8", {**VERIFY, **ALONE, **TOKEN_SCALES}, q_lens=(7,), max_q_len=8, sinks=True),
+    case("alone_64", {**VERIFY, **ALONE}, uniform=True, q_lens=(16,), max_q_len=16),
+    case("alone_64_int8", {**VERIFY, **ALONE, **TOKEN_SCALES}, uniform=True, q_lens=(16,), max_q_len=16),
+    case("alone_128_e4m3", {**VERIFY, **ALONE, "kv_dtype": E4M3}, q_lens=(31,), max_q_len=32, window_left=1023),
+    case("alone_no_keys", {"lengths": (0,)}, q_lens=(3,), max_q_len=4, sinks=True),
     case("no_rows", q_lens=(0,) * len(LENGTHS)),
     case("no_keys", {"lengths": (0, 0)}, q_lens=(2, 3), sinks=True),
     case("no_keys_no_sinks", {"lengths": (0, 0)}, q_lens=(2, 3), softcap=1.0),
