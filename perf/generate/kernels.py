@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from cute_kernels.api.plan_cache import LONG_CHUNK
+from cute_kernels.api.plan_cache import LONG_CHUNK, length_hint
 from cute_kernels.append.descriptor import KVAppendDescriptor
 from cute_kernels.append.variants import explain as explain_append
 from cute_kernels.attention.attention_descriptor import PagedAttentionDescriptor
@@ -15,7 +15,7 @@ from cute_kernels.attention.variants import explain
 from cute_kernels.compile.kernels import compile_ahead
 from cute_kernels.kv.types import KVDtype, KVLayout
 from cute_kernels.planning.variants import DeviceFacts, PlanPreference
-from perf.generate.measure import PAGE
+from perf.generate.measure import PAGE, table_columns
 from perf.generate.models import LLAMA_3_8B, Work
 
 HEADS: dict[str, Any] = {"num_heads": 32, "num_kv_heads": 8, "head_dim": LLAMA_3_8B["head_dim"], "q_dtype": torch.bfloat16}
@@ -36,14 +36,15 @@ def specs_for(work: Work, e4m3: bool, facts: DeviceFacts) -> list[Any]:
 
 
 def _attention(work: Work, stores: list[KVDtype | None]) -> Iterator[PagedAttentionDescriptor]:
-    longest = work.prompt_len + work.new_tokens
+    longest = length_hint(work.prompt_len + work.new_tokens)
     chunk: dict[str, Any] = {**HEADS, "max_q_len": LONG_CHUNK}
     yield PagedAttentionDescriptor(2, **chunk, page_size=None, table_format="packed", max_seq_len=work.prompt_len)
     for kv_dtype in stores:
         paged: dict[str, Any] = {"page_size": PAGE, "kv_dtype": kv_dtype, "layout": NHD, "max_seq_len": longest}
         yield PagedAttentionDescriptor(work.prompts, **chunk, **paged)
+        step = {**paged, "max_seq_len": length_hint(table_columns(work) * PAGE)}
         for batch in _powers(work.prompts):
-            yield PagedAttentionDescriptor(batch, **HEADS, **paged, max_q_len=1, query_format="uniform")
+            yield PagedAttentionDescriptor(batch, **HEADS, **step, max_q_len=1, query_format="uniform")
     for rows in (1, work.prompt_len):  # query rows in generate
         lengths: dict[str, Any] = {"table_format": "lengths", "query_format": "uniform", "max_seq_len": longest}
         yield PagedAttentionDescriptor(work.prompts, **HEADS, **lengths, page_size=None, max_q_len=rows)

@@ -38,12 +38,22 @@ class Timed:
         return self.work.tokens / self.seconds
 
 
+def pages_of(work: Work) -> int:
+    """Pages that a prompt and its new tokens may need."""
+    return -(-(work.prompt_len + work.new_tokens) // PAGE) + 1
+
+
+def table_columns(work: Work) -> int:
+    """Entries of a request in the block table."""
+    return pages_of(work) + pages_of(work) % 2
+
+
 def batch_config(work: Work, graphs: bool) -> Any:
     """Continuous batching with room for all prompts at once, and CUDA graphs of decode steps."""
     kind = transformers.generation.ContinuousBatchingConfig
-    pages = -(-(work.prompt_len + work.new_tokens) // PAGE) + 1
+    pages = pages_of(work)
     sizes = {"page_size" if hasattr(kind(), "page_size") else "block_size": PAGE, "num_blocks": work.prompts * pages}
-    room = {"max_blocks_per_request": pages + pages % 2, "max_requests_per_batch": work.prompts}
+    room = {"max_blocks_per_request": table_columns(work), "max_requests_per_batch": work.prompts}
     return kind(**sizes, **room, max_batch_tokens=8192, allow_block_sharing=False, use_cuda_graph=(False, graphs))
 
 
