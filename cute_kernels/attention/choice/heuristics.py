@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from itertools import product
 
 from ...config.decode import DEALT, MAX_CP_ASYNC_TILE_N, SMEM_BYTES, TWO_CTAS_HEAD_DIM, DecodeConfig, KernelSpec, Partition
@@ -13,6 +14,19 @@ from ..kernel_spec import kernel_spec, units_of
 from .cost_model import cost_of, deal, mean_keys, row_tokens
 
 Shapes = tuple[tuple[int, int], ...]  # (tokens of a tile, consumer warps), the best first
+
+
+@dataclass(frozen=True)
+class BlockCosts:
+    """What blocks of 192 query rows cost three warpgroups, beside those of 128 rows that two take; in keys of the latter.
+
+    key: for each key; turn: from a block to the next; turn_of_two: the same of two warpgroups.
+    """
+
+    key: float
+    turn: int
+    turn_of_two: int
+
 
 # (bytes of K and V of a tile, most consumer warps, CTAs per SM). Tiles of 32 KB never won, nor 8 KB with 4 warps or two CTAs.
 SHAPES: dict[Arch, tuple[tuple[int, int, int], ...]] = {
@@ -49,11 +63,9 @@ LONG_SHAPES_OF_8_BITS = ((112, 8), (96, 8), (80, 8), (64, 8), (32, 8), (64, 4), 
 LONG_STAGES = 2
 # the same with scales of tokens, if three warpgroups end first (at head_dim 64 tiles of 96 are 2% later)
 LONG_SHAPES_OF_THREE = (80, 12), (64, 12)
-# of these: what a key costs a block of their 192 rows, and what a turn to the next block costs three and two warpgroups; in keys
-# of a block of two (H200, 16 x 512 over 512 to 2k, 8 x 512 over 4k, 8k; docs/notes/kernel-log.md)
-THREE = 1.53, 690, 630
-SMALL_OF_THREE, THREE_OF_SMALL = 64, (1.32, 660, 610)  # the same up to this head_dim
-MEDIUM_OF_THREE, THREE_BESIDE_RELATED = 96, (1.69, 286, 377)  # the same above this one, if two warpgroups relate scores
+# of these, by 16 x 512 over 512 to 2k, 8 x 512 over 4k and 8k on an H200 (docs/notes/kernel-log.md): at head_dim 64 and below;
+# above 96, where two warpgroups relate scores; and otherwise
+THREE_UP_TO_64, THREE_BESIDE_RELATED, THREE = BlockCosts(1.32, 660, 610), BlockCosts(1.69, 286, 377), BlockCosts(1.53, 690, 630)
 # over 8 bits shared memory's bandwidth is the limit, of which a query in registers takes none: beside tiles of 112, prompts over
 # e4m3 2 to 10% sooner by card, 128 rows 1 to 6% at 8 x 8k and 64 x 1k, and at 64 x 8k up to 1.5% later (H100)
 HOLDING = 96, 8
@@ -191,16 +203,15 @@ def three_beside_scales(problem: DecodeProblem, sm_count: int, partition: Partit
     first = LONG_SHAPES_OF_THREE[0], LONG_SHAPES_OF_8_BITS[0]
     specs = [kernel_spec(problem, "sm90", "sm_90a", config_of(shape), partition=partition) for shape in first]
     three, two = (deal(problem, spec, sm_count) for spec in specs)
-    key, turn_of_three, turn_of_two = costs_of_three(specs[1])
-    keys = mean_keys(problem)
-    return key * keys * three.blocks + turn_of_three * three.rounds < keys * two.blocks + turn_of_two * two.rounds
+    costs, keys = costs_of_three(specs[1]), mean_keys(problem)
+    return costs.key * keys * three.blocks + costs.turn * three.rounds < keys * two.blocks + costs.turn_of_two * two.rounds
 
 
-def costs_of_three(two: KernelSpec) -> tuple[float, int, int]:
-    """THREE, or what stands for it beside a spec of two warpgroups."""
-    if two.padded_head_dim <= SMALL_OF_THREE:
-        return THREE_OF_SMALL
-    return THREE_BESIDE_RELATED if two.relates_scores and two.padded_head_dim > MEDIUM_OF_THREE else THREE
+def costs_of_three(two: KernelSpec) -> BlockCosts:
+    """The costs of three warpgroups beside a spec of two."""
+    if two.padded_head_dim <= 64:
+        return THREE_UP_TO_64
+    return THREE_BESIDE_RELATED if two.relates_scores and two.padded_head_dim > 96 else THREE
 
 
 def holding_first(problem: DecodeProblem, shapes: Shapes, partition: Partition) -> Shapes:

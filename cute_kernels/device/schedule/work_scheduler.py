@@ -316,7 +316,7 @@ def locate(spec: KernelSpec, rows: Rows) -> tuple[Int32, Int32, Int32, Int32]:
 
 
 def span_of(batch: Int32) -> Int32:
-    """Rows per lane, if a warp takes all of a batch: a power of two up to MOST_LANE_REQUESTS."""
+    """Rows per lane, if a warp takes all of a batch: 1, 2 or 4 unless the warp searches."""
     span = quotient(batch + LANES - 1, LANES)
     return cutlass.select_(span == 3, 4, span)
 
