@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import cast
 
-from ..config.decode import DEALT, KEPT_REQUESTS, DecodeConfig, KernelSpec, Partition, grid_ctas
+from ..config.decode import KEPT_REQUESTS, DecodeConfig, KernelSpec, Partition, grid_ctas
 from ..config.problem import ElementType
 from ..config.tiling import HALF_TILE_M, TILE_M, WARPGROUP_M, Arch, Target, most_warp_tiles
 from ..kv.scale import scale_form
@@ -45,8 +45,8 @@ def kernel_spec(problem: DecodeProblem, arch: Arch, target: Target, config: Deco
 
 
 def kept_requests_of(batch_size: int, partition: Partition) -> int:
-    """spec.kept_requests: the least that the batch needs; a constant where no shares are found."""
-    if partition in DEALT:
+    """spec.kept_requests: the least that the batch needs; a constant unless shares are balanced: invariant plans see no batch."""
+    if partition != "balanced":
         return KEPT_REQUESTS[-1]
     return next((kept for kept in KEPT_REQUESTS if batch_size <= kept), KEPT_REQUESTS[-1])
 

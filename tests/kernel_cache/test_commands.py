@@ -98,7 +98,7 @@ def test_several_query_rows_are_compiled_for(run, built: list[Spec], tmp_path: P
     options = ["--batch", "256", "--max-q-len", "16", "--tree-mask", "--sinks", "--append", "--merge", "2"]
     code, _, _ = run("compile", *MODEL, *options, "--out", str(tmp_path / "model"), "--processes", "1")
     described = PagedAttentionDescriptor(
-        64, 32, 8, 128, 16, torch.bfloat16, max_q_len=16, max_seq_len=4096, tree_mask=True, sinks=True
+        256, 32, 8, 128, 16, torch.bfloat16, max_q_len=16, max_seq_len=4096, tree_mask=True, sinks=True
     )
     appends = [KVAppendDescriptor(256 * 16, 8, 128, 16, torch.bfloat16, table_format=form) for form in ("none", "dense")]
     merge = MergeStatesDescriptor(2, 256 * 16, 32, 128, torch.bfloat16)
